@@ -1,0 +1,73 @@
+# Every target does its own set-up: a virtual environment in .venv, with the versions in constraints.txt.
+# `make test PYTHON=python3` uses that interpreter as it is instead, and installs nothing.
+
+VENV := .venv
+SYSTEM_PYTHON ?= python3
+ARGS ?=
+
+ifdef PYTHON
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+extra =
+else
+PY := $(VENV)/bin/python
+extra = $(VENV)/.with-$(1)
+endif
+
+# One make does one thing at a time, and two makes started side by side wait for each other (where flock exists):
+# they would install into the same environment.
+.NOTPARALLEL:
+LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format docs bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, demo and bench"
+
+demo: $(call extra,paper) ## parallelise a deep network's forward and backward pass, and print one table
+	@$(PY) -m deeppcr.paper.demo $(ARGS)
+
+# The coverage threshold holds for the whole suite only, so not where ARGS may select a part of it.
+COVERAGE := --cov $(if $(strip $(ARGS)),,--cov-fail-under=95)
+test: $(call extra,dev) ## run every test on the CPU, doctests and import contracts included, with coverage
+	@if $(PY) -c 'import pytest_cov' 2>/dev/null; then $(PY) -m pytest $(COVERAGE) $(ARGS); \
+	else echo 'pytest-cov is missing: running without coverage'; $(PY) -m pytest $(ARGS); fi
+
+test-gpu: $(call extra,dev) ## run every test on the GPU
+	@$(PY) -m pytest --device=cuda $(ARGS)
+
+lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, import contracts
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
+	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+format: $(call extra,dev) ## reformat, and fix what ruff can fix
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+docs: $(call extra,docs) ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo 'open site/index.html'
+
+bench: $(call extra,paper) ## compare, then time, then write results/
+	@$(PY) benchmarks/run.py $(ARGS)
+
+clean: ## remove the environment, builds and caches
+	rm -rf $(VENV) .venv.lock site build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Stamps are written last: what was interrupted is done again. A pip that is killed half-way leaves the environment
+# without a stamp for that extra, and the next call completes it; a half-made environment is made anew.
+$(VENV)/.created:
+	@$(LOCK) sh -c 'test -e $@ || { \
+	  echo "setting up $(VENV) with $$($(SYSTEM_PYTHON) --version)"; \
+	  rm -rf $(VENV) && $(SYSTEM_PYTHON) -m venv $(VENV) && touch $@; }'
+
+.PRECIOUS: $(VENV)/.with-%
+$(VENV)/.with-%: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo 'installing deeppcr[$*] into $(VENV) (the first time, torch takes a minute)'
+	@$(LOCK) $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[$*]' -c constraints.txt
+	@touch $@

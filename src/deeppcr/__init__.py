@@ -1,0 +1,64 @@
+"""Run a computation that is written as a loop in parallel over its steps.
+
+>>> import torch, deeppcr
+>>> def step(z, x):  # the body of the loop, exactly as it stands in the loop
+...     weight, bias = x
+...     return torch.tanh(z) @ weight.mT + bias
+>>> z0, xs = torch.randn(16), (torch.randn(1000, 16, 16) / 4, torch.randn(1000, 16))
+>>> deeppcr.solve(step, z0, xs).states.shape
+torch.Size([1000, 16])
+"""
+
+from . import linear
+from .check import Finding, check
+from .gradient import Implicit, Unrolled
+from .guess import BatchMean, Random, RepeatInitial, Zeros
+from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
+from .linear import PCR, Auto, ForwardSubstitution, Hierarchical
+from .markov import collapse, with_history
+from .newton import Jacobi, Loop, Newton, Picard
+from .sequence import rowwise
+from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
+from .solve import solve
+from .steps import StepError
+from .stopping import FixedIterations, PaperTest, UpdateTest
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PCR",
+    "Auto",
+    "BatchMean",
+    "ConvergenceError",
+    "ConvergenceWarning",
+    "DenseJacobian",
+    "DiagonalJacobian",
+    "Finding",
+    "FixedIterations",
+    "ForwardSubstitution",
+    "GivenJacobian",
+    "Hierarchical",
+    "HutchinsonJacobian",
+    "Implicit",
+    "Jacobi",
+    "Loop",
+    "Newton",
+    "PaperTest",
+    "Picard",
+    "Plan",
+    "Random",
+    "RepeatInitial",
+    "Result",
+    "ScalarJacobian",
+    "Solution",
+    "StepError",
+    "Unrolled",
+    "UpdateTest",
+    "Zeros",
+    "check",
+    "collapse",
+    "linear",
+    "rowwise",
+    "solve",
+    "with_history",
+]

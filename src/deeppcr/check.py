@@ -1,0 +1,230 @@
+"""``check``: what is wrong with a step function, before or after a solve went wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
+from .sequence import Sequence
+from .steps import StepError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: "random", "side effect", "rows", "structure", "evaluation", "slow", "not finite" or "error"
+        message: what was seen, and what to do
+    """
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def check(
+    step: Callable | list[Callable] | nn.ModuleList,
+    z0: Any,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    batch_dims: int | None = None,
+    jacobian: Jacobian | None = None,
+    steps: int = 4,
+) -> list[Finding]:
+    """Look for what a step must not do: random numbers, side effects, rows that influence each other, a wrong Jacobian.
+
+    Args:
+        step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
+        jacobian: a structure or Jacobian that is claimed and to be compared with the step's own
+        steps: how many steps to look at, spread evenly over the sequence
+
+    Returns:
+        the findings; an empty list means that nothing was found
+
+    >>> import torch, deeppcr
+    >>> for finding in deeppcr.check(lambda z: z - z.mean(0), torch.randn(3, 2), length=10):
+    ...     print(finding)
+    rows: row 0 of the state changes row 1 of the result at step 1. Rows of a batch must not influence each other: ...
+    """
+    try:
+        sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    except StepError as error:
+        return [Finding("random" if "random" in str(error) else "error", str(error))]
+    count = min(steps, sequence.length)
+    looked_at = sorted({round(i * (sequence.length - 1) / max(1, count - 1)) for i in range(count)})
+    with torch.no_grad():
+        # Near the trajectory: from the initial state, each step once.
+        states = [sequence.initial.detach()]
+        for index in looked_at:
+            states.append(sequence.step(index, states[-1]))
+        findings = list(_repeatability(sequence, step, looked_at, states))
+        if findings:
+            return findings  # nothing else can be compared with a step that gives another answer each time
+        findings += _finiteness(sequence, looked_at, states)
+        findings += _all_at_once(sequence, looked_at, states)
+        findings += _independence(sequence, looked_at, states)
+        if jacobian is not None and not findings:
+            findings += _structure(sequence, looked_at, states, jacobian)
+    return findings
+
+
+def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+    modules = _modules_of(step)
+    for index, state in zip(looked_at, states, strict=False):
+        random_before = _random_state(state.device)
+        buffers = [(m, name, b.clone()) for m in modules for name, b in m.named_buffers()]
+        first = sequence.step(index, state)
+        drew = not torch.equal(random_before, _random_state(state.device))
+        changed = [name for m, name, before in buffers if not torch.equal(dict(m.named_buffers())[name], before)]
+        second = sequence.step(index, state)
+        if drew:
+            yield Finding(
+                "random",
+                f"step {index + 1} draws random numbers (dropout in train mode?). Draw them before the solve and pass them in xs, or "
+                "call .eval()",
+            )
+            return
+        if changed:
+            yield Finding(
+                "side effect",
+                f"step {index + 1} changes the buffer {changed[0]!r} of a module (batch statistics in train mode?). Call .eval()",
+            )
+            return
+        if not torch.equal(first.isnan(), second.isnan()) or not torch.equal(
+            first[~first.isnan()], second[~second.isnan()]
+        ):
+            yield Finding(
+                "side effect",
+                f"step {index + 1} gives another result when it is called again with the same state: it keeps a state of its own",
+            )
+            return
+
+
+def _finiteness(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+    for index, before, after in zip(looked_at, states, states[1:], strict=False):
+        if torch.isfinite(before).all() and not torch.isfinite(after).all():
+            yield Finding("not finite", f"step {index + 1} gives values that are not finite from a finite state")
+            return
+
+
+def _all_at_once(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+    """Every step evaluated together with others must give what it gives alone."""
+    previous = sequence.initial.detach().expand(sequence.length, -1, -1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        together = sequence.values(previous, range(sequence.length))
+    slow = [str(w.message) for w in caught if "performance drop" in str(w.message)]
+    if slow:
+        yield Finding(
+            "slow",
+            "torch.vmap has no rule for an operation of the step and calls it once for each step; deeppcr.rowwise(step) avoids "
+            f"that ({slow[0].split('.')[0]})",
+        )
+    if sequence.evaluation == "loop":
+        yield Finding("slow", sequence.all_notes[-1])
+    for index in looked_at:
+        alone = sequence.step(index, sequence.initial.detach())
+        if not _close(together[index], alone):
+            yield Finding(
+                "evaluation", f"step {index + 1} evaluated together with the others differs from the step alone"
+            )
+            return
+
+
+def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+    rows = sequence.layout.rows
+    if rows < 2:
+        return
+    for index, state in zip(looked_at, states, strict=False):
+        reference = sequence.step(index, state)
+        for row in {0, rows - 1}:
+            moved = state.clone()
+            moved[row] += 0.1 * (1 + moved[row].abs())
+            changed = (sequence.step(index, moved) - reference).abs().amax(-1)
+            changed[row] = 0
+            limit = _rounding(sequence) * (1 + reference.abs().amax(-1))
+            if (changed > limit).any():
+                other = int((changed > limit).nonzero()[0])
+                yield Finding(
+                    "rows",
+                    f"row {row} of the state changes row {other} of the result at step {index + 1}. Rows of a batch must not influence each "
+                    "other: is the leading dimension a batch? batch_dims says how many are (0: none)",
+                )
+                return
+
+
+def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], jacobian: Jacobian) -> Iterator[Finding]:
+    if isinstance(jacobian, ScalarJacobian) or (isinstance(jacobian, GivenJacobian) and not jacobian.exact):
+        return  # an approximation claims nothing
+    name = type(jacobian).__name__
+    for index, state in zip(looked_at, states, strict=False):
+        here = range(index, index + 1)
+        true = DenseJacobian().evaluate(sequence, state.unsqueeze(0), here)[1].to_dense()
+        if isinstance(jacobian, DiagonalJacobian):
+            off = true - torch.diag_embed(true.diagonal(dim1=-2, dim2=-1))
+            if off.abs().max() > _rounding(sequence) * (1 + true.abs().max()):
+                _, _, row, column = (int(i) for i in (off.abs() == off.abs().max()).nonzero()[0])
+                yield Finding(
+                    "structure",
+                    f"{name} is claimed, but at step {index + 1} element {row} of the result depends on element {column} of the state "
+                    f"(derivative {float(off.abs().max()):.2g}). Use HutchinsonJacobian() or DenseJacobian()",
+                )
+                return
+        elif isinstance(jacobian, GivenJacobian):
+            try:
+                given = jacobian.evaluate(sequence, state.unsqueeze(0), here)[1]
+            except (TypeError, ValueError) as error:
+                yield Finding("structure", str(error))
+                return
+            off = (given.to_dense(sequence.layout.width) - true).abs().max()
+            if off > 100 * _rounding(sequence) * (1 + true.abs().max()):
+                yield Finding(
+                    "structure",
+                    f"{name} is claimed to be exact, but at step {index + 1} it is off by {float(off):.2g} "
+                    f"(the true Jacobian's largest entry: {float(true.abs().max()):.2g})",
+                )
+                return
+
+
+def _rounding(sequence: Sequence) -> float:
+    return 100 * torch.finfo(sequence.layout.dtype).eps * max(1.0, sequence.layout.width**0.5)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    eps = torch.finfo(a.dtype).eps
+    return torch.allclose(
+        a,
+        b,
+        rtol=1000 * eps,
+        atol=1000 * eps * float(1 + b[b.isfinite()].abs().sum() / max(1, b.numel())),
+        equal_nan=True,
+    )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _modules_of(step: Any) -> list[nn.Module]:
+    """The modules that a step is, holds or closes over."""
+    if isinstance(step, nn.Module):
+        return [step]
+    if isinstance(step, (list, tuple)):
+        return [module for each in step for module in _modules_of(each)]
+    inner = getattr(step, "step", None)  # rowwise, with_history
+    found = _modules_of(inner) if inner is not None else []
+    cells = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
+    names = getattr(getattr(step, "__code__", None), "co_names", ())
+    scope = getattr(step, "__globals__", {})
+    held = cells + [scope[name] for name in names if name in scope]
+    return found + [each for each in held if isinstance(each, nn.Module)]

@@ -1,0 +1,319 @@
+"""How a Sequence becomes a bidiagonal system: the Jacobians of its steps, exact or approximate.
+
+Shapes: N steps or chunks at a time, B rows, D the packed state, K tangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .linear import Blocks, Dense, Diagonal, Scalar
+from .sequence import Sequence
+from .steps import StepError
+
+#: A Jacobian by forward mode holds about this many tensors of its own size while it is formed (primal and tangent
+#: of the largest intermediates).
+_WORKSPACE = 6
+
+
+class Jacobian:
+    """Strategy: Jacobians of the steps. Subclasses give ``evaluate``; collapsing steps into chunks comes with it."""
+
+    @property
+    def true(self) -> bool:
+        """Whether the blocks are the true Jacobians, so that Newton's iteration converges quadratically."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """How derivatives are formed, for the plan; "" where the sequence knows."""
+        return ""
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
+        """Values [N, B, D] and N blocks, at the states ``previous`` [N, B, D] before ``steps``."""
+        raise NotImplementedError
+
+    def linearise(self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Blocks]:
+        """Roll all chunks out, each from its own start, with the product of their Jacobians.
+
+        Args:
+            starts: [chunks, B, D], the states before chunks ``first``, ``first + 1``, ...
+
+        Returns:
+            the states after the chunks, [chunks, B, D], and one block a chunk. The block of a ragged last chunk is
+            that of its own steps.
+        """
+        current, product, ended = starts, None, []
+        for steps in sequence.chunk_steps(chunk, first):
+            if product is not None and len(steps) < len(current):
+                ended.append((current[len(steps) :], product[len(steps) :]))
+                product = product[: len(steps)]
+            current, blocks = self.evaluate(sequence, current[: len(steps)], steps)
+            product = blocks if product is None else blocks.compose(product)
+        assert product is not None
+        ends = torch.cat([current, *(state for state, _ in ended)])
+        return ends, type(product)(torch.cat([product.data, *(blocks.data for _, blocks in ended)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseJacobian(Jacobian):
+    """The full Jacobian of every step, by automatic differentiation: the paper's method.
+
+    Args:
+        memory_budget: bytes that forming the blocks may take at a time, beyond the blocks themselves; more is done
+            in slices. Default: a quarter of the free memory of a GPU, 1 GiB on a CPU
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(jacobian=deeppcr.DenseJacobian(memory_budget=2**20))
+    >>> deeppcr.solve(torch.tanh, torch.ones(4), length=100, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    memory_budget: int | None = None
+
+    @property
+    def true(self) -> bool:
+        return True
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Dense]:
+        parts = [
+            sequence.push(previous[part], _identity(sequence), steps[part])
+            for part in self.slices(sequence, len(steps))
+        ]
+        values, pushed = zip(*parts, strict=True)
+        return torch.cat(values), Dense(torch.cat([_as_blocks(each) for each in pushed]))
+
+    def linearise(self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Dense]:
+        # The columns of the product are pushed through the steps as tangents: no step's own Jacobian is ever
+        # formed, and what a step merely passes on (with_history) costs nothing.
+        if chunk == 1:
+            return self.evaluate(sequence, starts, range(first, sequence.length))
+        every = sequence.chunk_steps(chunk, first)
+        ends, blocks = [], []
+        for part in self.slices(sequence, len(starts)):
+            current, tangents = starts[part], _identity(sequence)
+            last = []
+            for steps in every:
+                steps = steps[part]
+                if not len(steps):
+                    break
+                if len(steps) < len(current):
+                    last.append((current[len(steps) :], _as_blocks(tangents[len(steps) :])))
+                    current, tangents = current[: len(steps)], tangents[: len(steps)]
+                current, tangents = sequence.push(current, tangents, steps)
+            ends += [current, *(state for state, _ in last)]
+            blocks += [_as_blocks(tangents), *(block for _, block in last)]
+        return torch.cat(ends), Dense(torch.cat(blocks))
+
+    def slices(self, sequence: Sequence, count: int) -> list[slice]:
+        """How many of ``count`` steps (or chunks) are done at a time to keep to the memory budget."""
+        at_once = max(1, self.budget(sequence) // (_WORKSPACE * block_bytes(sequence)))
+        return [slice(start, min(start + at_once, count)) for start in range(0, count, at_once)]
+
+    def budget(self, sequence: Sequence) -> int:
+        if self.memory_budget is not None:
+            return self.memory_budget
+        device = sequence.layout.device
+        return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 2**30
+
+
+def block_bytes(sequence: Sequence) -> int:
+    """Memory of the dense blocks of one step for all rows."""
+    layout = sequence.layout
+    return layout.rows * layout.width**2 * layout.dtype.itemsize
+
+
+def _identity(sequence: Sequence) -> Tensor:
+    layout = sequence.layout
+    eye = torch.eye(layout.width, dtype=layout.dtype, device=layout.device)
+    return eye[None, :, None, :].expand(1, layout.width, layout.rows, layout.width)
+
+
+def _as_blocks(pushed: Tensor) -> Tensor:
+    """Columns [N, K, B, D] to matrices [N, B, D, K]; contiguous, as matrix products want them."""
+    return pushed.permute(0, 2, 3, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagonalJacobian(Jacobian):
+    """The exact diagonal, for steps that treat every element of the state by itself.
+
+    One Jacobian-vector product gives it. A second, along random signs, is compared at the first iteration of a
+    solve: where the step is not elementwise, an error says so (a row sum is not a diagonal). There,
+    use ``HutchinsonJacobian`` or ``DenseJacobian``.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(jacobian=deeppcr.DiagonalJacobian())
+    >>> deeppcr.solve(torch.sin, torch.ones(1000), length=100, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    @property
+    def true(self) -> bool:
+        return True
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
+        layout = sequence.layout
+        ones = torch.ones(1, 1, layout.rows, layout.width, dtype=layout.dtype, device=layout.device)
+        if not sequence.verify_once("diagonal"):
+            values, pushed = sequence.push(previous, ones, steps)
+            return values, Diagonal(pushed[:, 0])
+        signs = _signs(ones.shape, layout, 0)
+        values, pushed = sequence.push(previous, torch.cat([ones, signs], 1), steps)
+        diagonal, mixed = pushed[:, 0], pushed[:, 1]
+        difference = (mixed - diagonal * signs[:, 0]).abs()
+        allowed = 100 * torch.finfo(layout.dtype).eps * (1 + diagonal.abs())
+        if (difference > allowed).any():
+            element = int((difference > allowed).any(0).any(0).nonzero()[0])
+            raise StepError(
+                "jacobian: DiagonalJacobian was claimed, but the step is not elementwise: element "
+                f"{element} of its output depends on other elements of the state. Use HutchinsonJacobian() or DenseJacobian()"
+            )
+        return values, Diagonal(diagonal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HutchinsonJacobian(Jacobian):
+    """An unbiased estimate of the diagonal: the mean of ``v * (J v)`` over random signs v.
+
+    An approximate Jacobian: the iteration converges linearly, and only where the diagonal dominates.
+
+    Args:
+        samples: random vectors a step
+        seed: of the random signs; the same in every iteration
+
+    >>> import torch, deeppcr
+    >>> step = lambda z: torch.tanh(0.5 * z + 0.1 * z.roll(1, -1))
+    >>> newton = deeppcr.Newton(jacobian=deeppcr.HutchinsonJacobian(samples=4))
+    >>> deeppcr.solve(step, torch.ones(8), length=100, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.samples < 1:
+            raise ValueError(f"samples: at least one, got {self.samples}")
+
+    @property
+    def true(self) -> bool:
+        return False
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
+        layout = sequence.layout
+        shape = (1, self.samples, layout.rows, layout.width)
+        signs = _signs(shape, layout, self.seed)
+        values, pushed = sequence.push(previous, signs, steps)
+        return values, Diagonal((signs * pushed).mean(1))
+
+
+def _signs(shape: tuple[int, ...], layout: Any, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same signs
+    signs = torch.randint(0, 2, shape, generator=generator).mul_(2).sub_(1)
+    return signs.to(layout.device, layout.dtype)
+
+
+@dataclass(frozen=True)
+class ScalarJacobian(Jacobian):
+    """A multiple of the identity, given by the user: nothing is differentiated.
+
+    Args:
+        value: one number for all steps, or a tensor [L] or [L, B]
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(jacobian=deeppcr.ScalarJacobian(0.5))
+    >>> deeppcr.solve(lambda z: 0.5 * torch.sin(z), torch.ones(3), length=50, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    value: float | Tensor
+
+    @property
+    def true(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> str:
+        return "given"
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Scalar]:
+        layout = sequence.layout
+        data = torch.as_tensor(self.value, dtype=layout.dtype, device=layout.device)
+        if data.ndim and (data.ndim > 2 or data.shape[0] != sequence.length):
+            raise ValueError(
+                f"jacobian: ScalarJacobian takes a number or a tensor [L] or [L, B] with L = {sequence.length}, "
+                f"got shape {tuple(data.shape)}"
+            )
+        if data.ndim == 2 and data.shape[1] not in (1, layout.rows):
+            raise ValueError(f"jacobian: ScalarJacobian has {data.shape[1]} rows for a batch of {layout.rows}")
+        each = data[steps.start : steps.stop : steps.step] if data.ndim else data
+        each = each.reshape(-1, 1) if each.ndim < 2 else each
+        return sequence.values(previous, steps), Scalar(each.expand(len(steps), layout.rows))
+
+
+@dataclass(frozen=True)
+class GivenJacobian(Jacobian):
+    """Blocks given by the user: fixed ones (a prior), or a function of the state.
+
+    Args:
+        blocks: L blocks with batch shape [], [1] or [B] of the flattened state of width D; or a
+            function that takes what ``step`` takes and returns blocks for that one step (``linear.Dense`` of a
+            tensor [*batch, D, D], ``linear.Diagonal`` of [*batch, D], ...); it is evaluated by ``torch.vmap``
+        exact: they are the true Jacobians (``deeppcr.check`` can tell), so Newton converges quadratically
+
+    >>> import torch, deeppcr
+    >>> weights = torch.randn(200, 5, 5) / 5
+    >>> jacobian = lambda z, w: deeppcr.linear.Dense(w * (1 - torch.tanh(z) ** 2).unsqueeze(-2))
+    >>> newton = deeppcr.Newton(jacobian=deeppcr.GivenJacobian(jacobian, exact=True))
+    >>> step = lambda z, w: torch.tanh(z) @ w.mT
+    >>> deeppcr.solve(step, torch.ones(5), weights, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    blocks: Blocks | Callable[..., Blocks]
+    exact: bool = False
+
+    @property
+    def true(self) -> bool:
+        return self.exact
+
+    @property
+    def name(self) -> str:
+        return "given"
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
+        values = sequence.values(previous, steps)
+        layout = sequence.layout
+        if isinstance(self.blocks, Blocks):
+            if len(self.blocks) != sequence.length:
+                raise ValueError(f"jacobian: {len(self.blocks)} blocks were given for {sequence.length} steps")
+            found = self.blocks[steps.start : steps.stop : steps.step].aligned(1)
+            batch = found.batch_shape
+            fits = len(batch) == 1 and batch[0] in (1, layout.rows)
+        else:
+            found = sequence.map(self.blocks, previous, steps)
+            if not isinstance(found, Blocks):
+                raise TypeError(
+                    f"jacobian: the function must return linear.Dense, Diagonal, BlockDiagonal or Scalar, got {type(found).__name__}"
+                )
+            fits = found.batch_shape in (layout.batch_shape, torch.Size())
+            core = found.data.shape[found.data.ndim - found.core_dims :]
+            found = type(found)(found.data.reshape(len(steps), -1, *core)) if fits else found
+        square = found.core_dims < 2 or found.data.shape[-1] == found.data.shape[-2]
+        if not fits or not square or found.width not in (None, layout.width):
+            raise ValueError(
+                f"jacobian: expected blocks of batch shape {tuple(layout.batch_shape)} and width {layout.width} for each "
+                f"step, got {type(found).__name__} of shape {tuple(found.data.shape[1:])}"
+            )
+        if found.data.dtype != layout.dtype or found.data.device != layout.device:
+            raise TypeError(
+                f"jacobian: the blocks are {found.data.dtype} on {found.data.device}, the states {layout.dtype} on {layout.device}"
+            )
+        core = found.data.shape[2:]
+        return values, type(found)(found.data.expand(len(steps), layout.rows, *core))

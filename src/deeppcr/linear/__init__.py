@@ -1,0 +1,22 @@
+"""Block bidiagonal linear systems ``z_l = A_l z_{l-1} + b_l``, solved in parallel over l."""
+
+from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
+from .forward import ForwardSubstitution
+from .hierarchical import Hierarchical
+from .pcr import PCR
+from .solve import Auto, LinearSolver, solve, solve_coupled
+
+__all__ = [
+    "PCR",
+    "Auto",
+    "BlockDiagonal",
+    "Blocks",
+    "Dense",
+    "Diagonal",
+    "ForwardSubstitution",
+    "Hierarchical",
+    "LinearSolver",
+    "Scalar",
+    "solve",
+    "solve_coupled",
+]

@@ -1,0 +1,227 @@
+"""The structures a Jacobian block can have.
+
+Shapes: L blocks, ``*batch`` any number of batch dimensions, D the width of a state.
+Every structure stores one tensor whose first dimension runs over the blocks, and every operation
+broadcasts over the batch dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """L square matrices of one structure. Use a subclass: it says what ``data`` means."""
+
+    data: Tensor
+
+    #: how many trailing dimensions of ``data`` describe one matrix
+    core_dims: ClassVar[int]
+
+    def __post_init__(self):
+        if type(self) is Blocks:
+            raise TypeError("Blocks is abstract: use Dense, Diagonal, BlockDiagonal or Scalar")
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    def __getitem__(self, steps: slice) -> Blocks:
+        return type(self)(self.data[steps])
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.data.shape[1 : self.data.ndim - self.core_dims]
+
+    @property
+    def width(self) -> int | None:
+        """D, or None where any width fits (scalar blocks)."""
+        raise NotImplementedError
+
+    def aligned(self, batch_dims: int) -> Blocks:
+        """The same blocks with size-1 batch dimensions put in until there are ``batch_dims``."""
+        missing = batch_dims - len(self.batch_shape)
+        if missing <= 0:
+            return self
+        length, *rest = self.data.shape
+        return type(self)(self.data.reshape(length, *(1,) * missing, *rest))
+
+    def where(self, keep: Tensor) -> Blocks:
+        """The same blocks, zero where ``keep`` [L, *batch] is False."""
+        return type(self)(torch.where(keep.reshape(*keep.shape, *(1,) * self.core_dims), self.data, 0))
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """``A_l v_l`` for every block; vectors and result are [L, *batch, D]."""
+        raise NotImplementedError
+
+    def compose(self, first: Blocks) -> Blocks:
+        """The products ``A_l F_l``: ``first`` acts first. Both have the same structure."""
+        raise NotImplementedError
+
+    def transpose(self) -> Blocks:
+        raise NotImplementedError
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """The derivative of ``left_l . A_l right_l`` in ``data``, before summing over broadcast dimensions."""
+        raise NotImplementedError
+
+    def to_dense(self, width: int | None = None) -> Tensor:
+        """[L, *batch, D, D]; ``width`` is needed for scalar blocks only."""
+        raise NotImplementedError
+
+
+class Dense(Blocks):
+    """Full matrices.
+
+    Args:
+        data: [L, *batch, D, D]
+
+    >>> import torch
+    >>> Dense(torch.eye(2).expand(3, 2, 2)).apply(torch.ones(3, 2)).shape
+    torch.Size([3, 2])
+    """
+
+    core_dims = 2
+
+    @property
+    def width(self) -> int:
+        return self.data.shape[-1]
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return (self.data @ vectors.unsqueeze(-1)).squeeze(-1)
+
+    def compose(self, first: Blocks) -> Dense:
+        return Dense(self.data @ first.data)
+
+    def transpose(self) -> Dense:
+        return Dense(self.data.mT)
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.unsqueeze(-1) * right.unsqueeze(-2)
+
+    def to_dense(self, width: int | None = None) -> Tensor:
+        return self.data
+
+
+class Diagonal(Blocks):
+    """Diagonal matrices.
+
+    Args:
+        data: [L, *batch, D], the diagonals
+
+    >>> import torch
+    >>> Diagonal(torch.tensor([[2.0, 3.0]])).to_dense()
+    tensor([[[2., 0.],
+             [0., 3.]]])
+    """
+
+    core_dims = 1
+
+    @property
+    def width(self) -> int:
+        return self.data.shape[-1]
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return self.data * vectors
+
+    def compose(self, first: Blocks) -> Diagonal:
+        return Diagonal(self.data * first.data)
+
+    def transpose(self) -> Diagonal:
+        return self
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return left * right
+
+    def to_dense(self, width: int | None = None) -> Tensor:
+        return torch.diag_embed(self.data)
+
+
+class BlockDiagonal(Blocks):
+    """Matrices made of K small P x P blocks along the diagonal; D = K P.
+
+    Args:
+        data: [L, *batch, K, P, P]
+
+    >>> import torch
+    >>> BlockDiagonal(torch.ones(5, 3, 2, 2)).width
+    6
+    """
+
+    core_dims = 3
+
+    @property
+    def width(self) -> int:
+        return self.data.shape[-3] * self.data.shape[-1]
+
+    def _split(self, vectors: Tensor) -> Tensor:
+        return vectors.reshape(*vectors.shape[:-1], self.data.shape[-3], self.data.shape[-1])
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        products = (self.data @ self._split(vectors).unsqueeze(-1)).squeeze(-1)
+        return products.reshape(*products.shape[:-2], self.width)
+
+    def compose(self, first: Blocks) -> BlockDiagonal:
+        return BlockDiagonal(self.data @ first.data)
+
+    def transpose(self) -> BlockDiagonal:
+        return BlockDiagonal(self.data.mT)
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._split(left).unsqueeze(-1) * self._split(right).unsqueeze(-2)
+
+    def to_dense(self, width: int | None = None) -> Tensor:
+        count, size = self.data.shape[-3], self.data.shape[-1]
+        placed = torch.diag_embed(self.data.movedim(-3, -1))  # [..., P, P, K, K]
+        return placed.movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).reshape(
+            *self.data.shape[:-3], count * size, count * size
+        )
+
+
+class Scalar(Blocks):
+    """Multiples of the identity, of any width.
+
+    Args:
+        data: [L, *batch]
+
+    >>> import torch
+    >>> Scalar(torch.tensor([2.0])).to_dense(2)
+    tensor([[[2., 0.],
+             [0., 2.]]])
+    """
+
+    core_dims = 0
+
+    @property
+    def width(self) -> None:
+        return None
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return self.data.unsqueeze(-1) * vectors
+
+    def compose(self, first: Blocks) -> Scalar:
+        return Scalar(self.data * first.data)
+
+    def transpose(self) -> Scalar:
+        return self
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left * right).sum(-1)
+
+    def to_dense(self, width: int | None = None) -> Tensor:
+        if width is None:
+            raise ValueError("width: scalar blocks fit any width, so to_dense needs to be told one")
+        eye = torch.eye(width, dtype=self.data.dtype, device=self.data.device)
+        return self.data[..., None, None] * eye
+
+
+# As pytree nodes, blocks can be returned by a function under torch.vmap.
+for _structure in (Dense, Diagonal, BlockDiagonal, Scalar):
+    pytree.register_pytree_node(
+        _structure, lambda blocks: ([blocks.data], None), lambda data, _, s=_structure: s(*data)
+    )

@@ -1,0 +1,217 @@
+"""``linear.solve``: checks its input, chooses a solver, differentiates (twice, both modes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .blocks import Blocks, Diagonal, Scalar
+from .forward import ForwardSubstitution
+from .hierarchical import Hierarchical
+from .pcr import PCR
+
+
+_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+
+
+class LinearSolver(Protocol):
+    """What a strategy for linear systems offers: see ``ForwardSubstitution.solve_coupled``."""
+
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Chooses by length, width, structure and device; ``choose`` says what and why.
+
+    >>> import torch
+    >>> from deeppcr import linear
+    >>> Auto().choose(linear.Dense(torch.zeros(7, 2, 2)))
+    (ForwardSubstitution(), '8 steps are too few to parallelise')
+    """
+
+    def choose(self, couplings: Blocks) -> tuple[LinearSolver, str]:
+        length = len(couplings) + 1
+        if length <= 8:
+            return ForwardSubstitution(), f"{length} steps are too few to parallelise"
+        if isinstance(couplings, (Diagonal, Scalar)):
+            return PCR(), "products of diagonal blocks are cheap: the fewest rounds win"
+        cpu, width = couplings.data.device.type == "cpu", couplings.data.shape[-1]
+        if length <= 64 or (not cpu and width <= 16):
+            return PCR(), "products of few or narrow blocks are cheap: the fewest rounds win"
+        return Hierarchical(chunk=4 if width <= 32 else 2), "products of blocks dominate: the least work wins"
+
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
+        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
+        return self.choose(couplings)[0].solve_coupled(couplings, rhs, reverse=reverse)
+
+
+def solve(
+    blocks: Blocks,
+    rhs: Tensor,
+    initial: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    solver: LinearSolver = Auto(),
+) -> Tensor:
+    """Solve ``z_l = A_l z_{l-1} + b_l`` for l = 1..L, in parallel over l.
+
+    Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
+    bfloat16 and float16 are accumulated in float32. Where a product of blocks overflows although the solution does
+    not, the system is solved again by forward substitution (not under vmap, compile or CUDA graph capture, where
+    values cannot be looked at: there the result is not finite).
+
+    Args:
+        blocks: L blocks ``A_l``; their batch dimensions broadcast against those of ``rhs``
+        rhs: [L, *batch, D], the ``b_l``
+        initial: [*batch, D], ``z_0`` (with ``reverse``: ``z_{L+1}``); None means zero
+        reverse: solve ``z_l = A_l z_{l+1} + b_l`` instead, from the last step to the first
+        solver: Auto(), ForwardSubstitution(), PCR() or Hierarchical()
+
+    Returns:
+        [L, *batch, D]
+
+    >>> import torch
+    >>> from deeppcr import linear
+    >>> blocks = linear.Dense(torch.randn(100, 3, 3) / 3)
+    >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
+    torch.Size([100, 8, 3])
+    """
+    _check(blocks, rhs, initial)
+    result_dtype = rhs.dtype
+    if result_dtype in (torch.bfloat16, torch.float16):
+        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
+        initial = initial.float() if initial is not None else None
+
+    blocks = blocks.aligned(rhs.ndim - 2)
+    batch = torch.broadcast_shapes(
+        rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ()
+    )
+    rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
+    rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
+    blocks = blocks.aligned(len(batch))
+
+    # With the initial state folded into the first right-hand side, only the L - 1 blocks between unknowns are left:
+    # the adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
+    if reverse:
+        edge, couplings = blocks[-1:], blocks[:-1]
+        if initial is not None:
+            rhs = torch.cat([rhs[:-1], rhs[-1:] + edge.apply(initial.unsqueeze(0))])
+    else:
+        edge, couplings = blocks[:1], blocks[1:]
+        if initial is not None:
+            rhs = torch.cat([rhs[:1] + edge.apply(initial.unsqueeze(0)), rhs[1:]])
+    return solve_coupled(couplings, rhs, reverse=reverse, solver=solver).to(result_dtype)
+
+
+def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver) -> Tensor:
+    """``solve`` without its checks, for the L - 1 blocks between the unknowns and no initial state."""
+    if len(couplings) == 0:
+        return rhs.clone()  # as for every other length, the caller may change the result in place
+    if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
+        return solver.solve_coupled(couplings, rhs, reverse=reverse)
+    return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
+
+
+def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
+    if not isinstance(blocks, Blocks):
+        raise TypeError(
+            f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
+        )
+    if rhs.ndim < 2:
+        raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
+    if rhs.shape[0] == 0:
+        raise ValueError("rhs: has no steps (L = 0)")
+    if blocks.data.ndim < 1 + blocks.core_dims:
+        raise ValueError(
+            f"blocks: {type(blocks).__name__} expects at least {1 + blocks.core_dims} dimensions, "
+            f"got shape {tuple(blocks.data.shape)}"
+        )
+    if blocks.core_dims >= 2 and blocks.data.shape[-1] != blocks.data.shape[-2]:
+        raise ValueError(f"blocks: the matrices must be square, got shape {tuple(blocks.data.shape)}")
+    if len(blocks) != rhs.shape[0]:
+        raise ValueError(f"blocks: {len(blocks)} of them for {rhs.shape[0]} steps in rhs")
+    if blocks.width not in (None, rhs.shape[-1]):
+        raise ValueError(f"blocks: width {blocks.width}, but rhs has width {rhs.shape[-1]}")
+    if initial is not None and (initial.ndim < 1 or initial.shape[-1] != rhs.shape[-1]):
+        raise ValueError(f"initial: expected [*batch, {rhs.shape[-1]}], got shape {tuple(initial.shape)}")
+    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+        if tensor is None:
+            continue
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
+        if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
+            raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
+    try:
+        torch.broadcast_shapes(rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ())
+    except RuntimeError:
+        raise ValueError(
+            f"blocks, rhs, initial: batch shapes {tuple(blocks.batch_shape)}, {tuple(rhs.shape[1:-1])} and "
+            f"{tuple(initial.shape[:-1]) if initial is not None else ()} do not broadcast"
+        ) from None
+
+
+def in_functorch() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp, ...) is at work."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def values_can_be_read(tensor: Tensor) -> bool:
+    """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
+    return not (
+        torch.compiler.is_compiling()
+        or in_functorch()
+        or _functorch.is_legacy_batchedtensor(tensor)  # is_grads_batched=True
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+class _Solve(torch.autograd.Function):
+    """The solution as a function of couplings and right-hand side; its derivatives are such systems again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(data, rhs, structure, solver, reverse):
+        couplings = structure(data)
+        solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
+        if values_can_be_read(solution) and not torch.isfinite(solution).all():
+            solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
+        return solution
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        data, _, ctx.structure, ctx.solver, ctx.reverse = inputs
+        ctx.save_for_backward(data, output)
+        ctx.save_for_forward(data, output)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad,) = grad_outputs
+        data, states = ctx.saved_tensors
+        transposed = ctx.structure(data).transpose()
+        adjoint = _Solve.apply(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
+        grad_data = None
+        if ctx.needs_input_grad[0]:
+            left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])
+            grad_data = ctx.structure(data).outer(left, right).sum_to_size(data.shape)
+        return grad_data, adjoint, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *grad_inputs):
+        data_tangent, rhs_tangent = grad_inputs[:2]
+        data, states = ctx.saved_tensors
+        if rhs_tangent is None:
+            rhs_tangent = torch.zeros_like(states)
+        if data_tangent is not None:
+            pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
+            rhs_tangent = (
+                torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
+                if ctx.reverse
+                else torch.cat([rhs_tangent[:1], rhs_tangent[1:] + pushed])
+            )
+        return _Solve.apply(data, rhs_tangent, ctx.structure, ctx.solver, ctx.reverse)

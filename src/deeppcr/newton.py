@@ -1,0 +1,340 @@
+"""Newton's method on the whole trajectory: the one loop, its safeguards, and the solvers made of it.
+
+Shapes: L steps in N chunks of C, B rows, D the packed state. The unknowns are the states after the chunks,
+[N, B, D]; with C = 1 (the paper's method) they are all the states.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .guess import Guess
+from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
+from .linear import Auto, Blocks, LinearSolver, solve_coupled
+from .progress import Progress, still_to_come
+from .sequence import Sequence
+from .solution import Plan, Result
+from .steps import is_out_of_memory
+from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest, default_tolerance
+
+#: A state is far away when it is this many times larger than its step value was before the update.
+_FAR = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newton:
+    """Newton's method on all steps at once, each linear system solved in parallel over steps.
+
+    Args:
+        atol, rtol: tolerance on the update of a state; default 1e-10 in float64, 1e-5 in float32, 1e-2 in half
+        max_iterations: the loop takes over after these, or sooner when they cannot suffice
+        jacobian: DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(s), GivenJacobian(...)
+        linear: Auto(), ForwardSubstitution(), PCR(), Hierarchical()
+        chunk: steps collapsed into one (multiple shooting); 1 is the paper's method. "auto" takes the power of two
+            nearest to sqrt(L) / 2, more where the blocks would not fit in memory, 1 for approximate Jacobians, and
+            leaves to the loop what converges no faster than the loop
+        stop: UpdateTest(), PaperTest(), FixedIterations(n)
+        shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
+            of linear convergence
+
+    >>> import torch, deeppcr
+    >>> solution = deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Newton(chunk=8))
+    >>> solution.plan.chunk
+    8
+    """
+
+    atol: float | None = None
+    rtol: float | None = None
+    max_iterations: int = 100
+    jacobian: Jacobian = DenseJacobian()
+    linear: LinearSolver = Auto()
+    chunk: int | Literal["auto"] = "auto"
+    stop: StoppingTest = UpdateTest()
+    shrink: float = 1.0
+
+    def __post_init__(self):
+        if self.chunk != "auto" and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise ValueError(f'chunk: expected "auto" or a whole number from 1, got {self.chunk!r}')
+        if self.max_iterations < 1:
+            raise ValueError(f"max_iterations: at least 1, got {self.max_iterations}")
+        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}: expected a number from 0, got {value!r}")
+        if not 0 <= self.shrink <= 1:
+            raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
+        for name, value, kind in (("jacobian", self.jacobian, Jacobian), ("stop", self.stop, StoppingTest)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: expected an instance such as {name}=..., got {value!r}")
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the iteration is Newton's own, with true Jacobians."""
+        return self.jacobian.true and self.shrink == 1.0
+
+    def tolerances(self, dtype: torch.dtype) -> tuple[float, float]:
+        default = default_tolerance(dtype)
+        return (
+            default if self.atol is None else self.atol,
+            default if self.rtol is None else self.rtol,
+        )
+
+    def choose_chunk(self, sequence: Sequence, plan: Plan) -> int:
+        if self.chunk != "auto":
+            return min(self.chunk, sequence.length)
+        if not self.quadratic:
+            plan.note("chunk 1: collapsing steps pays with true Jacobians only")
+            return 1
+        chunk = 2 ** max(0, round(math.log2(math.sqrt(sequence.length) / 2)))
+        chunk = min(max(chunk, sequence.history), sequence.length)
+        if isinstance(self.jacobian, DenseJacobian):
+            budget = self.jacobian.budget(sequence)
+            while chunk < sequence.length and 4 * block_bytes(sequence) * sequence.length > budget * chunk:
+                chunk = min(2 * chunk, sequence.length)
+                plan.note("chunk enlarged until the blocks fit the memory budget")
+        return max(1, chunk)
+
+    def run(self, sequence: Sequence, guess: Guess, plan: Plan) -> Outcome:
+        """Iterate until every row is finished or hopeless."""
+        chunk = self.choose_chunk(sequence, plan)
+        plan.chunk = chunk
+        try:
+            return _Iteration(self, sequence, guess, chunk, plan).run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(_memory_message(sequence, chunk)) from error
+
+
+def Picard(**settings) -> Newton:
+    """Picard's iteration: Newton's with the identity for a Jacobian. Takes the arguments of ``Newton``.
+
+    >>> import torch, deeppcr
+    >>> step = lambda z: z - 0.01 * torch.sin(z)
+    >>> deeppcr.solve(step, torch.ones(2), length=64, solver=deeppcr.Picard()).result.name
+    'CONVERGED'
+    """
+    return Newton(jacobian=ScalarJacobian(1.0), **settings)
+
+
+def Jacobi(**settings) -> Newton:
+    """Jacobi's iteration: Newton's with a zero Jacobian. Takes the arguments of ``Newton``.
+
+    >>> import torch, deeppcr
+    >>> step = lambda z: 0.3 * torch.cos(z)
+    >>> deeppcr.solve(step, torch.ones(2), length=64, solver=deeppcr.Jacobi()).result.name
+    'CONVERGED'
+    """
+    return Newton(jacobian=ScalarJacobian(0.0), **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The plain loop, one step after the other, behind the same signature.
+
+    >>> import torch, deeppcr
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Loop()).result.name
+    'LOOP'
+    """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the iteration got to.
+
+    Attributes:
+        states: [L, B, D]
+        results: how each row ended; NOT_CONVERGED and NON_FINITE rows are not to be trusted past their exact steps
+        iterations, exact_steps: [B]
+        updates: [iterations, B], the largest update in units of the tolerance
+    """
+
+    states: Tensor
+    results: list[Result]
+    iterations: Tensor
+    exact_steps: Tensor
+    updates: Tensor
+
+
+class _Iteration:
+    """One run: the unknowns and what is done to them. ``progress`` knows which rows and chunks are finished."""
+
+    def __init__(self, newton: Newton, sequence: Sequence, guess: Guess, chunk: int, plan: Plan):
+        self.newton, self.sequence, self.chunk, self.plan = newton, sequence, chunk, plan
+        atol, rtol = newton.tolerances(sequence.layout.dtype)
+        self.progress = Progress(
+            sequence.layout,
+            sequence.length,
+            chunk,
+            atol=atol,
+            rtol=rtol,
+            quadratic=newton.quadratic,
+            stop=newton.stop,
+            max_iterations=newton.max_iterations,
+            compare_with_loop=newton.chunk == "auto",
+        )
+        ends = guess.states(sequence, range(chunk - 1, sequence.length, chunk))
+        if len(ends) < self.progress.chunks:  # a ragged last chunk ends with the last step
+            ends = torch.cat([ends, guess.states(sequence, range(sequence.length - 1, sequence.length))])
+        self.ends = ends  # the unknowns, [N, B, D]; always finite
+        # From chunk `first` on (those before are finished in every active row and no longer evaluated), as of the last
+        # iteration: the Jacobians, and the chunks' ends as they came out before the update.
+        self.first = 0
+        self.blocks: Blocks | None = None
+        self.values = ends
+
+    def run(self) -> Outcome:
+        progress = self.progress
+        tested = not isinstance(self.newton.stop, FixedIterations)
+        while True:
+            fresh = None
+            if progress.count and tested:
+                # After an update: was it enough? With true Jacobians a look at the residual is far cheaper than
+                # linearising again; otherwise linearising is all there is. (A graph through the iterations is built
+                # of whole ones only.)
+                fresh = None if self.newton.quadratic else self.linearise()
+                if fresh is not None or not torch.is_grad_enabled():
+                    self.look(self.evaluate() if fresh is None else fresh[0])
+            if not progress.active.any() or progress.count >= progress.limit:
+                break
+            hopeless = progress.why_hopeless() if tested else None
+            if hopeless:
+                self.plan.note(hopeless)
+                break
+            passed = int(progress.prefix[progress.active].min()) - self.first
+            self.first += passed
+            if fresh is None:
+                self.update(*self.linearise())
+            else:
+                self.update(fresh[0][passed:], fresh[1][passed:])
+        if not tested:
+            progress.finish(progress.active, Result.ITERATIONS_DONE)
+        return self.outcome()
+
+    def starts(self) -> Tensor:
+        return torch.cat([self.sequence.initial.unsqueeze(0), self.ends[:-1]])[self.first :]
+
+    def evaluate(self) -> Tensor:
+        return self.sequence.roll_out(self.starts(), self.chunk, self.first)[0]
+
+    def linearise(self) -> tuple[Tensor, Blocks]:
+        return self.newton.jacobian.linearise(self.sequence, self.starts(), self.chunk, self.first)
+
+    def update(self, values: Tensor, blocks: Blocks) -> None:
+        """One iteration: solve the linearised system and apply the update.
+
+        Args:
+            values: [n, B, D], the chunks' ends as they come out of their starts
+            blocks: n Jacobians
+        """
+        progress, ends = self.progress, self.ends[self.first :]
+        frozen, next_exact = progress.frozen(self.first)
+
+        # A value that is not finite: from an exact start it is the sequence's own; elsewhere the iterate has strayed, and
+        # the chain is cut there for this time so that it spoils no other state.
+        finite = torch.isfinite(values).all(-1) | frozen
+        if not finite.all():
+            progress.finish((~finite & next_exact).any(0), Result.NON_FINITE)
+            frozen, next_exact = progress.frozen(self.first)
+            blocks = blocks.where(finite & ~frozen)
+        residual = torch.where((finite & ~frozen).unsqueeze(-1), values - ends, 0)
+        delta = self.solve(blocks, residual)
+
+        moved = ends + delta
+        moved = torch.where(torch.isfinite(moved).all(-1, keepdim=True), moved, values)
+        moved = torch.where(next_exact.unsqueeze(-1), values, moved)  # exact, whatever else happens
+        usable = torch.isfinite(moved).all(-1) & ~frozen
+        moved = torch.where(usable.unsqueeze(-1), moved, ends)
+        self.replace(moved)
+        self.blocks, self.values = blocks, torch.where(finite.unsqueeze(-1), values, ends).detach()
+        with torch.no_grad():
+            progress.judge(self.first, frozen, residual.detach(), delta.detach(), moved.detach())
+
+    def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
+        if self.newton.shrink != 1.0:
+            blocks = type(blocks)(blocks.data * self.newton.shrink)
+        couplings, rhs = blocks[1:], residual
+        if rhs.dtype in (torch.float16, torch.bfloat16):
+            couplings, rhs = type(blocks)(couplings.data.float()), rhs.float()
+        linear = self.newton.linear
+        self.plan.linear = str(linear)
+        if isinstance(linear, Auto):
+            linear, why = linear.choose(couplings)
+            self.plan.linear = f"{linear} ({why})"
+        return solve_coupled(couplings, rhs, reverse=False, solver=linear).to(residual.dtype)
+
+    def replace(self, ends: Tensor) -> None:
+        self.ends = torch.cat([self.ends[: self.first], ends])
+
+    @torch.no_grad()
+    def look(self, values: Tensor) -> None:
+        """After an update, with the ends that come out of it: finish the rows that need no further iteration."""
+        progress, ends = self.progress, self.ends[self.first :]
+        residual = torch.where(progress.active.unsqueeze(-1), values - ends, 0)
+        candidates = progress.active & progress.residual_suffices(residual)
+        if isinstance(self.newton.stop, PaperTest):
+            progress.finish(candidates, Result.CONVERGED)
+        elif self.newton.quadratic:
+            candidates &= (progress.ratio(residual, ends) <= 1).all(0)
+            if candidates.any():
+                # The update that the last Jacobians give for the new residual estimates the error that is left.
+                assert self.blocks is not None
+                delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
+                update = progress.ratio(delta, ends)
+                error = update * still_to_come(update.amax(0), progress.updates[-1])
+                done = candidates & (error <= 1).all(0)
+                self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
+                progress.finish(done, Result.CONVERGED)
+        self.call_back(residual)
+
+    def call_back(self, residual: Tensor) -> None:
+        """States that an update threw far away, to where the step says they do not belong, get their step values back.
+
+        Left alone they return by one contraction an iteration, if at all. An update that is large because the
+        sequence grows leaves a small residual, and stays.
+        """
+        ends = self.ends[self.first :]
+        size = ends.abs().amax(-1)
+        far = (size > _FAR * self.values.abs().amax(-1)) & self.progress.active
+        wrong = far & (residual.abs().amax(-1) > 0.1 * size)
+        thrown = far & wrong.cummax(0).values  # what follows a wrong state was thrown with it
+        if thrown.any():
+            self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
+
+    def outcome(self) -> Outcome:
+        states, progress = self.ends, self.progress
+        if self.chunk > 1:
+            self.first = 0
+            _, states = self.sequence.roll_out(self.starts(), self.chunk)
+        none = torch.zeros(0, self.sequence.layout.rows, device=states.device)
+        return Outcome(
+            states=states,
+            results=progress.results,
+            iterations=progress.iterations,
+            exact_steps=progress.exact_steps,
+            updates=torch.stack(progress.updates) if progress.updates else none,
+        )
+
+
+def _memory_message(sequence: Sequence, chunk: int) -> str:
+    layout, length = sequence.layout, sequence.length
+
+    def gigabytes(chunk: int) -> str:
+        return f"{4 * block_bytes(sequence) * -(-length // chunk) / 2**30:.2f} GiB"
+
+    larger = min(16 * chunk, length)
+    elementwise = 4 * length * layout.rows * layout.width * layout.dtype.itemsize / 2**30
+    free = (
+        f" ({torch.cuda.mem_get_info(layout.device)[0] / 2**30:.2f} GiB are free)"
+        if layout.device.type == "cuda"
+        else ""
+    )
+    return (
+        f"out of memory: {length} steps in chunks of {chunk}, {layout.rows} rows of width {layout.width}: dense blocks need "
+        f"about {gigabytes(chunk)}{free}. With chunk={larger} they need {gigabytes(larger)}; DiagonalJacobian, "
+        f"HutchinsonJacobian and ScalarJacobian need at most {elementwise:.2f} GiB"
+    )

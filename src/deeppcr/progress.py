@@ -1,0 +1,190 @@
+"""Who is done: the status of every row during Newton's iteration, and the judgement on each iteration.
+
+Shapes: N chunks (n of them from chunk ``first`` on), B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .layout import Layout
+from .solution import Result
+from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest
+
+#: A state is kept for good, or handed to the loop as exact, only this far below the tolerance: what is frozen at the
+#: tolerance itself comes back five to ten times larger at the end of the trajectory.
+_SETTLED = 0.01
+#: Iterations over which progress is measured before giving up.
+_TREND = 4
+
+
+class Progress:
+    """A row is active until it has a result; the chunks below its prefix are exact and are never touched again.
+
+    Args:
+        layout: of a state
+        length, chunk: L steps in chunks of C
+        atol, rtol: tolerance of a state
+        quadratic: the Jacobians are the true ones
+        stop: when a row is done
+        max_iterations: not to be exceeded
+        compare_with_loop: also give up when the loop would be no slower
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        length: int,
+        chunk: int,
+        *,
+        atol: float,
+        rtol: float,
+        quadratic: bool,
+        stop: StoppingTest,
+        max_iterations: int,
+        compare_with_loop: bool,
+    ):
+        self.layout, self.length, self.chunk = layout, length, chunk
+        self.chunks = -(-length // chunk)
+        self.atol, self.rtol, self.quadratic, self.stop = atol, rtol, quadratic, stop
+        self.limit = stop.count if isinstance(stop, FixedIterations) else max_iterations
+        self.compare_with_loop = compare_with_loop
+        self.eps = torch.finfo(layout.dtype).eps
+
+        rows, device = layout.rows, layout.device
+        self.count = 0
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        self.prefix = torch.zeros(rows, dtype=torch.long, device=device)
+        self.iterations = torch.zeros(rows, dtype=torch.long, device=device)
+        self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
+        self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
+        self._first_residual: Tensor | None = None
+        self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
+        self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
+        self._trend: list[tuple[int, float]] = []  # smallest prefix and largest update of the active rows
+
+    @property
+    def results(self) -> list[Result]:
+        members = list(Result)
+        return [members[code] for code in self.codes.tolist()]
+
+    @property
+    def exact_steps(self) -> Tensor:
+        trusted = self.codes < Result.FINISHED_BY_LOOP.severity
+        return torch.where(trusted, self.length, (self.prefix * self.chunk).clamp(max=self.length))
+
+    def finish(self, rows: Tensor, result: Result) -> None:
+        rows = rows & self.active
+        self.codes = torch.where(rows, result.severity, self.codes)
+        self.active = self.active & ~rows
+
+    def frozen(self, first: int) -> tuple[Tensor, Tensor]:
+        """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
+        index = torch.arange(first, self.chunks, device=self.layout.device).unsqueeze(1)
+        return (index < self.prefix) | ~self.active, index == self.prefix
+
+    def ratio(self, difference: Tensor, states: Tensor) -> Tensor:
+        """The size of a difference in units of the tolerance, worst leaf: [n, B]; infinite where it is not a number."""
+        allowed = self.atol + self.rtol * self.layout.norms(states)
+        sizes = self.layout.norms(difference)
+        ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
+        return torch.where(torch.isnan(ratios), math.inf, ratios)
+
+    def judge(self, first: int, frozen: Tensor, residual: Tensor, delta: Tensor, states: Tensor) -> None:
+        """After an iteration: which chunks have settled, which rows are done, which have stopped improving.
+
+        Args:
+            frozen: [n, B], what was not to be touched
+            residual, delta, states: [n, B, D], before the update, the update, and after it
+        """
+        self.count += 1
+        self.iterations = torch.where(self.active, self.count, self.iterations)
+        if self._first_residual is None:
+            self._first_residual = residual.abs().amax((0, -1))
+        off = self.ratio(residual, states)
+        update = torch.where(frozen, 0, self.ratio(delta, states))
+        worst = update.amax(0)
+        estimate = update * self._caution(worst)
+        self.updates.append(worst)
+        self._grow_prefix(first, estimate, off, states)
+        if isinstance(self.stop, FixedIterations):
+            return
+        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
+        if isinstance(self.stop, UpdateTest):
+            self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
+            self._detect_floor(worst, off.amax(0), delta, states)
+        if self.active.any():
+            self._trend.append((int(self.prefix[self.active].min()), float(worst[self.active].max())))
+
+    def _grow_prefix(self, first: int, estimate: Tensor, off: Tensor, states: Tensor) -> None:
+        sizes = self.layout.norms(states)
+        rounding = 4 * self.eps * sizes / (self.atol + self.rtol * sizes)
+        enough = rounding.clamp(min=_SETTLED).amin(-1)
+        before = torch.arange(first, self.chunks, device=states.device).unsqueeze(1) < self.prefix
+        leading = (before | ((estimate <= enough) & (off <= enough))).long().cumprod(0).sum(0) + first
+        grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
+        self.prefix = torch.where(self.active, grown, self.prefix)
+
+    def _caution(self, worst: Tensor) -> Tensor:
+        """Factor from update to error: 1 for Newton; for a linear rate, what all later updates add up to."""
+        if self.quadratic:
+            return torch.ones_like(worst)
+        if not self.updates:
+            return torch.where(worst == 0, 1.0, math.inf)
+        factor = still_to_come(worst, self.updates[-1])
+        if len(self.updates) > 1:  # one lucky iteration proves nothing
+            factor = torch.maximum(factor, still_to_come(self.updates[-1], self.updates[-2]))
+        return factor
+
+    def _detect_floor(self, worst: Tensor, off: Tensor, delta: Tensor, states: Tensor) -> None:
+        """Rows whose update no longer shrinks although it is so small that it should: only rounding is left."""
+        better = worst < 0.5 * self._best
+        self._best = torch.where(better, worst, self._best)
+        self._since_best = torch.where(better, 0, self._since_best + 1)
+        smallest = torch.finfo(self.layout.dtype).tiny
+        relative = (self.layout.norms(delta) / self.layout.norms(states).clamp(min=smallest)).amax((0, -1))
+        if self.quadratic:
+            stuck = (self._since_best >= 3) & (relative <= math.sqrt(self.eps))
+        else:
+            stuck = (self._since_best >= 10) & (relative <= 100 * self.eps)
+        self.finish(stuck & (off <= 1), Result.PRECISION_FLOOR)
+
+    def residual_suffices(self, residual: Tensor) -> Tensor:
+        """[B]: by the residual [n, B, D] after an update, is the row done (PaperTest), or may it be (UpdateTest)?"""
+        if isinstance(self.stop, PaperTest):
+            assert self._first_residual is not None
+            size = residual.abs().amax((0, -1))
+            return (size <= self.stop.absolute) | (size <= self.stop.relative * self._first_residual)
+        return torch.isfinite(residual).all(-1).all(0)
+
+    def why_hopeless(self) -> str | None:
+        """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""
+        if len(self._trend) <= _TREND or self.count < self._patience():
+            return None
+        (prefix_then, update_then), (prefix, update) = self._trend[-1 - _TREND], self._trend[-1]
+        remaining = self.chunks - prefix
+        by_prefix = remaining * _TREND / (prefix - prefix_then)
+        by_update = math.inf
+        if 0 < update < update_then < math.inf:
+            by_update = _TREND * math.log(max(update, 1.0)) / math.log(update_then / update)
+        needed = min(by_prefix, by_update)
+        if self.count + needed > self.limit:
+            return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
+        if self.compare_with_loop and needed > remaining / 2:
+            return f"gave up after {self.count} iterations: the loop is no slower for this sequence"
+        return None
+
+    def _patience(self) -> int:
+        """Iterations that are granted unjudged: a quarter of the loop's chain of dependent operations, 12 at most."""
+        depth = self.chunk + 2 * math.ceil(math.log2(self.chunks + 1))
+        return min(12, math.ceil(self.length / (4 * depth)))
+
+
+def still_to_come(update: Tensor, before: Tensor) -> Tensor:
+    """What later updates add up to in units of this one, if they go on falling as they did; at least 1."""
+    rate = update / before
+    total = torch.where(rate < 1, (rate / (1 - rate)).clamp(min=1), math.inf)
+    return torch.where(update == 0, 1.0, total)

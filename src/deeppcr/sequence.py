@@ -1,0 +1,271 @@
+"""Sequence: the body of a loop, its start and its inputs; any of its steps evaluated at once.
+
+Shapes: L steps, N of them at a time, B rows, D the packed state, K tangents, C steps a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .layout import Layout, describe
+from .linear.hierarchical import interleave
+from .stacking import group_callables
+from .steps import StepError, StepGroup
+
+
+class Rowwise:
+    """A step that takes any number of rows; made by ``rowwise``."""
+
+    def __init__(self, step: Callable):
+        self.step = step
+
+    def __call__(self, *args):
+        return self.step(*args)
+
+
+def rowwise(step: Callable) -> Rowwise:
+    """Declare that ``step`` treats every row by itself and takes any number of them.
+
+    All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
+    ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
+    nothing that ``step`` closes over may have rows of its own. One real step is compared with the folded call.
+
+    >>> import torch, deeppcr
+    >>> cell = torch.nn.LSTMCell(3, 4)
+    >>> step = deeppcr.rowwise(lambda state, x: cell(x, state))
+    >>> zeros = torch.zeros(2, 4)
+    >>> h, c = deeppcr.solve(step, (zeros, zeros), torch.randn(100, 2, 3)).states
+    >>> h.shape
+    torch.Size([100, 2, 4])
+    """
+    return Rowwise(step)
+
+
+class Sequence:
+    """The loop ``for x in xs: z = step(z, x)`` on packed states.
+
+    Attributes:
+        length: L
+        layout: of a state
+        initial: [B, D], ``z_0``, still attached to the caller's graph
+        needs_gradients: whether anything that the states depend on requires a gradient
+    """
+
+    def __init__(
+        self,
+        step: Callable | list[Callable] | nn.ModuleList,
+        z0: Any,
+        xs: Any = None,
+        *,
+        length: int | None = None,
+        batch_dims: int | None = None,
+    ):
+        self.layout = Layout.of(z0, batch_dims)
+        self.initial = self.layout.pack(z0)
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        self.length = _find_length(step if several else None, xs, length)
+        self.history = getattr(step, "history", 1)  # states that one step looks back on: see with_history
+        self.notes: list[str] = []
+        self._verified: set[str] = set()
+        if several:
+            for index, each in enumerate(step):
+                if not callable(each):
+                    raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
+            members, said = group_callables(list(step), xs, self.layout)
+            self._groups = members
+            self.notes.append(said)
+        elif callable(step):
+            fold = isinstance(step, Rowwise)
+            if fold:
+                _check_rows(xs, self.length, self.layout)
+            self._groups = [([], StepGroup(step, xs, self.layout, rowwise=fold))]
+        else:
+            raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
+        first = self._take_first_step(z0, xs)
+        self._check_fold(first.detach())
+        inputs = [group.xs for _, group in self._groups]
+        self.needs_gradients = first.requires_grad or any(
+            leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
+        )
+        if several:  # what single callables close over shows only in their own output
+            self.needs_gradients |= any(group.way == "loop" for _, group in self._groups)
+
+    def _take_first_step(self, z0: Any, xs: Any) -> Tensor:
+        """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
+        watched = [("its state", leaf) for leaf in pytree.tree_leaves(z0)]
+        watched += [("xs", leaf) for leaf in pytree.tree_leaves(xs) if xs is not None]
+        before = [leaf._version for _, leaf in watched]
+        try:
+            first = self.step(0, self.initial)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(xs, (list, tuple)) and len(xs) > 2 and all(isinstance(x, Tensor) for x in xs):
+                raise TypeError(
+                    f"xs: is a {type(xs).__name__} of {len(xs)} tensors, read as a nest whose leaves each run over the steps. "
+                    f"If they are the inputs of {len(xs)} steps, stack them: torch.stack(xs). (The step said: {error})"
+                ) from error
+            raise
+        for (name, leaf), version in zip(watched, before, strict=True):
+            if leaf._version != version:
+                raise StepError(
+                    f"step: changes {name} in place, which would overwrite the solver's states; use an operation that returns a new tensor"
+                )
+        return first
+
+    def _check_fold(self, first: Tensor) -> None:
+        group = self._groups[0][1]
+        if group.way != "rowwise" or self.length < 2:
+            return
+        with torch.no_grad():
+            try:
+                folded = group.values(self.initial.detach().expand(2, -1, -1), slice(0, 2))[0]
+            except (RuntimeError, ValueError) as error:
+                raise StepError(
+                    f"step: declared rowwise, but it does not take another number of rows: {error}"
+                ) from error
+        exact, scale = first.double(), first.double().abs().max()
+        allowed = 100 * torch.finfo(self.layout.dtype).eps * max(1.0, self.layout.width**0.5)
+        if not ((folded.double() - exact).abs().max() <= allowed * (1 + scale)):
+            raise StepError(
+                "step: declared rowwise, but rows of a folded call differ from those of a real step: "
+                "something it closes over has rows of its own, or its rows influence each other"
+            )
+
+    # Evaluation. `steps` is a range over the steps of the loop; `previous[n]` is the state before step steps[n].
+
+    def step(self, index: int, state: Tensor) -> Tensor:
+        """One step as in the loop: [B, D] to [B, D]."""
+        for members, group in self._groups:
+            if not members:
+                return group.call(state, group.inputs(index))
+            if index in members:
+                return group.call(state, group.inputs(members.index(index)))
+        raise IndexError(index)
+
+    def values(self, previous: Tensor, steps: range) -> Tensor:
+        """[N, B, D] to [N, B, D]"""
+        (result,) = self._gather(steps, lambda group, index, at: (group.values(previous[at], index),))
+        return result
+
+    def push(self, previous: Tensor, tangents: Tensor, steps: range) -> tuple[Tensor, Tensor]:
+        """Values and Jacobian-vector products along ``tangents`` [N or 1, K, B, D]."""
+
+        def one(group, index, at):
+            return group.push(previous[at], tangents if tangents.shape[0] == 1 else tangents[at], index)
+
+        values, pushed = self._gather(steps, one)
+        return values, pushed
+
+    def map(self, function: Callable, previous: Tensor, steps: range) -> Any:
+        """``function(z, x)`` on the user's own state and input at every step, results stacked over steps.
+
+        Only for sequences of one step function.
+        """
+        group = self._groups[0][1]
+        inputs = group.inputs(_as_slice(steps))
+        states = self.layout.unpack(previous)
+        if inputs is None:
+            return torch.func.vmap(function)(states)
+        return torch.func.vmap(function)(states, inputs)
+
+    def _gather(self, steps: range, evaluate: Callable) -> tuple[Tensor, ...]:
+        """Let every group evaluate its share of ``steps`` and put the results in order."""
+        if len(self._groups) == 1:
+            return evaluate(self._groups[0][1], _as_slice(steps), slice(None))
+        positions, parts = [], []
+        for members, group in self._groups:
+            local = [(steps.index(m), i) for i, m in enumerate(members) if m in steps]
+            if not local:
+                continue
+            at, index = (torch.tensor(each, device=self.layout.device) for each in zip(*local, strict=True))
+            positions.append(at)
+            parts.append(evaluate(group, index, at))
+        order = torch.cat(positions).argsort()
+        return tuple(torch.cat(each)[order] for each in zip(*parts, strict=True))
+
+    def roll_out(self, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Run all chunks from chunk ``first`` on at once, each from its own start.
+
+        Args:
+            starts: [chunks, B, D], the state before each chunk
+
+        Returns:
+            the state after each chunk, [chunks, B, D], and every state, [steps, B, D]
+        """
+        states, current, ended = [], starts, []
+        for steps in self.chunk_steps(chunk, first):
+            if len(steps) < len(current):  # the last chunk is ragged and ends here
+                ended.append(current[len(steps) :])
+            current = self.values(current[: len(steps)], steps)
+            states.append(current)
+        return torch.cat([current, *ended]), interleave(states)
+
+    def chunk_steps(self, chunk: int, first: int = 0) -> list[range]:
+        """Step k of every chunk from chunk ``first`` on, for k = 0, 1, ...: ranges over the steps of the loop."""
+        ranges = [range(first * chunk + k, self.length, chunk) for k in range(chunk)]
+        return [steps for steps in ranges if len(steps)]
+
+    def verify_once(self, name: str) -> bool:
+        """True the first time it is asked about ``name``."""
+        new = name not in self._verified
+        self._verified.add(name)
+        return new
+
+    @property
+    def evaluation(self) -> str:
+        return ", ".join(sorted({group.way for _, group in self._groups}))
+
+    @property
+    def derivative(self) -> str:
+        return "; ".join(sorted({group.derivative for _, group in self._groups}))
+
+    @property
+    def all_notes(self) -> list[str]:
+        return self.notes + [note for _, group in self._groups for note in group.notes]
+
+
+def _as_slice(steps: range) -> slice:
+    return slice(steps.start, steps.stop, steps.step)
+
+
+def _find_length(steps: Any, xs: Any, length: int | None) -> int:
+    found: list[tuple[str, int]] = []
+    if length is not None:
+        if not isinstance(length, int) or isinstance(length, bool):
+            raise TypeError(f"length: expected an int, got {type(length).__name__}")
+        found.append(("length", length))
+    if steps is not None:
+        found.append(("the list of steps", len(steps)))
+    for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
+        name = "xs" + pytree.keystr(path)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}")
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: torch.stack(xs)"
+            )
+        found.append((name, leaf.shape[0]))
+    if not found:
+        raise ValueError("length: there are no xs, so the number of steps must be given: length=L")
+    if len({value for _, value in found}) > 1:
+        hint = "; a list of the steps' inputs must be stacked: torch.stack(xs)" if isinstance(xs, list) else ""
+        raise ValueError("xs: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint)
+    name, value = found[0]
+    if value < 1:
+        raise ValueError(f"{name}: at least one step is needed, got L = {value}")
+    return value
+
+
+def _check_rows(xs: Any, length: int, layout: Layout) -> None:
+    if not layout.batch_shape:
+        raise ValueError("step: declared rowwise, but the states have no batch dimension (batch_dims=0)")
+    rows = layout.batch_shape[0]
+    for leaf in pytree.tree_leaves(xs):
+        if leaf.ndim < 2 or leaf.shape[1] != rows:
+            raise ValueError(
+                f"xs: step is declared rowwise, so every leaf must be [L, B, ...] = [{length}, {rows}, ...], got {describe(leaf)}"
+            )

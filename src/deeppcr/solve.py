@@ -1,0 +1,221 @@
+"""``solve``: the loop in parallel, and what to do where that does not work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .gradient import Adjoint, Implicit, Unrolled
+from .guess import RepeatInitial, as_guess
+from .linear.solve import in_functorch
+from .newton import Loop, Newton, Outcome
+from .sequence import Sequence
+from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
+from .stopping import UpdateTest
+
+_FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
+
+
+@torch.compiler.disable
+def solve(
+    step: Callable | list[Callable] | nn.ModuleList,
+    z0: Any,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    batch_dims: int | None = None,
+    solver: Newton | Loop = Newton(),
+    guess: Any = RepeatInitial(),
+    gradient: Implicit | Unrolled = Implicit(),
+    on_failure: Literal["loop", "raise", "return"] = "loop",
+) -> Solution:
+    """Run ``for x in xs: z = step(z, x)`` in parallel over its steps.
+
+    Args:
+        step: the body of the loop: ``step(z, x)``, or ``step(z)`` without xs; or a list of L such callables. It must be
+            free of side effects and of random numbers, and treat the rows of a batch independently
+        z0: the initial state: a floating tensor or a tuple of them, [*batch, ...]
+        xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
+        length: L, where there are no xs
+        batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
+            one dimension, else 1
+        solver: Newton(...), Picard(...), Jacobi(...) or Loop()
+        guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
+            or a function of ``(z0, xs)`` that returns states
+        gradient: Implicit() or Unrolled()
+        on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError,
+            "return" returns what there is, and a backward pass through it raises
+
+    Returns:
+        a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0], differentiable in z0, xs and all that step closes over
+
+    >>> import torch, deeppcr
+    >>> weights = torch.randn(1000, 8, 8) / 8**0.5
+    >>> solution = deeppcr.solve(lambda z, w: torch.tanh(z) @ w.mT, torch.randn(4, 8), weights)
+    >>> solution.states.shape, solution.result.name
+    (torch.Size([1000, 4, 8]), 'CONVERGED')
+    """
+    _check_arguments(solver, gradient, on_failure)
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    plan = Plan()
+    if isinstance(solver, Loop):
+        return _solution(sequence, _plain_loop(sequence), plan, torch.zeros(sequence.layout.rows))
+
+    start = as_guess(guess, z0, xs)
+    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
+    implicit = isinstance(gradient, Implicit) and torch.is_grad_enabled() and sequence.needs_gradients
+    with torch.set_grad_enabled(unrolled):
+        outcome = solver.run(sequence, start, plan)
+    adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
+    residual, outcome = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
+
+    if any(result in _FAILED for result in outcome.results):
+        message = _describe(outcome)
+        if on_failure == "raise":
+            raise ConvergenceError(message)
+        if on_failure == "loop":
+            with torch.set_grad_enabled(unrolled):
+                outcome = _finish_by_loop(sequence, outcome)
+            message = _describe(outcome)
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
+            residual, _ = _measure(sequence, outcome, None, adjoint.values if adjoint else None)
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    states = outcome.states
+    if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
+        states = _Refuse.apply(adjoint.values if adjoint else states, states, _describe(outcome))
+    elif adjoint is not None:
+        states = adjoint.attach(states)
+    return _solution(sequence, replace(outcome, states=states), plan, residual)
+
+
+def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
+    if not isinstance(solver, (Newton, Loop)):
+        raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...) or Loop(), got {solver!r}")
+    if not isinstance(gradient, (Implicit, Unrolled)):
+        raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
+    if on_failure not in ("loop", "raise", "return"):
+        raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    if in_functorch():
+        raise RuntimeError(
+            "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
+            "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
+        )
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
+
+
+def _plain_loop(sequence: Sequence) -> Outcome:
+    states, state = [], sequence.initial
+    for index in range(sequence.length):
+        state = sequence.step(index, state)
+        states.append(state)
+    rows, device = sequence.layout.rows, sequence.layout.device
+    return Outcome(
+        states=torch.stack(states),
+        results=[Result.LOOP] * rows,
+        iterations=torch.zeros(rows, dtype=torch.long, device=device),
+        exact_steps=torch.full((rows,), sequence.length, device=device),
+        updates=torch.zeros(0, rows, device=device),
+    )
+
+
+@torch.no_grad()
+def _measure(
+    sequence: Sequence, outcome: Outcome, solver: Newton | None, values: Tensor | None
+) -> tuple[Tensor, Outcome]:
+    """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
+    states, layout = outcome.states.detach(), sequence.layout
+    if values is None:
+        previous = torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1]])
+        values = sequence.values(previous, range(sequence.length))
+    off = (values.detach() - states).abs()
+    residual = off.amax((0, -1))
+    if solver is None or not isinstance(solver.stop, UpdateTest):
+        return residual, outcome
+    atol, rtol = solver.tolerances(layout.dtype)
+    rounding = 1000 * torch.finfo(layout.dtype).eps
+    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
+    held = (layout.norms(off) <= allowed).all(-1).all(0).tolist()
+    results = [
+        Result.NOT_CONVERGED if not fine and result in (Result.CONVERGED, Result.PRECISION_FLOOR) else result
+        for fine, result in zip(held, outcome.results, strict=True)
+    ]
+    changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
+    exact = torch.where(changed, 0, outcome.exact_steps)
+    return residual, replace(outcome, results=results, exact_steps=exact)
+
+
+def _finish_by_loop(sequence: Sequence, outcome: Outcome) -> Outcome:
+    """Keep the exact states of the rows that failed and compute their others one step at a time.
+
+    Every step sees all rows, as in the loop; only the rows that need it take its result.
+    """
+    failed = torch.tensor([r in _FAILED for r in outcome.results], device=sequence.layout.device)
+    first = int(outcome.exact_steps[failed].min())
+    states = list(outcome.states[:first])
+    state = states[-1] if states else sequence.initial
+    for index in range(first, sequence.length):
+        stepped = sequence.step(index, state)
+        taken = failed & (outcome.exact_steps <= index)
+        state = torch.where(taken.unsqueeze(-1), stepped, outcome.states[index])
+        states.append(state)
+    found = torch.stack(states)
+    # What is not finite is found afterwards, all steps at once: a look at every step would stop an accelerator.
+    bad = ~torch.isfinite(found.detach()).all(-1)  # [L, B]
+    broken_at = torch.where(bad.any(0), bad.long().argmax(0) + 1, 0)
+    results = [
+        result if result not in _FAILED else Result.NON_FINITE if at else Result.FINISHED_BY_LOOP
+        for result, at in zip(outcome.results, broken_at.tolist(), strict=True)
+    ]
+    exact = torch.where(broken_at > 0, broken_at - 1, outcome.exact_steps)
+    return replace(outcome, states=found, results=results, exact_steps=exact)
+
+
+def _describe(outcome: Outcome) -> str:
+    """The worst result in words, with the step where it happened."""
+    worst = max(outcome.results, key=lambda result: result.severity)
+    rows = [row for row, result in enumerate(outcome.results) if result is worst]
+    exact = outcome.exact_steps.tolist()
+    row = min(rows, key=lambda r: exact[r])
+    step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
+    text = worst.value.format(step=step)
+    if len(outcome.results) > 1 and worst.severity > Result.PRECISION_FLOOR.severity:
+        text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
+    return text
+
+
+def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor) -> Solution:
+    layout = sequence.layout
+    plan.evaluation, plan.derivative = sequence.evaluation, sequence.derivative
+    for note in sequence.all_notes:
+        plan.note(note)
+    batch = layout.batch_shape
+    return Solution(
+        states=layout.unpack(outcome.states),
+        iterations=outcome.iterations.reshape(batch),
+        residual=residual.reshape(batch),
+        result=max(outcome.results, key=lambda result: result.severity),
+        results=tuple(outcome.results),
+        exact_steps=outcome.exact_steps.reshape(batch),
+        updates=outcome.updates.reshape(-1, *batch),
+        plan=plan,
+        message=_describe(outcome),
+    )
+
+
+class _Refuse(torch.autograd.Function):
+    """States that did not converge: usable, but not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx, anchor, states, message):
+        ctx.message = message
+        return states.detach().clone()
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"no gradient: the solve did not converge. {ctx.message}")

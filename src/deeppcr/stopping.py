@@ -1,0 +1,63 @@
+"""When Newton's iteration stops: tests on the updates and the residuals of every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class UpdateTest:
+    """Stop when the last update of every step, leaf and row is within the tolerance, and the residual is too.
+
+    The update estimates the error of the trajectory; a residual alone does not (with small time steps it is small
+    for any guess). With an approximate Jacobian the estimate is scaled by the observed rate of convergence.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.UpdateTest(), atol=1e-6, rtol=0.0)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).result.name
+    'CONVERGED'
+    """
+
+
+@dataclass(frozen=True)
+class PaperTest:
+    """Stop when the largest residual is below ``absolute``, or below ``relative`` times that of the first iteration.
+
+    The rule of the paper, per row. It says little about the error of the trajectory: for reproducing the paper's
+    figures, not for results.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.PaperTest(1e-4, 1e-4), chunk=1)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    absolute: float = 1e-4
+    relative: float = 1e-4
+
+
+@dataclass(frozen=True)
+class FixedIterations:
+    """Run ``count`` iterations and test nothing.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.FixedIterations(3), chunk=1)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).iterations
+    tensor(3)
+    """
+
+    count: int
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ValueError(f"count: at least one iteration, got {self.count}")
+
+
+StoppingTest = UpdateTest | PaperTest | FixedIterations
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """1e-10 for float64, 1e-5 for float32, 1e-2 for half precision."""
+    return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)

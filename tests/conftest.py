@@ -1,0 +1,39 @@
+"""What every test shares: the device, the seed and the Hypothesis profile."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The conformance suite is inherited, not collected: its assertions are to explain themselves all the same.
+pytest.register_assert_rewrite("linear.conformance", "linear.reference")
+
+# The tensors are small: more threads only wait for each other, and the tests run side by side anyway.
+torch.set_num_threads(1)
+
+settings.register_profile("deeppcr", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("deeppcr")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the tests put their tensors: cpu (the default) or cuda")
+
+
+def pytest_configure(config):
+    name = config.getoption("--device")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--device={name}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        # A suite that skips where it was asked to run looks green and has tested nothing.
+        raise pytest.UsageError(f"--device={name}: torch {torch.__version__} finds no CUDA device on this machine")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig) -> torch.device:
+    return torch.device(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,173 @@
+"""The public call equals the plain loop: without it where the sequence contracts, with it where nothing else is right."""
+
+import warnings
+
+import pytest
+import torch
+from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
+
+import deeppcr
+from deeppcr import Newton, Result
+
+DTYPES = [torch.float32, torch.float64]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTING)
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 1000])
+def test_contracting_sequences_equal_the_loop_without_it(name, dtype, chunk, rows, length, device):
+    problem = CONTRACTING[name](Generator(0, dtype, device), length, rows)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", deeppcr.ConvergenceWarning)
+        solution = problem.solve(solver=Newton(chunk=chunk))
+        assert solution.result is Result.CONVERGED
+        assert relative_error(solution.states, problem.loop()) <= 10 * TOLERANCE[dtype]
+    assert solution.iterations.shape == solution.residual.shape == (rows,)
+    assert solution.residual.max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTING)
+def test_default_settings_do_not_fall_back_on_contracting_sequences(name, dtype, device):
+    problem = CONTRACTING[name](Generator(1, dtype, device), 500, 3)
+    with torch.no_grad():
+        solution = problem.solve()
+        assert solution.result is Result.CONVERGED
+        assert relative_error(solution.states, problem.loop()) <= 10 * TOLERANCE[dtype]
+
+
+def recurrence_holds(problem, solution, dtype) -> bool:
+    """Every step of the states satisfies the loop's equation within the tolerance."""
+    states = solution.states
+    previous = torch.cat([problem.z0.unsqueeze(0), states[:-1]])
+    stepped = torch.vmap(problem.step)(previous, *([problem.xs] if problem.xs is not None else []))
+    return bool(((stepped - states).abs().amax(-1) <= TOLERANCE[dtype] * (1 + states.abs().amax(-1))).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MARGINAL)
+def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, device):
+    problem = MARGINAL[name](Generator(0, dtype, device), 1000, 3)
+    with torch.no_grad():
+        solution = problem.solve(solver=Newton(chunk=16, max_iterations=100), on_failure="raise")
+        # A trajectory that amplifies rounding a thousandfold cannot be known better than that in float32.
+        assert solution.result in ((Result.CONVERGED, Result.PRECISION_FLOOR) if dtype is torch.float32 else (Result.CONVERGED,))
+        assert recurrence_holds(problem, solution, dtype)
+        sensitivity = 1 if name != "slow recurrence" else 100
+        assert relative_error(solution.states, problem.loop()) <= 10 * sensitivity * TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MARGINAL)
+def test_marginal_sequences_are_right_with_default_settings(name, dtype, device):
+    problem = MARGINAL[name](Generator(0, dtype, device), 1000, 3)
+    with torch.no_grad():
+        solution = problem.solve()
+        assert recurrence_holds(problem, solution, dtype)
+        sensitivity = 1 if name != "slow recurrence" else 100
+        assert relative_error(solution.states, problem.loop()) <= 10 * sensitivity * TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", ["auto", 1])
+@pytest.mark.parametrize("name", CHAOTIC)
+def test_chaotic_sequences_hold_or_were_finished_by_the_loop_and_say_so(name, dtype, chunk, device):
+    problem = CHAOTIC[name](Generator(0, dtype, device), 5000, 2)
+    with torch.no_grad():
+        solution = problem.solve(solver=Newton(chunk=chunk))
+        assert recurrence_holds(problem, solution, dtype)
+    assert solution.result is Result.FINISHED_BY_LOOP
+    assert all(0 < int(exact) < 5000 for exact in solution.exact_steps)
+    assert "one step at a time" in solution.message
+    assert any("gave up" in note for note in solution.plan.notes)
+    assert solution.iterations.max() <= 15
+
+
+def test_the_exact_part_of_a_chaotic_sequence_is_the_loops_own(device):
+    problem = CHAOTIC["logistic"](Generator(3, torch.float64, device), 400, 2)
+    with torch.no_grad(), pytest.warns(deeppcr.ConvergenceWarning):
+        solution = problem.solve(solver=Newton(chunk=1, max_iterations=20), on_failure="return")
+        states, loop = solution.states, problem.loop()
+    assert solution.result is Result.NOT_CONVERGED
+    for row in range(2):
+        exact = int(solution.exact_steps[row])
+        assert exact >= int(solution.iterations[row]) >= 5  # at least one more for every iteration
+        assert torch.allclose(states[:exact, row], loop[:exact, row], atol=1e-9)
+
+
+def test_all_ways_to_fail(device):
+    problem = CHAOTIC["logistic"](Generator(3, torch.float64, device), 400, 2)
+    with pytest.raises(deeppcr.ConvergenceError, match=r"up to step \d+ exact"):
+        problem.solve(on_failure="raise")
+    with pytest.warns(deeppcr.ConvergenceWarning, match="one step at a time") as caught:
+        solution = problem.solve()
+    assert caught[0].filename == __file__.replace("test_solve", "problems")  # the caller's line, not the library's
+    assert relative_error(solution.states, problem.loop()) < 1e-12
+    problem.z0.requires_grad_()
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        solution = problem.solve(on_failure="return")
+    with pytest.raises(RuntimeError, match="did not converge"):
+        solution.states.sum().backward()
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        solution = problem.solve(on_failure="return", gradient=deeppcr.Unrolled(), solver=Newton(max_iterations=2))
+    with pytest.raises(RuntimeError, match="did not converge"):
+        solution.states.sum().backward()
+
+
+def test_loop_is_a_solver_as_well(device):
+    problem = CONTRACTING["lstm"](Generator(0, torch.float64, device), 20, 3)
+    problem.z0[0].requires_grad_()
+    solution = problem.solve(solver=deeppcr.Loop())
+    assert solution.result is Result.LOOP
+    assert relative_error(solution.states, problem.loop()) == 0
+    (gradient,) = torch.autograd.grad(solution.states[0].sum(), problem.z0[0])
+    (expected,) = torch.autograd.grad(problem.loop()[0].sum(), problem.z0[0])
+    assert torch.equal(gradient, expected)
+    assert solution.iterations.tolist() == [0, 0, 0]
+    assert "Solution(LOOP" in repr(solution)
+
+
+def test_half_precision_states(device):
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = CONTRACTING["mlp tanh"](Generator(0, dtype, device), 200, 3)
+        with torch.no_grad():
+            solution = problem.solve(on_failure="raise")
+            assert solution.states.dtype == dtype
+            assert relative_error(solution.states.float(), problem.loop().float()) < 0.1
+
+
+@pytest.mark.parametrize("batch_dims", [0, 1, 2])
+def test_batch_dims_say_what_is_a_row(batch_dims, device):
+    make = Generator(0, torch.float64, device)
+    weight = make.normal(4, 4) / 4
+    problem_z0, xs = make.normal(3, 5, 4), make.normal(50, 3, 5, 4)
+    step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
+    solution = deeppcr.solve(step, problem_z0, xs, batch_dims=batch_dims)
+    assert solution.iterations.shape == problem_z0.shape[:batch_dims]
+    assert solution.states.shape == (50, 3, 5, 4)
+    assert relative_error(solution.states, plain_loop(step, problem_z0, xs)) < 1e-9
+
+
+def test_the_plan_says_what_was_chosen(device):
+    solution = CONTRACTING["mlp relu"](Generator(0, torch.float64, device), 200, 2).solve()
+    text = str(solution.plan)
+    assert "evaluation: vmap" in text
+    assert "derivative: forward" in text
+    assert f"chunk: {solution.plan.chunk}" in text
+    assert "PCR" in text or "Hierarchical" in text
+
+
+def test_solving_compiled_steps_and_compiled_callers(device):
+    problem = CONTRACTING["mlp tanh"](Generator(0, torch.float64, device), 60, 2)
+    loop = problem.loop()
+    compiled_step = torch.compile(problem.step, backend="aot_eager")
+    with torch.no_grad():
+        assert relative_error(deeppcr.solve(compiled_step, problem.z0, problem.xs).states, loop) < 1e-9
+    caller = torch.compile(lambda z0, xs: deeppcr.solve(problem.step, z0, xs).states * 1.0, backend="aot_eager")
+    with torch.no_grad():
+        assert relative_error(caller(problem.z0, problem.xs), loop) < 1e-9
