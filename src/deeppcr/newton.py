@@ -175,7 +175,7 @@ class _Iteration:
             quadratic=newton.quadratic,
             stop=newton.stop,
             max_iterations=newton.max_iterations,
-            compare_with_loop=newton.chunk == "auto",
+            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
         )
         ends = guess.states(sequence, range(chunk - 1, sequence.length, chunk))
         if len(ends) < self.progress.chunks:  # a ragged last chunk ends with the last step
@@ -252,7 +252,7 @@ class _Iteration:
         self.replace(moved)
         self.blocks, self.values = blocks, torch.where(finite.unsqueeze(-1), values, ends).detach()
         with torch.no_grad():
-            progress.judge(self.first, frozen, residual.detach(), delta.detach(), moved.detach())
+            progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), moved.detach())
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:

@@ -93,18 +93,21 @@ class Progress:
         ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
         return torch.where(torch.isnan(ratios), math.inf, ratios)
 
-    def judge(self, first: int, frozen: Tensor, residual: Tensor, delta: Tensor, states: Tensor) -> None:
+    def judge(
+        self, first: int, frozen: Tensor, finite: Tensor, residual: Tensor, delta: Tensor, states: Tensor
+    ) -> None:
         """After an iteration: which chunks have settled, which rows are done, which have stopped improving.
 
         Args:
             frozen: [n, B], what was not to be touched
+            finite: [n, B], where the residual is a number; elsewhere the chain was cut, and nothing is settled
             residual, delta, states: [n, B, D], before the update, the update, and after it
         """
         self.count += 1
         self.iterations = torch.where(self.active, self.count, self.iterations)
         if self._first_residual is None:
             self._first_residual = residual.abs().amax((0, -1))
-        off = self.ratio(residual, states)
+        off = torch.where(finite, self.ratio(residual, states), math.inf)
         update = torch.where(frozen, 0, self.ratio(delta, states))
         worst = update.amax(0)
         estimate = update * self._caution(worst)

@@ -1,0 +1,235 @@
+"""Gradients, several ways: implicit = unrolled = autograd through the plain loop = finite differences."""
+
+import pytest
+import torch
+from problems import CONTRACTING, Generator, mlp, plain_loop
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import deeppcr
+from deeppcr import Implicit, Newton, Unrolled
+
+TIGHT = Newton(atol=1e-12, rtol=1e-12)
+
+
+def gradients(states, inputs, weights):
+    """Gradients of a random weighting of all states: every step and element matters."""
+    leaves = pytree.tree_leaves(states)
+    total = sum((leaf * weight).sum() for leaf, weight in zip(leaves, weights, strict=True))
+    return torch.autograd.grad(total, inputs)
+
+
+def compare(found, expected, tolerance):
+    for ours, loops in zip(found, expected, strict=True):
+        assert (ours - loops).abs().max() <= tolerance * loops.abs().max()
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()])
+@pytest.mark.parametrize("chunk", [1, 4, "auto"])
+@pytest.mark.parametrize("name", CONTRACTING)
+def test_gradients_equal_those_through_the_loop(name, chunk, gradient, device):
+    make = Generator(0, torch.float64, device)
+    problem = CONTRACTING[name](make, 25, 3)
+    inputs = [leaf.requires_grad_() for leaf in pytree.tree_leaves((problem.z0, problem.xs))]
+    loop = problem.loop()
+    weights = [make.normal(*leaf.shape) for leaf in pytree.tree_leaves(loop)]
+    solution = problem.solve(solver=Newton(atol=1e-12, rtol=1e-12, chunk=chunk), gradient=gradient)
+    compare(gradients(solution.states, inputs, weights), gradients(loop, inputs, weights), 1e-9)
+
+
+@pytest.mark.parametrize("name", CONTRACTING)
+def test_gradients_in_float32_with_default_settings(name, device):
+    make = Generator(2, torch.float32, device)
+    problem = CONTRACTING[name](make, 200, 3)
+    inputs = [leaf.requires_grad_() for leaf in pytree.tree_leaves((problem.z0, problem.xs))]
+    loop = problem.loop()
+    weights = [make.normal(*leaf.shape) for leaf in pytree.tree_leaves(loop)]
+    compare(gradients(problem.solve().states, inputs, weights), gradients(loop, inputs, weights), 1e-4)
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()])
+def test_parameters_that_the_step_closes_over(gradient, device):
+    make = Generator(0, torch.float64, device)
+    cell = make.module(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    scale = torch.tensor(0.7, dtype=torch.float64, device=device, requires_grad=True)
+    step = lambda z, x: scale * cell(z) + x  # noqa: E731
+    z0, xs = make.normal(2, 6), make.normal(30, 6)
+    inputs = [scale, *cell.parameters()]
+    loop, weights = plain_loop(step, z0, xs), [make.normal(30, 2, 6)]
+    solution = deeppcr.solve(step, z0, xs, solver=TIGHT, gradient=gradient)
+    compare(gradients(solution.states, inputs, weights), gradients(loop, inputs, weights), 1e-9)
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()])
+def test_gradcheck(gradient, device):
+    make = Generator(0, torch.float64, device)
+    z0, weights = make.normal(2, 3).requires_grad_(), (make.normal(7, 3, 3) / 3).requires_grad_()
+
+    def run(z0, weights):
+        return deeppcr.solve(lambda z, w: torch.tanh(z @ w.mT), z0, weights, solver=TIGHT, gradient=gradient).states
+
+    assert torch.autograd.gradcheck(run, (z0, weights))
+
+
+def test_second_derivatives_through_the_iterations(device):
+    make = Generator(0, torch.float64, device)
+    z0, weights = make.normal(1, 2).requires_grad_(), (make.normal(5, 2, 2) / 2).requires_grad_()
+
+    def run(z0, weights):
+        step = lambda z, w: torch.tanh(z @ w.mT)  # noqa: E731
+        return deeppcr.solve(step, z0, weights, solver=TIGHT, gradient=Unrolled()).states
+
+    assert torch.autograd.gradgradcheck(run, (z0, weights))
+
+
+def test_second_derivatives_of_the_implicit_gradient_raise(device):
+    problem = mlp(Generator(0, torch.float64, device), 10, 2)
+    problem.z0.requires_grad_()
+    states = problem.solve().states
+    with pytest.raises(RuntimeError, match="Unrolled"):
+        torch.autograd.grad(states.sum(), problem.z0, create_graph=True)
+
+
+def test_transforms_and_forward_mode_raise_instead_of_being_wrong(device):
+    problem = mlp(Generator(0, torch.float64, device), 10, 2)
+    run = lambda z0: deeppcr.solve(problem.step, z0, problem.xs).states.sum()  # noqa: E731
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match=r"torch\.func"):
+            transform(run)(problem.z0)
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.vmap(run)(problem.z0.expand(3, -1, -1))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        run(torch.autograd.forward_ad.make_dual(problem.z0, torch.ones_like(problem.z0)))
+
+
+def test_the_backward_pass_can_be_repeated_and_batched_over_outputs(device):
+    make = Generator(0, torch.float64, device)
+    problem = mlp(make, 10, 2, width=4)
+    problem.z0.requires_grad_()
+    states, loop = problem.solve(solver=TIGHT).states, problem.loop()
+    for index in range(4):
+        (ours,) = torch.autograd.grad(states[-1, 0, index], problem.z0, retain_graph=True)
+        (loops,) = torch.autograd.grad(loop[-1, 0, index], problem.z0, retain_graph=True)
+        assert torch.allclose(ours, loops, atol=1e-11)
+
+
+APPROXIMATE = {
+    "picard": deeppcr.ScalarJacobian(1.0),
+    "jacobi": deeppcr.ScalarJacobian(0.0),
+    "hutchinson": deeppcr.HutchinsonJacobian(samples=2),
+}
+
+
+@pytest.mark.parametrize("width", [8, 40])  # the dense adjoint; vector-Jacobian products only
+@pytest.mark.parametrize("name", APPROXIMATE)
+def test_the_adjoint_is_true_where_the_forward_pass_approximated(name, width, device):
+    make = Generator(0, torch.float64, device)
+    weights = make.normal(60, width, width) * 0.3 / width**0.5
+    z0, xs = make.normal(2, width).requires_grad_(), weights.requires_grad_()
+    step = lambda z, w: 0.3 * z + torch.tanh(z @ w.mT)  # noqa: E731
+    solver = Newton(jacobian=APPROXIMATE[name], atol=1e-13, rtol=1e-13)
+    solution = deeppcr.solve(step, z0, xs, solver=solver, on_failure="raise")
+    cotangent = [make.normal(60, 2, width)]
+    expected = gradients(plain_loop(step, z0, xs), [z0, xs], cotangent)
+    compare(gradients(solution.states, [z0, xs], cotangent), expected, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_the_adjoint_that_does_not_converge_is_done_step_by_step(device):
+    # Rotations neither grow nor decay, and the identity is no approximation of them: sweeps do not converge.
+    make = Generator(0, torch.float64, device)
+    width = 40
+    rotation, _ = torch.linalg.qr(make.normal(width, width))
+    z0 = make.normal(1, width).requires_grad_()
+    step = lambda z: 1.3 * torch.sin(z @ rotation)  # noqa: E731
+    solver = Newton(jacobian=deeppcr.ScalarJacobian(0.0), max_iterations=200)
+    solution = deeppcr.solve(step, z0, length=120, solver=solver)
+    cotangent = [make.normal(120, 1, width)]
+    expected = gradients(plain_loop(step, z0, length=120), [z0], cotangent)
+    compare(gradients(solution.states, [z0], cotangent), expected, 1e-9)
+
+
+def test_the_adjoint_in_slices_of_memory(device):
+    make = Generator(0, torch.float64, device)
+    problem = mlp(make, 33, 2, width=5)
+    inputs = [leaf.requires_grad_() for leaf in (problem.z0, *problem.xs)]
+    weights = [make.normal(33, 2, 5)]
+    expected = gradients(problem.loop(), inputs, weights)
+    for budget in (1, 4 * 2 * 25 * 8 * 7):  # one step at a time; seven
+        solver = Newton(jacobian=deeppcr.DenseJacobian(memory_budget=budget), chunk=1, atol=1e-12, rtol=1e-12)
+        compare(gradients(problem.solve(solver=solver).states, inputs, weights), expected, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_rows_that_influence_each_other_are_found_in_the_backward_pass(device):
+    make = Generator(0, torch.float64, device)
+    z0 = make.normal(3, 4).requires_grad_()
+    weight = make.normal(4, 4) / 4
+    step = lambda z: torch.tanh(z @ weight + 0.3 * z.mean(0))  # noqa: E731
+    states = deeppcr.solve(step, z0, length=30).states
+    with pytest.raises(RuntimeError, match="rows of the batch influence each other"):
+        states.sum().backward()
+    # With no batch dimension, the same state is one row, and right.
+    states = deeppcr.solve(step, z0, length=30, batch_dims=0, solver=TIGHT).states
+    (ours,) = torch.autograd.grad(states.sum(), z0)
+    (loops,) = torch.autograd.grad(plain_loop(step, z0, length=30).sum(), z0)
+    assert torch.allclose(ours, loops, atol=1e-10)
+
+
+def test_a_wrong_given_jacobian_is_found_in_the_backward_pass(device):
+    make = Generator(0, torch.float64, device)
+    z0 = make.normal(2, 4).requires_grad_()
+    half = lambda z: deeppcr.linear.Diagonal(0.5 * torch.cos(z))  # noqa: E731
+    solver = Newton(jacobian=deeppcr.GivenJacobian(half, exact=True), chunk=1)
+    states = deeppcr.solve(torch.sin, z0, length=30, solver=solver).states
+    with pytest.raises(RuntimeError, match="given Jacobian is wrong"):
+        states.sum().backward()
+
+
+def test_after_fixed_iterations_the_adjoint_is_taken_at_the_states_as_they_are(device):
+    make = Generator(0, torch.float64, device)
+    problem = mlp(make, 20, 2, width=4, activation=torch.tanh, gain=2.0)
+    weights, bias = (leaf.requires_grad_() for leaf in problem.xs)
+    solution = problem.solve(solver=Newton(stop=deeppcr.FixedIterations(1), chunk=1))
+    assert solution.result is deeppcr.Result.ITERATIONS_DONE
+    states = solution.states.detach()
+    assert (states - problem.loop()).abs().max() > 1e-4  # not the solution
+    previous = torch.cat([problem.z0.unsqueeze(0), states[:-1]])
+    adjoint, total = torch.zeros(2, 4, dtype=torch.float64, device=device), []
+    for index in reversed(range(20)):
+        adjoint = adjoint + 1.0  # the gradient of the sum of all states
+        total.append(adjoint.sum(0))
+        adjoint = (adjoint @ weights[index]) * (1 - torch.tanh(previous[index]) ** 2)
+    (ours,) = torch.autograd.grad(solution.states.sum(), bias)
+    assert torch.allclose(ours, torch.stack(total[::-1]).detach(), atol=1e-10)
+
+
+def test_nothing_extra_is_evaluated_where_no_gradient_is_needed(device):
+    problem = mlp(Generator(0, torch.float64, device), 10, 2)
+    problem.z0.requires_grad_()
+    with torch.no_grad():
+        assert not problem.solve().states.requires_grad
+    problem.z0.requires_grad_(False)
+    assert not problem.solve().states.requires_grad
+    assert problem.solve(gradient=Unrolled()).states.grad_fn is None
+    problem.xs[0].requires_grad_()
+    assert problem.solve().states.requires_grad
+
+
+def test_training_a_recurrent_net_through_the_solve(device):
+    make = Generator(0, torch.float64, device)
+    cell = make.module(nn.GRUCell(1, 4))
+    readout = make.module(nn.Linear(4, 1))
+    step = deeppcr.rowwise(lambda z, x: cell(x, z))
+    inputs = make.normal(40, 8, 1)
+    target = inputs.cumsum(0).sin()
+    optimiser = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=0.05)
+    losses = []
+    for _ in range(30):
+        states = deeppcr.solve(step, make.normal(8, 4) * 0, inputs).states
+        loss = (readout(states) - target).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
