@@ -71,7 +71,9 @@ def blocks_of(page: Path) -> list[Block]:
             source, language = "\n".join(lines[at + 1 : end]), fence[3]
             where = f"{page.relative_to(ROOT)}:{at + 1}"
             assert language in ("python", "text", "sh"), f"{where}: a block of {language!r} is not covered by the tests"
-            assert language != "python" or not fence[1], f"{where}: an indented Python block is not covered by the tests"
+            assert language != "python" or not fence[1], (
+                f"{where}: an indented Python block is not covered by the tests"
+            )
             if language == "python":
                 found.append(Block(at + 2, source, comments.pop("raises", None), comments.pop("warns", None)))
             elif language == "text" and after_python:
@@ -101,7 +103,9 @@ def run(block: Block, page: Path, namespace: dict) -> str | None:
             error = raised
     names = [kind.__name__ for kind in type(error).__mro__] if error is not None else []
     if error is not None and block.raises not in names:
-        line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(page)), 0)
+        line = next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(page)), 0
+        )
         return f"line {line}: {type(error).__name__}: {error}"
     if error is None and block.raises:
         return f"{block.raises} was to be raised"

@@ -17,7 +17,9 @@ from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest
 #: A state is kept for good, or handed to the loop as exact, only this far below the tolerance: what is frozen at the
 #: tolerance itself comes back five to ten times larger at the end of the trajectory.
 _SETTLED = 0.01
-#: Iterations over which progress is measured before giving up.
+#: Iterations that are granted unjudged: what converges at all has mostly done so by then.
+_PATIENCE = 12
+#: Iterations over which progress is then measured.
 _TREND = 4
 
 
@@ -165,7 +167,7 @@ class Progress:
 
     def why_hopeless(self) -> str | None:
         """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""
-        if len(self._trend) <= _TREND or self.count < self._patience():
+        if self.count < _PATIENCE:
             return None
         (prefix_then, update_then), (prefix, update) = self._trend[-1 - _TREND], self._trend[-1]
         remaining = self.chunks - prefix
@@ -179,11 +181,6 @@ class Progress:
         if self.compare_with_loop and needed > remaining / 2:
             return f"gave up after {self.count} iterations: the loop is no slower for this sequence"
         return None
-
-    def _patience(self) -> int:
-        """Iterations that are granted unjudged: a quarter of the loop's chain of dependent operations, 12 at most."""
-        depth = self.chunk + 2 * math.ceil(math.log2(self.chunks + 1))
-        return min(12, math.ceil(self.length / (4 * depth)))
 
 
 def still_to_come(update: Tensor, before: Tensor) -> Tensor:
