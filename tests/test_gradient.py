@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from problems import CONTRACTING, Generator, mlp, plain_loop
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import deeppcr
 from deeppcr import Implicit, Newton, Unrolled
+from problems import CONTRACTING, Generator, mlp, plain_loop
 
 TIGHT = Newton(atol=1e-12, rtol=1e-12)
 
@@ -233,3 +233,16 @@ def test_training_a_recurrent_net_through_the_solve(device):
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_adjoint_that_dies_out_is_no_failure(dtype, device):
+    """The usual case: a contracting sequence with a loss on its last state; far back the adjoint underflows."""
+    for seed in range(5):
+        make = Generator(seed, dtype, device)
+        weight = make.normal(4, 4) / 4
+        z0 = make.normal(3, 4).requires_grad_()
+        step = lambda z, x: torch.tanh(z @ weight) + x  # noqa: B023, E731
+        states = deeppcr.solve(step, z0, make.normal(300, 3, 4)).states
+        states[-1].square().sum().backward()
+        assert z0.grad.isfinite().all()

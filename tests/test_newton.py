@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from problems import CHAOTIC, Generator, lorenz, mlp, plain_loop, relative_error
 
 import deeppcr
 from deeppcr import FixedIterations, Newton, PaperTest, Result
+from problems import CHAOTIC, Generator, lorenz, mlp, plain_loop, relative_error
 
 
 @pytest.mark.parametrize("chunk", [1, 8, "auto"])
@@ -111,8 +111,13 @@ def test_values_that_are_not_finite_are_named_with_their_step(chunk, device):
     loop = plain_loop(step, z0, xs)
     assert torch.allclose(solution.states, loop, equal_nan=True)
     assert int(solution.exact_steps[1]) == 21
-    with pytest.raises(deeppcr.ConvergenceError, match="not finite"):
+    with pytest.raises(deeppcr.ConvergenceError, match="step 22 produced a value that is not finite"):
         deeppcr.solve(step, z0, xs, solver=solver, on_failure="raise")
+    with pytest.warns(deeppcr.ConvergenceWarning, match="step 22 produced"):
+        returned = deeppcr.solve(step, z0, xs, solver=solver, on_failure="return")
+    assert torch.allclose(returned.states[:21], loop[:21])
+    with pytest.warns(deeppcr.ConvergenceWarning, match="step 22 produced"):
+        assert deeppcr.solve(step, z0, xs, solver=deeppcr.Loop()).result is Result.NON_FINITE
 
 
 def test_an_infinite_mask_in_the_inputs_is_legal(device):
@@ -202,6 +207,7 @@ def test_settings_are_checked():
     for bad, name in (
         ({"chunk": 0}, "chunk"),
         ({"chunk": "big"}, "chunk"),
+        ({"chunk": True}, "chunk"),
         ({"max_iterations": 0}, "max_iterations"),
         ({"atol": -1.0}, "atol"),
         ({"rtol": float("nan")}, "rtol"),
@@ -209,8 +215,19 @@ def test_settings_are_checked():
     ):
         with pytest.raises(ValueError, match=name):
             Newton(**bad)
-    for bad, name in (({"jacobian": deeppcr.DenseJacobian}, "jacobian"), ({"stop": 1e-4}, "stop")):
+    for bad, name in (
+        ({"jacobian": deeppcr.DenseJacobian}, "jacobian"),
+        ({"stop": 1e-4}, "stop"),
+        ({"linear": deeppcr.PCR}, "linear"),
+    ):
         with pytest.raises(TypeError, match=name):
             Newton(**bad)
     with pytest.raises(ValueError, match="count"):
         FixedIterations(0)
+
+
+def test_more_fixed_iterations_than_there_are_chunks(device):
+    problem = mlp(Generator(0, torch.float64, device), 6, 2)
+    solution = problem.solve(solver=Newton(stop=FixedIterations(20), chunk=2))
+    assert solution.result is Result.ITERATIONS_DONE
+    assert relative_error(solution.states, problem.loop()) < 1e-12

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from problems import Generator, plain_loop
 
 import deeppcr
 from deeppcr import Result
+from problems import Generator, plain_loop
 
 COUNT, BATCHES = 500, 20
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
 
 import deeppcr
 from deeppcr import Newton, Result
+from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
 
 DTYPES = [torch.float32, torch.float64]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -54,7 +54,9 @@ def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, device):
     with torch.no_grad():
         solution = problem.solve(solver=Newton(chunk=16, max_iterations=100), on_failure="raise")
         # A trajectory that amplifies rounding a thousandfold cannot be known better than that in float32.
-        assert solution.result in ((Result.CONVERGED, Result.PRECISION_FLOOR) if dtype is torch.float32 else (Result.CONVERGED,))
+        assert solution.result in (
+            (Result.CONVERGED, Result.PRECISION_FLOOR) if dtype is torch.float32 else (Result.CONVERGED,)
+        )
         assert recurrence_holds(problem, solution, dtype)
         sensitivity = 1 if name != "slow recurrence" else 100
         assert relative_error(solution.states, problem.loop()) <= 10 * sensitivity * TOLERANCE[dtype]
@@ -90,9 +92,9 @@ def test_chaotic_sequences_hold_or_were_finished_by_the_loop_and_say_so(name, dt
 
 def test_the_exact_part_of_a_chaotic_sequence_is_the_loops_own(device):
     problem = CHAOTIC["logistic"](Generator(3, torch.float64, device), 400, 2)
-    with torch.no_grad(), pytest.warns(deeppcr.ConvergenceWarning):
+    with pytest.warns(deeppcr.ConvergenceWarning):
         solution = problem.solve(solver=Newton(chunk=1, max_iterations=20), on_failure="return")
-        states, loop = solution.states, problem.loop()
+    states, loop = solution.states, problem.loop()
     assert solution.result is Result.NOT_CONVERGED
     for row in range(2):
         exact = int(solution.exact_steps[row])

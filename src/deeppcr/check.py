@@ -22,6 +22,10 @@ class Finding:
     Attributes:
         kind: "random", "side effect", "rows", "structure", "evaluation", "slow", "not finite" or "error"
         message: what was seen, and what to do
+
+    >>> import torch, deeppcr
+    >>> deeppcr.check(torch.nn.Dropout(), torch.ones(2, 3), length=5)[0].kind
+    'random'
     """
 
     kind: str
@@ -215,16 +219,17 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _modules_of(step: Any) -> list[nn.Module]:
-    """The modules that a step is, holds or closes over."""
+def _modules_of(step: Any, depth: int = 4) -> list[nn.Module]:
+    """The modules that a step is, holds or closes over, also through other functions."""
     if isinstance(step, nn.Module):
         return [step]
+    if depth == 0:
+        return []
     if isinstance(step, (list, tuple)):
-        return [module for each in step for module in _modules_of(each)]
-    inner = getattr(step, "step", None)  # rowwise, with_history
-    found = _modules_of(inner) if inner is not None else []
-    cells = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
-    names = getattr(getattr(step, "__code__", None), "co_names", ())
-    scope = getattr(step, "__globals__", {})
-    held = cells + [scope[name] for name in names if name in scope]
-    return found + [each for each in held if isinstance(each, nn.Module)]
+        held = list(step)
+    else:
+        held = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
+        held += [getattr(step, "step", None)]  # rowwise, with_history
+        scope, code = getattr(step, "__globals__", {}), getattr(step, "__code__", None)
+        held += [scope[name] for name in (code.co_names if code else ()) if name in scope]
+    return [m for each in held if callable(each) or isinstance(each, list) for m in _modules_of(each, depth - 1)]

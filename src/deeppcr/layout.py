@@ -68,7 +68,7 @@ class Layout:
     def pack(self, nest: Any, lead: int = 0) -> Tensor:
         """Leaves [*lead, *batch, *state] to [*lead, B, D]; B may differ from ``rows``."""
         flat = [
-            leaf.reshape(*leaf.shape[:lead], -1, size)
+            leaf.reshape((*leaf.shape[:lead], -1, size))
             for leaf, size in zip(pytree.tree_leaves(nest), self.sizes, strict=True)
         ]
         return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
@@ -77,7 +77,7 @@ class Layout:
         """[*lead, B, D] to leaves [*lead, *batch, *state]."""
         batch = self.batch_shape if batch_shape is None else batch_shape
         leaves = [
-            part.reshape(*packed.shape[:-2], *batch, *shape)
+            part.reshape((*packed.shape[:-2], *batch, *shape))
             for part, shape in zip(self._split(packed), self.shapes, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.spec)

@@ -58,7 +58,8 @@ class Newton:
     shrink: float = 1.0
 
     def __post_init__(self):
-        if self.chunk != "auto" and (not isinstance(self.chunk, int) or self.chunk < 1):
+        whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
+        if self.chunk != "auto" and (not whole or self.chunk < 1):
             raise ValueError(f'chunk: expected "auto" or a whole number from 1, got {self.chunk!r}')
         if self.max_iterations < 1:
             raise ValueError(f"max_iterations: at least 1, got {self.max_iterations}")
@@ -69,7 +70,11 @@ class Newton:
             raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
         for name, value, kind in (("jacobian", self.jacobian, Jacobian), ("stop", self.stop, StoppingTest)):
             if not isinstance(value, kind):
-                raise TypeError(f"{name}: expected an instance such as {name}=..., got {value!r}")
+                raise TypeError(f"{name}: expected an instance of one of the strategies, got {value!r}")
+        if isinstance(self.linear, type) or not hasattr(self.linear, "solve_coupled"):
+            raise TypeError(
+                f"linear: expected Auto(), PCR(), Hierarchical() or ForwardSubstitution(), got {self.linear!r}"
+            )
 
     @property
     def quadratic(self) -> bool:
@@ -207,6 +212,8 @@ class _Iteration:
                 break
             passed = int(progress.prefix[progress.active].min()) - self.first
             self.first += passed
+            if self.first >= progress.chunks:  # all of it is exact: further iterations would change nothing
+                break
             if fresh is None:
                 self.update(*self.linearise())
             else:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
 from .stacking import group_callables
-from .steps import StepError, StepGroup
+from .steps import StepError, StepGroup, has_tangent
 
 
 class Rowwise:
@@ -87,6 +87,8 @@ class Sequence:
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
         first = self._take_first_step(z0, xs)
+        if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
+            raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
         self._check_fold(first.detach())
         inputs = [group.xs for _, group in self._groups]
         self.needs_gradients = first.requires_grad or any(
@@ -122,7 +124,7 @@ class Sequence:
             return
         with torch.no_grad():
             try:
-                folded = group.values(self.initial.detach().expand(2, -1, -1), slice(0, 2))[0]
+                folded = group.values(torch.stack([self.initial.detach(), first]), slice(0, 2))[0]
             except (RuntimeError, ValueError) as error:
                 raise StepError(
                     f"step: declared rowwise, but it does not take another number of rows: {error}"
@@ -264,7 +266,7 @@ def _check_rows(xs: Any, length: int, layout: Layout) -> None:
     if not layout.batch_shape:
         raise ValueError("step: declared rowwise, but the states have no batch dimension (batch_dims=0)")
     rows = layout.batch_shape[0]
-    for leaf in pytree.tree_leaves(xs):
+    for leaf in pytree.tree_leaves(xs) if xs is not None else []:
         if leaf.ndim < 2 or leaf.shape[1] != rows:
             raise ValueError(
                 f"xs: step is declared rowwise, so every leaf must be [L, B, ...] = [{length}, {rows}, ...], got {describe(leaf)}"

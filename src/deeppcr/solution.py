@@ -18,9 +18,14 @@ class ConvergenceError(RuntimeError):
 
 
 class Result(Enum):
-    """How a solve ended. The value of each member is its advice; members are ordered from best to worst."""
+    """How a solve ended. The value of each member is its advice; members are ordered from best to worst.
 
-    CONVERGED = "the update of every step met the tolerance"
+    >>> import deeppcr
+    >>> deeppcr.Result.CONVERGED.severity < deeppcr.Result.NOT_CONVERGED.severity
+    True
+    """
+
+    CONVERGED = "every step met the stopping test"
     ITERATIONS_DONE = "the fixed number of iterations was run; nothing was tested"
     LOOP = "computed one step after the other, as asked"
     PRECISION_FLOOR = (
@@ -55,6 +60,10 @@ class Plan:
         linear: the solver of the linear systems
         chunk: steps collapsed into one
         notes: further choices and their reasons
+
+    >>> import torch, deeppcr
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64).plan.chunk
+    4
     """
 
     evaluation: str = "loop"
@@ -81,12 +90,13 @@ class Solution:
     Attributes:
         states: ``z_1 ... z_L``, each leaf [L, *leaf of z0]
         iterations: [*batch], Newton iterations each row took (0 for the plain loop)
-        residual: [*batch], the largest ``|z_l - step(z_{l-1})|`` of the returned states, as measured
+        residual: [*batch], the largest ``|z_l - step(z_{l-1})|`` of the returned states, as measured (0 for the plain loop)
         result: how it ended; the worst of the rows
         results: one entry a row, in the order of the flattened batch
         exact_steps: [*batch], how many leading states were known to be exact when Newton stopped
         updates: [iterations, *batch], the largest update of each iteration, in units of the tolerance
         plan: what was chosen, and why
+        message: the result in words, with the step and row it is about
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(lambda z: torch.cos(z), torch.tensor([1.0]), length=50)

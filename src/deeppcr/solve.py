@@ -64,30 +64,34 @@ def solve(
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     plan = Plan()
     if isinstance(solver, Loop):
-        return _solution(sequence, _plain_loop(sequence), plan, torch.zeros(sequence.layout.rows))
+        outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
+        if Result.NON_FINITE in outcome.results:
+            warnings.warn(_describe(outcome), ConvergenceWarning, stacklevel=3)
+        return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
 
     start = as_guess(guess, z0, xs)
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
     implicit = isinstance(gradient, Implicit) and torch.is_grad_enabled() and sequence.needs_gradients
     with torch.set_grad_enabled(unrolled):
         outcome = solver.run(sequence, start, plan)
+    plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
     residual, outcome = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
 
     if any(result in _FAILED for result in outcome.results):
-        message = _describe(outcome)
+        if on_failure != "loop":
+            outcome = _locate_non_finite(sequence, outcome, plan.chunk)
         if on_failure == "raise":
-            raise ConvergenceError(message)
+            raise ConvergenceError(_describe(outcome, plan))
         if on_failure == "loop":
             with torch.set_grad_enabled(unrolled):
                 outcome = _finish_by_loop(sequence, outcome)
-            message = _describe(outcome)
             adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
             residual, _ = _measure(sequence, outcome, None, adjoint.values if adjoint else None)
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
-        states = _Refuse.apply(adjoint.values if adjoint else states, states, _describe(outcome))
+        states = _Refuse.apply(adjoint.values if adjoint else states, states, _describe(outcome, plan))
     elif adjoint is not None:
         states = adjoint.attach(states)
     return _solution(sequence, replace(outcome, states=states), plan, residual)
@@ -105,8 +109,6 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
             "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
         )
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
 
 
 def _plain_loop(sequence: Sequence) -> Outcome:
@@ -150,34 +152,57 @@ def _measure(
     return residual, replace(outcome, results=results, exact_steps=exact)
 
 
-def _finish_by_loop(sequence: Sequence, outcome: Outcome) -> Outcome:
-    """Keep the exact states of the rows that failed and compute their others one step at a time.
+def _loop_on(sequence: Sequence, outcome: Outcome, rows: Tensor, stop: int) -> Tensor:
+    """Keep the exact states of ``rows`` [B] and compute their others one step at a time, up to step ``stop``.
 
     Every step sees all rows, as in the loop; only the rows that need it take its result.
     """
-    failed = torch.tensor([r in _FAILED for r in outcome.results], device=sequence.layout.device)
-    first = int(outcome.exact_steps[failed].min())
+    first = int(outcome.exact_steps[rows].min())
     states = list(outcome.states[:first])
     state = states[-1] if states else sequence.initial
-    for index in range(first, sequence.length):
+    for index in range(first, stop):
         stepped = sequence.step(index, state)
-        taken = failed & (outcome.exact_steps <= index)
+        taken = rows & (outcome.exact_steps <= index)
         state = torch.where(taken.unsqueeze(-1), stepped, outcome.states[index])
         states.append(state)
-    found = torch.stack(states)
-    # What is not finite is found afterwards, all steps at once: a look at every step would stop an accelerator.
-    bad = ~torch.isfinite(found.detach()).all(-1)  # [L, B]
-    broken_at = torch.where(bad.any(0), bad.long().argmax(0) + 1, 0)
+    return torch.stack(states)
+
+
+def _finish_by_loop(sequence: Sequence, outcome: Outcome) -> Outcome:
+    failed = torch.tensor([r in _FAILED for r in outcome.results], device=sequence.layout.device)
+    states = _loop_on(sequence, outcome, failed, sequence.length)
+    return _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
+
+
+def _mark_non_finite(outcome: Outcome, otherwise: Result) -> Outcome:
+    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not.
+
+    They are looked at afterwards, all steps at once: a look at every step would stop an accelerator every time.
+    """
+    bad = ~torch.isfinite(outcome.states.detach()).all(-1)  # [L, B]
+    at = torch.where(bad.any(0), bad.long().argmax(0), -1)
     results = [
-        result if result not in _FAILED else Result.NON_FINITE if at else Result.FINISHED_BY_LOOP
-        for result, at in zip(outcome.results, broken_at.tolist(), strict=True)
+        result if result not in (*_FAILED, otherwise) else Result.NON_FINITE if index >= 0 else otherwise
+        for result, index in zip(outcome.results, at.tolist(), strict=True)
     ]
-    exact = torch.where(broken_at > 0, broken_at - 1, outcome.exact_steps)
-    return replace(outcome, states=found, results=results, exact_steps=exact)
+    exact = torch.where(at >= 0, at, outcome.exact_steps)
+    return replace(outcome, results=results, exact_steps=exact)
 
 
-def _describe(outcome: Outcome) -> str:
-    """The worst result in words, with the step where it happened."""
+@torch.no_grad()
+def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outcome:
+    """Newton knows in which chunk a value stopped being finite; the steps of that chunk tell which it was."""
+    rows = torch.tensor([r is Result.NON_FINITE for r in outcome.results], device=sequence.layout.device)
+    if not rows.any():
+        return outcome
+    stop = min(int(outcome.exact_steps[rows].max()) + chunk, sequence.length)
+    bad = ~torch.isfinite(_loop_on(sequence, outcome, rows, stop)).all(-1)
+    exact = torch.where(rows & bad.any(0), bad.long().argmax(0), outcome.exact_steps)
+    return replace(outcome, exact_steps=exact)
+
+
+def _describe(outcome: Outcome, plan: Plan | None = None) -> str:
+    """The worst result in words, with the step where it happened and, from the plan, why Newton gave up."""
     worst = max(outcome.results, key=lambda result: result.severity)
     rows = [row for row, result in enumerate(outcome.results) if result is worst]
     exact = outcome.exact_steps.tolist()
@@ -186,12 +211,13 @@ def _describe(outcome: Outcome) -> str:
     text = worst.value.format(step=step)
     if len(outcome.results) > 1 and worst.severity > Result.PRECISION_FLOOR.severity:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
-    return text
+    reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
+    return "; ".join([text, *reasons])
 
 
 def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor) -> Solution:
     layout = sequence.layout
-    plan.evaluation, plan.derivative = sequence.evaluation, sequence.derivative
+    plan.evaluation = sequence.evaluation
     for note in sequence.all_notes:
         plan.note(note)
     batch = layout.batch_shape
@@ -204,7 +230,7 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
-        message=_describe(outcome),
+        message=_describe(outcome, plan),
     )
 
 

@@ -5,11 +5,13 @@ Shapes: N steps at a time, B rows, D the packed state, K tangents.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
@@ -20,12 +22,21 @@ from .layout import Layout
 _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
+#: PyTorch's forward mode knows one level for the whole process: two threads inside it at once get in each other's way.
+_FORWARD_MODE = threading.Lock()
+
+
 class StepError(ValueError):
     """The step function does something that a step must not do."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def has_tangent(leaf: Any) -> bool:
+    """Whether a value carries a forward-mode derivative of the caller's."""
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def _must_propagate(error: BaseException) -> bool:
@@ -90,11 +101,12 @@ class StepGroup:
         while True:
             self.derivative = self._candidates[0]
             try:
-                if self.way == "vmap":
-                    return self._push_vmap(previous, tangents, xs)
-                if self.way == "rowwise":
-                    return self._push_rowwise(previous, tangents, xs)
-                return self._push_loop(previous, tangents, xs)
+                with _FORWARD_MODE:
+                    if self.way == "vmap":
+                        return self._push_vmap(previous, tangents, xs)
+                    if self.way == "rowwise":
+                        return self._push_rowwise(previous, tangents, xs)
+                    return self._push_loop(previous, tangents, xs)
             except _TRANSFORM_ERRORS as error:
                 if _must_propagate(error):
                     raise
@@ -105,7 +117,11 @@ class StepGroup:
                     self._leave_vmap(error)
                     self._candidates = list(_DERIVATIVES)
                 else:
-                    raise
+                    raise StepError(
+                        "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
+                        "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
+                        f"GivenJacobian need no derivative. {_first_line(error)}"
+                    ) from error
 
     def _leave_vmap(self, error: Exception) -> None:
         if _must_propagate(error):

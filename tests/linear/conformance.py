@@ -330,7 +330,7 @@ class Transforms(Structure):
                 ]
             )
 
-        assert_compiles(both_ways, self.tensors())
+        assert_compiles(both_ways, self.tensors(length=5))
 
 
 class BlocksConformance(Algebra, Solving, Derivatives, Transforms):

@@ -11,6 +11,13 @@ def dense(*shape, dtype=torch.float32):
 
 
 REFUSED = {
+    "a list for rhs": ((dense(5, 3, 3), [0.0]), TypeError, r"^rhs: expected a tensor, got list"),
+    "a list for initial": (
+        (dense(5, 3, 3), torch.zeros(5, 3), [0.0]),
+        TypeError,
+        r"^initial: expected a tensor, got list",
+    ),
+    "a list in blocks": ((linear.Dense([0.0]), torch.zeros(5, 3)), TypeError, r"^blocks: expected a tensor, got list"),
     "a tensor for blocks": (
         (torch.zeros(5, 3, 3), torch.zeros(5, 3)),
         TypeError,

@@ -151,3 +151,10 @@ def test_nothing_before_a_nan_is_spoiled(solver, device):
     states = linear.solve(linear.Scalar(torch.full((40,), 0.5, device=device)), rhs, solver=solver)
     assert torch.isfinite(states[:25]).all()
     assert torch.isnan(states[25:]).all()
+
+
+def test_autocast_does_not_lower_the_precision_of_products(device):
+    blocks, rhs = linear.Dense(torch.randn(100, 3, 3, device=device) / 2), torch.randn(100, 3, device=device)
+    expected = linear.solve(blocks, rhs)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(linear.solve(blocks, rhs), expected)

@@ -75,6 +75,16 @@ def test_forward_substitution_needs_no_products(work, device):
     assert work.applied == [1] * 99
 
 
+def test_blocks_that_need_no_gradient_cost_none(monkeypatch, device):
+    def refuse(*_):
+        raise AssertionError("nobody asked for the gradient in the blocks")
+
+    monkeypatch.setattr(linear.Dense, "outer", refuse)
+    rhs = torch.ones(9, 3, dtype=torch.float64, device=device, requires_grad=True)
+    linear.solve(random_blocks(linear.Dense, 9, device=device), rhs).sum().backward()
+    assert torch.isfinite(rhs.grad).all()
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("solver", PARALLEL_SOLVERS, ids=str)
 @pytest.mark.parametrize(("gain", "least", "most"), [(0.5, 0, 1e2), (4.0, 1e20, 1e80)], ids=["stable", "unstable"])

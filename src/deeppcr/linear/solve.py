@@ -14,7 +14,6 @@ from .forward import ForwardSubstitution
 from .hierarchical import Hierarchical
 from .pcr import PCR
 
-
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
 
 
@@ -63,7 +62,8 @@ def solve(
     Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
     bfloat16 and float16 are accumulated in float32. Where a product of blocks overflows although the solution does
     not, the system is solved again by forward substitution (not under vmap, compile or CUDA graph capture, where
-    values cannot be looked at: there the result is not finite).
+    values cannot be looked at: there the result is not finite). A product of blocks can also underflow: states that
+    lie further below the others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 
     Args:
         blocks: L blocks ``A_l``; their batch dimensions broadcast against those of ``rhs``
@@ -87,7 +87,6 @@ def solve(
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
 
-    blocks = blocks.aligned(rhs.ndim - 2)
     batch = torch.broadcast_shapes(
         rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ()
     )
@@ -109,7 +108,17 @@ def solve(
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver) -> Tensor:
-    """``solve`` without its checks, for the L - 1 blocks between the unknowns and no initial state."""
+    """``solve`` without its checks, for the L - 1 blocks between the unknowns and no initial state.
+
+    >>> import torch
+    >>> from deeppcr import linear
+    >>> halves = linear.Scalar(torch.full((2,), 0.5))
+    >>> linear.solve_coupled(halves, torch.ones(3, 1), reverse=False, solver=linear.PCR()).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
+    """
+    if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
+        with torch.autocast(rhs.device.type, enabled=False):
+            return solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
     if len(couplings) == 0:
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
@@ -122,6 +131,9 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
         raise TypeError(
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
         )
+    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "initial"):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if rhs.ndim < 2:
         raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
     if rhs.shape[0] == 0:
@@ -205,13 +217,9 @@ class _Solve(torch.autograd.Function):
     def jvp(ctx, *grad_inputs):
         data_tangent, rhs_tangent = grad_inputs[:2]
         data, states = ctx.saved_tensors
-        if rhs_tangent is None:
-            rhs_tangent = torch.zeros_like(states)
-        if data_tangent is not None:
-            pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
-            rhs_tangent = (
-                torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
-                if ctx.reverse
-                else torch.cat([rhs_tangent[:1], rhs_tangent[1:] + pushed])
-            )
+        pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
+        if ctx.reverse:
+            rhs_tangent = torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
+        else:
+            rhs_tangent = torch.cat([rhs_tangent[:1], rhs_tangent[1:] + pushed])
         return _Solve.apply(data, rhs_tangent, ctx.structure, ctx.solver, ctx.reverse)

@@ -1,0 +1,130 @@
+"""How everything here is timed and compared, and what a time has to be read with: the machine it was taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every repeat, in the order in which they were taken."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+def measure(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    budget: float,
+    repeats: tuple[int, int] = (3, 100),
+) -> dict[str, Timing]:
+    """Time functions that do the same job, in turn, so that what else the machine does hits all of them alike.
+
+    Each is called once to warm up. What runs on the device is waited for before the clock starts and before it stops.
+
+    Args:
+        functions: what to call, by name
+        device: where they run
+        budget: seconds after which no further round is begun
+        repeats: the fewest and the most rounds, whatever the budget
+
+    Returns:
+        a Timing for each name
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    fewest, most = repeats
+    begun = time.perf_counter()
+    for count in range(most):
+        if count >= fewest and time.perf_counter() - begun > budget:
+            break
+        for name, function in functions.items():
+            synchronise(device)
+            start = time.perf_counter()
+            function()
+            synchronise(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(each)) for name, each in seconds.items()}
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Record what ``function`` launches on the GPU as a CUDA graph.
+
+    Returns:
+        a function that replays it, and what ``function`` returned: tensors that every replay fills anew
+    """
+    side = torch.cuda.Stream()  # libraries set themselves up on the first call, which a capture does not allow
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function()
+    return graph.replay, found
+
+
+def relative_error(found: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
+    """The largest difference in each tensor in units of its largest element, the worst over all; NaN counts as infinite.
+
+    >>> relative_error([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 4.0])])
+    0.5
+    """
+    worst = 0.0
+    for one, other in zip(found, reference, strict=True):
+        difference, scale = (one.to(other.dtype) - other).abs().max().item(), other.abs().max().item()
+        if difference == 0:  # where gradients have vanished, both may be zero
+            continue
+        ratio = difference / scale if scale else float("inf")
+        worst = max(worst, ratio) if ratio == ratio else float("inf")
+    return worst
+
+
+def hardware(device: torch.device) -> str:
+    """The name of the processor or of the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a time was measured on, for a caption or a file of results."""
+    return {
+        "hardware": hardware(device),
+        "device": device.type,
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+    }

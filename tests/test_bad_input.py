@@ -1,0 +1,175 @@
+"""Bad input is named: the argument, what was expected, what came."""
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Newton, StepError, solve
+from problems import Generator, mlp
+
+ONES = torch.ones(2, 3)
+
+
+def step(z, x):
+    return torch.tanh(z + x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: solve(step, ONES, (torch.ones(4, 3), torch.ones(5, 3))),
+            ValueError,
+            r"xs: lengths differ: xs\[0\] has 4, xs\[1\] has 5",
+        ),
+        (lambda: solve(step, ONES, torch.ones(4, 3), length=5), ValueError, "length has 5, xs has 4"),
+        (lambda: solve(step, ONES, torch.ones(0, 3)), ValueError, "xs: at least one step is needed"),
+        (lambda: solve(torch.sin, ONES, length=0), ValueError, "length: at least one step"),
+        (lambda: solve(torch.sin, ONES), ValueError, "length: there are no xs"),
+        (lambda: solve(torch.sin, ONES, length=2.0), TypeError, "length: expected an int, got float"),
+        (lambda: solve(step, ONES, torch.tensor(1.0)), ValueError, "xs: expected .* without dimensions"),
+        (lambda: solve(step, ONES, [1.0, 2.0]), TypeError, r"xs\[0\]: expected a tensor"),
+        (lambda: solve(step, ONES, [torch.ones(3)] * 7), TypeError, r"xs: is a list of 7 tensors.*torch.stack"),
+        (lambda: solve(step, ONES, [torch.tensor(1.0)] * 7), ValueError, r"torch.stack"),
+        (lambda: solve(step, ONES, [torch.ones(3), torch.ones(4)]), ValueError, r"lengths differ.*torch.stack"),
+        (
+            lambda: solve(lambda z: z[..., :2], ONES, length=3),
+            StepError,
+            r"changes the state's shape: expected float32\[2, 3\].*got float32\[2, 2\]",
+        ),
+        (lambda: solve(lambda z: torch.cat([z, z], -1), ONES, length=3), StepError, "DenseNet.*with_history"),
+        (lambda: solve(lambda z: z.double(), ONES, length=3), StepError, "changes the state's dtype"),
+        (lambda: solve(lambda z: z.to("meta"), ONES, length=3), StepError, "changes the state's device"),
+        (lambda: solve(lambda z: (z, z), ONES, length=3), StepError, "changes the state's structure"),
+        (lambda: solve(lambda z: None, ONES, length=3), StepError, "structure.*NoneType"),
+        (lambda: solve(lambda z: z.add_(1), ONES.clone(), length=3), StepError, "changes its state in place"),
+        (lambda: solve(lambda z, x: z + x.mul_(2), ONES, torch.ones(3, 3)), StepError, "changes xs in place"),
+        (lambda: solve(lambda z: z + torch.randn(3), ONES, length=3), StepError, "draws random numbers"),
+        (lambda: solve(lambda z: torch.dropout(z, 0.5, True), ONES, length=3), StepError, "draws random numbers"),
+        (
+            lambda: solve(torch.sin, torch.tensor([1.0, float("nan")]), length=3),
+            ValueError,
+            "z0: holds values that are not finite",
+        ),
+        (
+            lambda: solve(torch.sin, torch.ones(3, dtype=torch.long), length=3),
+            TypeError,
+            "z0: expected a real floating dtype, got torch.int64",
+        ),
+        (lambda: solve(torch.sin, torch.ones(3, dtype=torch.complex64), length=3), TypeError, "z0: expected a real"),
+        (lambda: solve(torch.sin, [1.0], length=3), TypeError, "z0: expected a tensor"),
+        (lambda: solve(torch.sin, (), length=3), ValueError, "z0: has no tensor"),
+        (lambda: solve(torch.sin, torch.ones(0, 3), length=3), ValueError, "z0: is empty"),
+        (lambda: solve(torch.sin, (ONES, ONES.double()), length=3), TypeError, "z0: its tensors must share one dtype"),
+        (lambda: solve(torch.sin, (ONES, torch.ones(3, 3)), length=3), ValueError, "z0: with batch_dims=1"),
+        (lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2), ValueError, "z0: with batch_dims=2"),
+        (lambda: solve(3, ONES, length=3), TypeError, "step: expected a callable"),
+        (lambda: solve([torch.sin, 3], ONES), TypeError, "step: entry 1 of the list"),
+        (lambda: solve([torch.sin] * 3, ONES, length=4), ValueError, "length has 4, the list of steps has 3"),
+        (lambda: solve(torch.sin, ONES, length=3, solver=Newton), TypeError, "solver: expected"),
+        (lambda: solve(torch.sin, ONES, length=3, gradient="implicit"), TypeError, "gradient: expected"),
+        (lambda: solve(torch.sin, ONES, length=3, on_failure="ignore"), ValueError, "on_failure: expected"),
+        (
+            lambda: solve(torch.sin, ONES, length=3, guess=torch.ones(3, 2, 4)),
+            ValueError,
+            r"guess: expected states of shape \[3, 2, 3\], got float32\[3, 2, 4\]",
+        ),
+        (
+            lambda: solve(torch.sin, ONES, length=3, guess=torch.ones(3, 2, 3).double()),
+            TypeError,
+            "guess: expected torch.float32",
+        ),
+        (
+            lambda: solve(torch.sin, ONES, length=3, guess=torch.full((3, 2, 3), torch.inf)),
+            ValueError,
+            "guess: holds values that are not finite",
+        ),
+        (lambda: solve(torch.sin, ONES, length=3, guess=deeppcr.Zeros), TypeError, r"guess: pass an instance, Zeros\("),
+        (
+            lambda: solve(deeppcr.rowwise(step), ONES, torch.ones(4, 3)),
+            ValueError,
+            r"every leaf must be \[L, B, ...\] = \[4, 2",
+        ),
+        (lambda: solve(deeppcr.rowwise(torch.sin), torch.ones(3), length=4), ValueError, "no batch dimension"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def given(blocks, **settings):
+    return solve(torch.sin, ONES, length=4, solver=Newton(jacobian=deeppcr.GivenJacobian(blocks, **settings)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: given(lambda z: deeppcr.linear.Dense(torch.ones(2, 4, 4))),
+            ValueError,
+            r"jacobian: expected blocks of batch shape \(2,\) and width 3",
+        ),
+        (lambda: given(lambda z: deeppcr.linear.Dense(torch.ones(5, 3, 3))), ValueError, "jacobian: expected blocks"),
+        (lambda: given(lambda z: deeppcr.linear.Dense(torch.ones(2, 3, 4))), ValueError, "jacobian: expected blocks"),
+        (lambda: given(lambda z: torch.ones(2, 3, 3)), TypeError, "jacobian: the function must return"),
+        (
+            lambda: given(lambda z: deeppcr.linear.Diagonal(torch.ones(2, 3).double())),
+            TypeError,
+            "jacobian: the blocks are torch.float64",
+        ),
+        (lambda: given(deeppcr.linear.Scalar(torch.ones(3))), ValueError, "jacobian: 3 blocks were given for 4 steps"),
+        (lambda: given(deeppcr.linear.Scalar(torch.ones(4, 5))), ValueError, "jacobian: expected blocks"),
+        (
+            lambda: solve(torch.sin, ONES, length=4, solver=Newton(jacobian=deeppcr.ScalarJacobian(torch.ones(3)))),
+            ValueError,
+            r"with L = 4, got shape \(3,\)",
+        ),
+        (
+            lambda: solve(torch.sin, ONES, length=4, solver=Newton(jacobian=deeppcr.ScalarJacobian(torch.ones(4, 5)))),
+            ValueError,
+            "5 rows for a batch of 2",
+        ),
+        (lambda: deeppcr.HutchinsonJacobian(samples=0), ValueError, "samples"),
+    ],
+)
+def test_bad_jacobians_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_mistake_in_the_step_shows_as_itself():
+    with pytest.raises(NameError, match="undefined"):
+        solve(lambda z: undefined(z), ONES, length=3)  # noqa: F821
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        solve(lambda z, x: z @ x, ONES, torch.ones(4, 7, 7))
+
+
+def test_autocast_gets_a_hint():
+    weight = torch.eye(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(StepError, match="autocast is on"):
+        solve(lambda z: z @ weight, ONES, length=3)
+
+
+def test_out_of_memory_says_what_would_fit(monkeypatch):
+    problem = mlp(Generator(0, torch.float32), 1000, 4)
+
+    def too_much(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+
+    monkeypatch.setattr(deeppcr.DenseJacobian, "linearise", too_much)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"1000 steps in chunks of 2, 4 rows of width 16.*GiB.*chunk=32.*ScalarJacobian"
+    ):
+        problem.solve(solver=Newton(chunk=2))
+
+
+def test_other_runtime_errors_are_not_taken_for_lack_of_memory(monkeypatch):
+    problem = mlp(Generator(0, torch.float32), 10, 4)
+
+    def fails(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(deeppcr.DenseJacobian, "linearise", fails)
+    with pytest.raises(RuntimeError, match="something else"):
+        problem.solve()

@@ -1,0 +1,119 @@
+"""``check`` finds what a step must not do, and names it."""
+
+import pytest
+import torch
+from torch import nn
+
+import deeppcr
+from deeppcr import DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian, check
+from deeppcr.linear import Dense, Diagonal
+from problems import CONTRACTING, Generator, gru
+
+Z0 = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def kinds(*args, **settings):
+    return [finding.kind for finding in check(*args, **settings)]
+
+
+@pytest.mark.parametrize("name", CONTRACTING)
+def test_nothing_is_found_in_good_steps(name):
+    problem = CONTRACTING[name](Generator(0, torch.float32), 20, 3)
+    assert check(*problem) == []
+
+
+def test_random_numbers():
+    assert kinds(lambda z: torch.sin(z) + torch.randn(4), Z0, length=10) == ["random"]
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    (finding,) = check(layer, Z0, length=10)
+    assert finding.kind == "random"
+    assert "eval()" in finding.message
+    assert check(layer.eval(), Z0, length=10) == []
+    # Drawn where no vmap sees them.
+    numbers = torch.Generator().manual_seed(0)
+    (finding,) = check(lambda z: z + torch.rand(4, generator=numbers), Z0, length=10)
+    assert finding.kind in ("side effect", "random")
+
+
+def test_side_effects():
+    norm = nn.BatchNorm1d(4).double()
+    (finding,) = check(lambda z: norm(z), Z0, length=10)
+    assert finding.kind == "side effect"
+    assert "running_mean" in finding.message
+    assert check(norm.eval(), Z0, length=10) == []
+    calls = []
+
+    def counts(z):
+        calls.append(1)
+        return z + len(calls)
+
+    (finding,) = check(counts, Z0, length=10)
+    assert finding.kind == "side effect"
+    assert "called again" in finding.message
+    assert kinds(lambda z: z.mul_(2), Z0.clone(), length=10) == ["error"]
+
+
+def test_rows_that_influence_each_other():
+    (finding,) = check(lambda z: torch.softmax(z, 0), Z0, length=10)
+    assert finding.kind == "rows"
+    assert "row 0 of the state changes row 1" in finding.message
+    assert str(finding).startswith("rows: ")
+    assert check(lambda z: torch.softmax(z, 0), Z0, length=10, batch_dims=0) == []
+
+
+def test_only_one_step_in_the_middle_is_wrong():
+    layers = [nn.Linear(4, 4).double() for _ in range(9)]
+    assert check(layers, Z0, steps=9) == []
+    layers[4] = lambda z: z - z.mean(0)
+    assert "rows" in kinds(layers, Z0, steps=9)
+
+
+def test_claimed_structure():
+    mixing = lambda z: torch.tanh(z + 0.2 * z.roll(1, -1))  # noqa: E731
+    (finding,) = check(mixing, Z0, length=10, jacobian=DiagonalJacobian())
+    assert finding.kind == "structure"
+    assert (
+        "element 0 of the result depends on element 3 of the state" in finding.message or "element" in finding.message
+    )
+    assert check(torch.sin, Z0, length=10, jacobian=DiagonalJacobian()) == []
+    right = GivenJacobian(lambda z: Diagonal(torch.cos(z)), exact=True)
+    wrong = GivenJacobian(lambda z: Diagonal(torch.sin(z)), exact=True)
+    misshapen = GivenJacobian(lambda z: Dense(torch.ones(3, 2, 2)), exact=True)
+    prior = GivenJacobian(lambda z: Diagonal(torch.sin(z)))
+    assert check(torch.sin, Z0, length=10, jacobian=right) == []
+    assert check(torch.sin, Z0, length=10, jacobian=prior) == []
+    assert check(mixing, Z0, length=10, jacobian=ScalarJacobian(0.5)) == []
+    assert check(mixing, Z0, length=10, jacobian=HutchinsonJacobian()) == []
+    (finding,) = check(torch.sin, Z0, length=10, jacobian=wrong)
+    assert "claimed to be exact, but at step 1 it is off by" in finding.message
+    (finding,) = check(torch.sin, Z0, length=10, jacobian=misshapen)
+    assert "width 4" in finding.message
+
+
+def test_slow_evaluation():
+    problem = gru(Generator(0, torch.float32), 10, 3)
+    assert kinds(problem.step.step, problem.z0, problem.xs) == ["slow"]
+    (finding,) = check(lambda z: z if float(z.sum()) > 0 else torch.sin(z), Z0, length=10)
+    assert finding.kind == "slow"
+    assert "one by one" in finding.message
+
+
+def test_values_that_are_not_finite():
+    assert kinds(lambda z: torch.log(-z.abs()), Z0, length=10) == ["not finite"]
+
+
+def test_evaluation_that_differs_from_the_step_alone():
+    """A step that looks at how many dimensions it is given computes something else under vmap."""
+
+    def peeks(z):
+        return z + (1.0 if torch._C._functorch.peek_interpreter_stack() is not None else 0.0)
+
+    assert kinds(peeks, Z0, length=10) == ["evaluation"]
+
+
+def test_modules_are_found_wherever_the_step_holds_them():
+    norm = nn.BatchNorm1d(4).double()
+    cell = deeppcr.rowwise(lambda z, x: norm(z) + x)
+    xs = torch.randn(10, 3, 4, dtype=torch.float64)
+    assert "side effect" in kinds(lambda z, x: cell.step(z, x), Z0, xs)
+    assert kinds([norm] * 4, Z0) == ["side effect"]
