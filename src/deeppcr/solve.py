@@ -21,7 +21,6 @@ from .stopping import UpdateTest
 _FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
 
 
-@torch.compiler.disable
 def solve(
     step: Callable | list[Callable] | nn.ModuleList,
     z0: Any,
@@ -60,6 +59,23 @@ def solve(
     >>> solution.states.shape, solution.result.name
     (torch.Size([1000, 4, 8]), 'CONVERGED')
     """
+    # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
+    # compiler with the library.)
+    run = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
+    return run(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
+
+
+def _solve(
+    step: Any,
+    z0: Any,
+    xs: Any,
+    length: int | None,
+    batch_dims: int | None,
+    solver: Newton | Loop,
+    guess: Any,
+    gradient: Implicit | Unrolled,
+    on_failure: str,
+) -> Solution:
     _check_arguments(solver, gradient, on_failure)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     plan = Plan()

@@ -1,0 +1,123 @@
+"""The demo: its table, its honesty, and its exit code."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import deeppcr
+
+pytest.importorskip("rich")
+from deeppcr.paper import demo
+
+
+@pytest.fixture(autouse=True)
+def torch_settings():
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+def lines_of(output: str, word: str) -> list[str]:
+    return [line for line in output.splitlines() if f" {word} " in line and " × " in line]
+
+
+def test_prints_one_table_with_every_case(device, capsys):
+    assert demo.main(["--quick", "--device", device.type]) == 0
+    output = capsys.readouterr().out
+    for heading in ("network", "device", "pass", "loop", "in parallel", "speed-up", "Newton", "iterations", "error"):
+        assert heading in output
+    assert "FAILED" not in output
+    assert "solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))" in output
+    assert "The loop wins" in output
+    assert torch.__version__ in output
+    assert max(map(len, output.splitlines())) <= 100
+    table, _, _ = output.partition("in parallel: ")
+    for direction in ("forward", "backward"):
+        rows = lines_of(table, direction)
+        assert len(rows) == len(demo.QUICK)
+        for row in rows:
+            assert float(row.split()[-1]) <= demo.TOLERANCE
+            assert float(row.split()[5].replace(",", "")) > 0
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "deeppcr.paper.demo", "--quick", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "speed-up" in done.stdout
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"}
+
+
+def wrong_states(solution):
+    return replace(solution, states=solution.states * 1.01)
+
+
+def finished_by_loop(solution):
+    return replace(solution, result=deeppcr.Result.FINISHED_BY_LOOP)
+
+
+def raises(solution):
+    raise RuntimeError("the adjoint does not hold")
+
+
+@pytest.mark.parametrize("broken", [wrong_states, finished_by_loop, raises])
+def test_a_failed_check_is_never_timed_and_sets_the_exit_code(broken, device, capsys, monkeypatch):
+    right = deeppcr.solve
+    monkeypatch.setattr(deeppcr, "solve", lambda *a, **k: broken(right(*a, **k)))
+    monkeypatch.setattr(demo, "measure", lambda *a, **k: pytest.fail("timed a case that failed"))
+    assert demo.main(["--quick", "--device", device.type]) == 1
+    output = capsys.readouterr().out
+    table, _, rest = output.partition("in parallel: ")
+    assert table.count("FAILED") == 2 * len(demo.QUICK)
+    assert "none of the 0 cases" in rest
+    assert rest.count("FAILED") == 2 * len(demo.QUICK)
+
+
+def test_gradients_are_checked_by_themselves(capsys, monkeypatch):
+    """States that are right with gradients that are not fail the backward pass only."""
+    right = deeppcr.solve
+
+    def wrong_gradients(*arguments, **settings):
+        solution = right(*arguments, **settings)
+        if not solution.states.requires_grad:
+            return solution
+        return replace(solution, states=solution.states.detach() + 1.01 * (solution.states - solution.states.detach()))
+
+    monkeypatch.setattr(deeppcr, "solve", wrong_gradients)
+    assert demo.main(["--quick", "--device", "cpu"]) == 1
+    table, _, _ = capsys.readouterr().out.partition("in parallel: ")
+    assert all("FAILED" in row for row in lines_of(table, "backward"))
+    assert not any("FAILED" in row for row in lines_of(table, "forward"))
+
+
+def test_the_closing_sentence_follows_from_the_rows():
+    def row(**milliseconds):
+        return demo.Row(1024, 64, torch.device("cpu"), "forward", milliseconds=milliseconds)
+
+    fast, slow = row(loop=10.0, parallel=5.0), row(loop=10.0, parallel=20.0)
+    assert demo.verdict([fast, fast]) == "The loop wins none of the 2 cases that were timed."
+    assert demo.verdict([fast, slow]) == (
+        "The loop wins 1 of the 2 cases that were timed: 1,024 × 64 forward on cpu (0.5x)."
+    )
+    # The stronger loop decides.
+    graph = row(loop=100.0, graph=10.0, parallel=20.0)
+    assert graph.speedup("loop") == 5
+    assert graph.speedup("graph") == graph.speedup() == 0.5
+    assert "1 of the 1 cases" in demo.verdict([graph])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--quick", "--device", "cuda"])
+    assert ended.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
