@@ -68,14 +68,18 @@ class Found:
     solution: deeppcr.Solution | None = None
 
 
+#: Prepares (captures, compiles) and returns what is run.
+Method = Callable[[], Callable[[], Found]]
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One thing to compute and the methods that compute it. A method is prepared first (captured, compiled), then run."""
+    """One thing to compute, and the methods that compute it."""
 
     suite: str
     parameters: dict[str, Any]
     reference: Sequence[Tensor]
-    methods: dict[str, Callable[[], Callable[[], Found]]]
+    methods: dict[str, Method]
     gradients: bool = False
 
     @property
@@ -131,7 +135,7 @@ def linear_problem(structure: type[linear.Blocks], length: int, width: int, devi
         return run
 
     solvers = (linear.ForwardSubstitution(), linear.PCR(), linear.Hierarchical(), linear.Auto())
-    methods = {str(solver): (lambda solver=solver: method(solver)) for solver in solvers}
+    methods: dict[str, Method] = {str(solver): (lambda solver=solver: method(solver)) for solver in solvers}
     if HAS_JAX:
         methods["jax.lax.associative_scan"] = lambda: associative_scan(structure, data, rhs)
     return Problem("linear", {"blocks": structure.__name__, "L": length, "w": width}, [exact], methods)
@@ -184,7 +188,7 @@ def network_problem(length: int, width: int, device: torch.device, *, gradients:
         found = torch.autograd.grad(solution.states[-1].sum(), network.tensors)
         return Found(lambda: found, solution)
 
-    methods: dict[str, Callable[[], Callable[[], Found]]] = {"loop": lambda: loop}
+    methods: dict[str, Method] = {"loop": lambda: loop}
     if device.type == "cuda":
         methods["loop in a CUDA graph"] = graph
     for name, solver in SOLVERS.items():

@@ -8,7 +8,6 @@ inputs and initial state are then one vector-Jacobian product of all steps with 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,9 @@ class Adjoint:
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
         self.sequence, self.jacobian, self.linear = sequence, jacobian, linear
-        self.failure: str | None = None  # why no gradient may be taken
+        device = sequence.layout.device.type
+        # The backward pass evaluates the step again: in the precision of the forward pass, wherever it is called from.
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         states = states.detach()
         self.inner = states[:-1].requires_grad_()  # the states that other steps start from
         self.previous = torch.cat([sequence.initial.unsqueeze(0), self.inner])
@@ -74,15 +75,15 @@ class Adjoint:
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
         if len(gradients) == 1:
             return gradients
-        if self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH:
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            if not (self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH):
+                return self._iterative(gradients)
             adjoint = self._direct(gradients)
             self._check(adjoint, gradients)
             return adjoint
-        return self._iterative(gradients)
 
     def _direct(self, gradients: Tensor) -> Tensor:
         """Solve with the Jacobians of all steps, as many at a time as the memory budget allows, from the last back."""
@@ -99,7 +100,7 @@ class Adjoint:
             if carried is not None:
                 rhs = torch.cat([rhs[:-1], rhs[-1:] + carried])
             transposed = blocks.transpose()
-            adjoint = _solve(transposed[1:], rhs, self.linear)
+            adjoint = solve_coupled(transposed[1:], rhs, reverse=True, solver=self.linear)
             carried = transposed[:1].apply(adjoint[:1])
             found.append(adjoint)
         return torch.cat(found[::-1])
@@ -115,7 +116,7 @@ class Adjoint:
         missing, size_before = gradients, None
         tolerance = 10 * torch.finfo(gradients.dtype).eps
         for _ in range(_MAX_SWEEPS):
-            change = _solve(couplings, missing, self.linear)
+            change = solve_coupled(couplings, missing, reverse=True, solver=self.linear)
             if not torch.isfinite(change).all():
                 break
             adjoint = adjoint + change
@@ -154,13 +155,6 @@ class Adjoint:
                 "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or "
                 "the step is random or has side effects, or a given Jacobian is wrong; deeppcr.check(step, z0, xs) tells which"
             )
-
-
-def _solve(couplings: Any, rhs: Tensor, linear: LinearSolver) -> Tensor:
-    dtype = rhs.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        couplings, rhs = type(couplings)(couplings.data.float()), rhs.float()
-    return solve_coupled(couplings, rhs, reverse=True, solver=linear).to(dtype)
 
 
 class _Attach(torch.autograd.Function):

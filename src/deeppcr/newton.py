@@ -264,15 +264,12 @@ class _Iteration:
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
             blocks = type(blocks)(blocks.data * self.newton.shrink)
-        couplings, rhs = blocks[1:], residual
-        if rhs.dtype in (torch.float16, torch.bfloat16):
-            couplings, rhs = type(blocks)(couplings.data.float()), rhs.float()
-        linear = self.newton.linear
+        couplings, linear = blocks[1:], self.newton.linear
         self.plan.linear = str(linear)
         if isinstance(linear, Auto):
             linear, why = linear.choose(couplings)
             self.plan.linear = f"{linear} ({why})"
-        return solve_coupled(couplings, rhs, reverse=False, solver=linear).to(residual.dtype)
+        return solve_coupled(couplings, residual, reverse=False, solver=linear)
 
     def replace(self, ends: Tensor) -> None:
         self.ends = torch.cat([self.ends[: self.first], ends])

@@ -61,7 +61,7 @@ def solve(
     """
     # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
     # compiler with the library.)
-    run = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
+    run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
     return run(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
 
 

@@ -1,6 +1,7 @@
 """What is timed is called as often as it is said, in turn; what is compared is compared in earnest."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def test_repeats_end_at_the_most_within_the_budget():
     timings = measure({"a": lambda: None}, CPU, budget=60, repeats=(1, 5))
     assert len(timings["a"].seconds) == 5
     assert all(each >= 0 for each in timings["a"].seconds)
+
+
+def test_a_quick_function_is_called_many_times_in_its_turn():
+    timings = measure({"slow": lambda: time.sleep(0.02), "quick": lambda: None}, CPU, budget=0.1, repeats=(2, 50))
+    assert len(timings["slow"].seconds) < 10
+    assert len(timings["quick"].seconds) == 50
 
 
 def test_nothing_to_time():

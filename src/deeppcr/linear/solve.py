@@ -14,6 +14,7 @@ from .forward import ForwardSubstitution
 from .hierarchical import Hierarchical
 from .pcr import PCR
 
+_HALF = (torch.bfloat16, torch.float16)
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
 
 
@@ -83,7 +84,7 @@ def solve(
     """
     _check(blocks, rhs, initial)
     result_dtype = rhs.dtype
-    if result_dtype in (torch.bfloat16, torch.float16):
+    if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
 
@@ -119,6 +120,9 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
     if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
         with torch.autocast(rhs.device.type, enabled=False):
             return solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    if rhs.dtype in _HALF:
+        full = type(couplings)(couplings.data.float())
+        return solve_coupled(full, rhs.float(), reverse=reverse, solver=solver).to(rhs.dtype)
     if len(couplings) == 0:
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself

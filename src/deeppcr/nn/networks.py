@@ -1,0 +1,284 @@
+"""Deep networks of equal layers, in parallel over the layers.
+
+Shapes: B rows, w the width, L layers (steps of the solve), s layers inside a skip connection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..guess import RepeatInitial
+from ..jacobian import GivenJacobian
+from ..linear import Dense
+from ..newton import Newton
+from ..solution import Solution
+from ..solve import solve
+
+Mode = Literal["parallel", "sequential", "auto"]
+_MODES = ("parallel", "sequential", "auto")
+
+
+def _relu_slope(z: Tensor) -> Tensor:
+    return (z > 0).to(z.dtype)
+
+
+def _tanh_slope(z: Tensor) -> Tensor:
+    return 1 - torch.tanh(z) ** 2
+
+
+def _sigmoid_slope(z: Tensor) -> Tensor:
+    value = torch.sigmoid(z)
+    return value * (1 - value)
+
+
+#: Activations with their derivatives; any other elementwise function is differentiated automatically.
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    "relu": (torch.relu, _relu_slope),
+    "tanh": (torch.tanh, _tanh_slope),
+    "sigmoid": (torch.sigmoid, _sigmoid_slope),
+}
+
+
+class _Network(nn.Module):
+    """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        steps: tuple[int, ...],
+        out_features: int,
+        activation: str | Callable[[Tensor], Tensor],
+        mode: Mode,
+        newton: Newton | None,
+        warm_start: bool,
+        save_warm_start: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        for name, value in (("in_features", in_features), ("width", width), ("out_features", out_features)):
+            if value < 1:
+                raise ValueError(f"{name}: at least 1, got {value}")
+        self.activation, self.newton, self.warm_start = activation, newton or Newton(), warm_start
+        self.mode: Mode = _checked(mode)
+        options = {"device": device, "dtype": dtype}
+        self.input = nn.Linear(in_features, width, **options)
+        self.weight = nn.Parameter(torch.empty(*steps, width, width, **options))
+        self.bias = nn.Parameter(torch.empty(*steps, width, **options))
+        self.output = nn.Linear(width, out_features, **options)
+        self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
+        self._warm = False
+        self.register_load_state_dict_pre_hook(self._note_loading)
+        #: how the last parallel pass went (its states are not kept)
+        self.solution: Solution | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear`` does: uniform between plus and minus 1 / sqrt(fan in)."""
+        self.input.reset_parameters()
+        self.output.reset_parameters()
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
+        """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
+        hidden = self.input(x)
+        batch = hidden.shape[:-1]
+        states = self.hidden_states(hidden.reshape(-1, hidden.shape[-1]), mode)
+        return self.output(self._apply_activation(states[-1]).reshape(*batch, -1).to(hidden.dtype))
+
+    def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
+        """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
+        chosen = _checked(self.mode if mode is None else mode)
+        if chosen == "auto":
+            chosen = self._choose_mode(hidden)
+        # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(self.weight.dtype)
+            if chosen == "sequential":
+                states, z = [], hidden
+                for x in zip(self.weight.unbind(), self.bias.unbind(), strict=True):
+                    z = self._step(z, x)
+                    states.append(z)
+                return torch.stack(states)
+            return self._solve(hidden)
+
+    def _solve(self, hidden: Tensor) -> Tensor:
+        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
+        guess: Any = RepeatInitial()
+        if self.warm_start and self._warm:
+            guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
+        solution = solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=guess)
+        states = solution.states
+        if self.warm_start and self.training:
+            self.activations = states.detach().mean(1)
+            self._warm = True
+        self.solution = replace(solution, states=None)
+        return states
+
+    def _choose_mode(self, hidden: Tensor) -> Mode:
+        """A simple rule: in parallel where many narrow steps leave the hardware idle otherwise."""
+        steps, width = self.weight.shape[0], self.weight.shape[-1]
+        if hidden.device.type == "cpu":
+            return "parallel" if steps >= 4096 and width <= 16 and hidden.shape[0] <= 4 else "sequential"
+        return "parallel" if steps >= 64 and width <= 64 else "sequential"
+
+    def _apply_activation(self, z: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)
+
+    def _slope(self, z: Tensor) -> Tensor:
+        if isinstance(self.activation, str):
+            return ACTIVATIONS[self.activation][1](z)
+        return torch.func.jvp(self.activation, (z,), (torch.ones_like(z),))[1]
+
+    def _layer(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return self._apply_activation(z) @ weight.mT + bias
+
+    def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def _jacobian(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Dense:
+        raise NotImplementedError
+
+    @staticmethod
+    def _note_loading(module: _Network, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        module._warm = module._warm or f"{prefix}activations" in state_dict
+
+    def extra_repr(self) -> str:
+        return f"steps={self.weight.shape[0]}, width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
+
+
+class MLP(_Network):
+    """A multi-layer perceptron of constant width: ``z_0 = W x + b``, ``z_l = W_l f(z_{l-1}) + b_l``, output ``W f(z_L) + b``.
+
+    Args:
+        in_features, width, out_features: sizes
+        depth: L, layers between the input and the output layer; their parameters are stacked
+        activation: "relu", "tanh", "sigmoid", or any elementwise function
+        mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto"
+        newton: settings of the parallel mode; its Jacobian is the analytic one whatever they say
+        warm_start: start from the batch mean of the activations of the previous training step
+        save_warm_start: keep those activations in the checkpoint
+
+    >>> import torch, deeppcr.nn
+    >>> net = deeppcr.nn.MLP(8, 16, 200, 3, mode="parallel")
+    >>> x = torch.randn(5, 8)
+    >>> torch.allclose(net(x), net(x, mode="sequential"), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        depth: int,
+        out_features: int,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        *,
+        mode: Mode = "auto",
+        newton: Newton | None = None,
+        warm_start: bool = False,
+        save_warm_start: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if depth < 1:
+            raise ValueError(f"depth: at least 1 layer, got {depth}")
+        super().__init__(
+            in_features,
+            width,
+            (depth,),
+            out_features,
+            activation,
+            mode,
+            newton,
+            warm_start,
+            save_warm_start,
+            device,
+            dtype,
+        )
+
+    def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self._layer(z, *x)
+
+    def _jacobian(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Dense:
+        return Dense(x[0] * self._slope(z).unsqueeze(-2))
+
+
+class ResNet(_Network):
+    """A residual network of fully connected layers: every ``skip`` layers, the state before them is added.
+
+    Args:
+        in_features, width, out_features: sizes
+        depth: layers between the input and the output layer, a multiple of ``skip``
+        skip: layers inside a skip connection; they are collapsed into one step of the solve
+        activation, mode, newton, warm_start, save_warm_start: as for ``MLP``
+
+    >>> import torch, deeppcr.nn
+    >>> net = deeppcr.nn.ResNet(8, 16, 64, 3, skip=4, mode="parallel")
+    >>> x = torch.randn(5, 8)
+    >>> torch.allclose(net(x), net(x, mode="sequential"), atol=1e-4)
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        depth: int,
+        out_features: int,
+        skip: int = 4,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        *,
+        mode: Mode = "auto",
+        newton: Newton | None = None,
+        warm_start: bool = False,
+        save_warm_start: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if skip < 1 or depth < 1 or depth % skip:
+            raise ValueError(f"depth: expected a multiple of skip = {skip}, got {depth}")
+        super().__init__(
+            in_features,
+            width,
+            (depth // skip, skip),
+            out_features,
+            activation,
+            mode,
+            newton,
+            warm_start,
+            save_warm_start,
+            device,
+            dtype,
+        )
+
+    def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        inner = z
+        for weight, bias in zip(*(each.unbind() for each in x), strict=True):
+            inner = self._layer(inner, weight, bias)
+        return inner + z
+
+    def _jacobian(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Dense:
+        product = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+        inner = z
+        for weight, bias in zip(*(each.unbind() for each in x), strict=True):
+            product = (weight * self._slope(inner).unsqueeze(-2)) @ product
+            inner = self._layer(inner, weight, bias)
+        return Dense(product + torch.eye(z.shape[-1], dtype=z.dtype, device=z.device))
+
+
+def _checked(mode: Mode) -> Mode:
+    if mode not in _MODES:
+        raise ValueError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
+    return mode

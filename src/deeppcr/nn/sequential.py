@@ -1,0 +1,60 @@
+"""A drop-in for ``torch.nn.Sequential`` of blocks that keep the shape of their input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..newton import Newton
+from ..solution import Solution
+from ..solve import solve
+from .networks import Mode, _checked
+
+
+class Sequential(nn.Sequential):
+    """``torch.nn.Sequential`` of shape-preserving layers of any kind, run in parallel over the layers.
+
+    Layers of equal structure are stacked and evaluated together; Jacobians come from automatic differentiation. Its
+    parameters, names and ``state_dict`` are those of ``torch.nn.Sequential``. Layers must treat the rows of the batch
+    independently and draw no random numbers: dropout and batch normalisation in train mode do not qualify.
+
+    Args:
+        layers: modules that return the shape they are given
+        mode: "parallel", "sequential" or "auto" (at present the same as "sequential", unless there are 64 layers or more
+            on an accelerator)
+        newton: settings of the parallel mode
+
+    >>> import torch, deeppcr.nn
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(50)]
+    >>> net = deeppcr.nn.Sequential(*layers, mode="parallel")
+    >>> x = torch.randn(4, 6)
+    >>> torch.allclose(net(x), torch.nn.Sequential(*layers)(x), atol=1e-5)
+    True
+    """
+
+    def __init__(self, *layers: nn.Module, mode: Mode = "auto", newton: Newton | None = None):
+        super().__init__(*layers)
+        self.mode: Mode = _checked(mode)
+        self.newton = newton or Newton()
+        self.solution: Solution | None = None
+
+    def forward(self, input: Tensor, mode: Mode | None = None) -> Tensor:
+        """[B, ...] to [B, ...]"""
+        chosen = _checked(self.mode if mode is None else mode)
+        if chosen == "auto":
+            chosen = "parallel" if len(self) >= 64 and input.device.type != "cpu" else "sequential"
+        if chosen == "sequential" or len(self) == 0:
+            return super().forward(input)
+        solution = solve(list(self), input, solver=self.newton)
+        self.solution = replace(solution, states=None)
+        return solution.states[-1]
+
+    @classmethod
+    def from_torch(cls, layers: nn.Sequential, *, mode: Mode = "auto", newton: Newton | None = None) -> Sequential:
+        """The same layers (shared, not copied), run in parallel."""
+        return cls(*layers, mode=mode, newton=newton)
+
+    def to_torch(self) -> nn.Sequential:
+        """The same layers (shared, not copied) as a plain ``torch.nn.Sequential``."""
+        return nn.Sequential(*self)

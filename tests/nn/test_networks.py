@@ -1,0 +1,230 @@
+"""Networks in parallel over their layers agree with themselves layer by layer."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from deeppcr import Newton, Result
+from deeppcr.nn import MLP, ResNet, Sequential
+from problems import relative_error
+
+TIGHT = Newton(atol=1e-12, rtol=1e-12)
+
+
+def build(kind, depth, activation, dtype, device, **settings):
+    torch.manual_seed(0)
+    options = {"activation": activation, "dtype": dtype, "device": device, **settings}
+    return (
+        MLP(5, 8, depth, 3, **options)
+        if kind == "mlp"
+        else ResNet(5, 8, depth, 3, skip=options.pop("skip", 1), **options)
+    )
+
+
+def outputs_and_gradients(net, x, mode):
+    x = x.clone().requires_grad_()
+    out = net(x, mode=mode)
+    gradients = torch.autograd.grad(out.square().sum(), [x, *net.parameters()])
+    return out, gradients
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid", nn.functional.silu])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "depth", "skip"),
+    [
+        *(("mlp", d, 1) for d in (1, 5, 64, 257)),
+        ("resnet", 4, 4),
+        ("resnet", 5, 5),
+        ("resnet", 64, 4),
+        ("resnet", 256, 4),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "newton", "tolerance"), [(torch.float64, TIGHT, 1e-9), (torch.float32, None, 1e-4)])
+def test_both_modes_agree_in_outputs_and_gradients(
+    kind, depth, skip, rows, activation, dtype, newton, tolerance, device
+):
+    settings = {"skip": skip} if kind == "resnet" else {}
+    net = build(kind, depth, activation, dtype, device, newton=newton, **settings)
+    x = torch.randn(rows, 5, dtype=dtype, device=device)
+    out, gradients = outputs_and_gradients(net, x, "parallel")
+    expected, expected_gradients = outputs_and_gradients(net, x, "sequential")
+    assert net.solution.result is Result.CONVERGED
+    assert relative_error(out, expected) <= tolerance
+    largest = max(float(g.abs().max()) for g in expected_gradients)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * max(float(theirs.abs().max()), 1e-3 * largest)
+
+
+def test_the_resnet_is_the_papers(device):
+    net = build("resnet", 8, "relu", torch.float64, device, skip=4)
+    x = torch.randn(3, 5, dtype=torch.float64, device=device)
+    z = net.input(x)
+    for block in range(2):
+        before = z
+        for k in range(4):
+            z = torch.relu(z) @ net.weight[block, k].mT + net.bias[block, k]
+        z = z + before
+    assert torch.allclose(net(x, mode="parallel"), net.output(torch.relu(z)), atol=1e-9)
+
+
+def test_training_follows_the_same_path_in_both_modes(device):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16
+    labels = torch.tensor(digits.target, device=device)
+    losses = {}
+    for mode in ("sequential", "parallel"):
+        torch.manual_seed(0)
+        net = ResNet(64, 8, 16, 10, skip=4, mode=mode, warm_start=True, device=device)
+        optimiser = torch.optim.SGD(net.parameters(), lr=1e-2)
+        losses[mode] = []
+        for step in range(200):
+            picked = slice(8 * step, 8 * step + 8)
+            loss = nn.functional.cross_entropy(net(images[picked]), labels[picked])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses[mode].append(float(loss.detach()))
+    difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    assert difference < 1e-3
+    assert sum(losses["parallel"][-20:]) < sum(losses["parallel"][:20])
+
+
+def test_the_warm_start_is_state_but_not_in_the_checkpoint_unless_asked(device):
+    x = torch.randn(8, 5, device=device)
+    newton = Newton(chunk=1)
+    plain = build("mlp", 200, "relu", torch.float32, device, mode="parallel", newton=newton)
+    warm = build("mlp", 200, "relu", torch.float32, device, mode="parallel", newton=newton, warm_start=True)
+    warm.load_state_dict(plain.state_dict())
+    assert "activations" not in warm.state_dict()
+    first = warm(x)
+    cold = warm.solution.iterations.max()
+    again = warm(x)
+    assert warm.solution.iterations.max() < cold
+    assert relative_error(again, first) < 1e-4
+    warm.eval()
+    before = warm.activations.clone()
+    warm(torch.randn(3, 5, device=device))
+    assert torch.equal(before, warm.activations)
+    saved = build(
+        "mlp", 200, "relu", torch.float32, device, mode="parallel", newton=newton, warm_start=True, save_warm_start=True
+    )
+    saved(x)
+    restored = build(
+        "mlp", 200, "relu", torch.float32, device, mode="parallel", newton=newton, warm_start=True, save_warm_start=True
+    )
+    restored.load_state_dict(saved.state_dict())
+    restored(x)
+    assert restored.solution.iterations.max() < cold
+
+
+def test_ordinary_habits(device, tmp_path):
+    net = build("mlp", 40, "tanh", torch.float32, device, mode="parallel")
+    x = torch.randn(6, 5, device=device)
+    expected = net(x)
+    torch.save(net, tmp_path / "net.pt")
+    assert torch.equal(torch.load(tmp_path / "net.pt", weights_only=False)(x), expected)
+    assert torch.equal(copy.deepcopy(net)(x), expected)
+    buffer = io.BytesIO()
+    torch.save(net.state_dict(), buffer)
+    buffer.seek(0)
+    other = build("mlp", 40, "tanh", torch.float32, device, mode="sequential")
+    other.load_state_dict(torch.load(buffer))
+    assert relative_error(other(x), expected) < 1e-4
+    assert relative_error(net.double()(x.double()), expected.double()) < 1e-4
+    net.float()
+    compiled = torch.compile(net, backend="aot_eager")
+    assert relative_error(compiled(x), expected) < 1e-5
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = net(x)
+        out.sum().backward()
+    assert relative_error(out.float(), expected) < 0.05
+    assert net.weight.grad.dtype == torch.float32
+    assert net(torch.randn(2, 3, 5, device=device)).shape == (2, 3, 3)
+    assert net(torch.randn(5, device=device)).shape == (3,)
+    assert "mode=parallel" in repr(net)
+
+
+def test_the_mode_is_chosen_by_size(device):
+    small = build("mlp", 8, "relu", torch.float32, device)
+    x = torch.randn(2, 5, device=device)
+    small(x)
+    assert small.solution is None  # sequential
+    deep = build("mlp", 4096, "relu", torch.float32, device)
+    deep(x)
+    assert deep.solution is not None
+
+
+def test_bad_settings_are_named():
+    for call, message in (
+        (lambda: MLP(5, 8, 0, 3), "depth"),
+        (lambda: MLP(0, 8, 2, 3), "in_features"),
+        (lambda: MLP(5, 8, 2, 3, "rely"), "activation: expected one of relu"),
+        (lambda: MLP(5, 8, 2, 3, mode="fast"), "mode: expected one of"),
+        (lambda: ResNet(5, 8, 6, 3, skip=4), "depth: expected a multiple of skip = 4, got 6"),
+        (lambda: MLP(5, 8, 2, 3)(torch.ones(2, 5), mode="fast"), "mode"),
+        (lambda: Sequential(mode="fast"), "mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+LAYERS = {
+    "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.ReLU()),
+    "normalisation": lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.BatchNorm1d(2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sequential_is_a_drop_in(name, device):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(LAYERS[name]() for _ in range(20))).double().to(device).eval()
+    net = Sequential.from_torch(plain, mode="parallel", newton=TIGHT)
+    x = torch.randn(3, 2, 6, dtype=torch.float64, device=device)
+    assert relative_error(net(x), plain(x)) < 1e-9
+    assert any("20 stacked" in note for note in net.solution.plan.notes)
+    ours = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+    theirs = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-9)
+    fresh = Sequential(*(LAYERS[name]() for _ in range(20))).double().to(device)
+    fresh.load_state_dict(plain.state_dict())
+    fresh.to_torch().load_state_dict(net.state_dict())
+    assert net.to_torch()[0] is plain[0]
+    assert torch.equal(net(x, mode="sequential"), plain(x))
+
+
+def test_sequential_of_attention(device):
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, z):
+            return 0.5 * z + self.attention(z, z, z, need_weights=False)[0]
+
+    layers = [Attention().double().to(device).eval() for _ in range(8)]
+    net = Sequential(*layers, mode="parallel", newton=TIGHT)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        assert relative_error(net(x), nn.Sequential(*layers)(x)) < 1e-9
+
+
+def test_data_parallel_training(tmp_path):
+    """One process is enough to see that DistributedDataParallel finds every parameter's gradient."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = build("mlp", 30, "tanh", torch.float32, "cpu", mode="parallel")
+        parallel = nn.parallel.DistributedDataParallel(net)
+        parallel(torch.randn(4, 5)).sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
