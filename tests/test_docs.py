@@ -178,7 +178,9 @@ def test_expected_output_and_exceptions_are_compared():
 
 def public() -> dict[str, object]:
     names = {f"deeppcr.{name}": getattr(deeppcr, name) for name in deeppcr.__all__}
-    return names | {f"deeppcr.linear.{name}": getattr(deeppcr.linear, name) for name in deeppcr.linear.__all__}
+    for module in (deeppcr.linear, deeppcr.nn):
+        names |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
+    return names
 
 
 def documented() -> set[int]:

@@ -32,17 +32,22 @@ def test_prints_one_table_with_every_case(device, capsys):
     for heading in ("network", "device", "pass", "loop", "parallel", "speed-up", "Newton", "iterations", "error"):
         assert heading in output
     assert "FAILED" not in output
-    assert "solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))" in output
+    assert demo.SETTING in output
     assert "The loop wins" in output
     assert torch.__version__ in output
     assert max(map(len, output.splitlines())) <= 100
-    table, _, _ = output.partition("in parallel: ")
+    table, _, _ = output.partition("Parallel: ")
     for direction in ("forward", "backward"):
         rows = lines_of(table, direction)
         assert len(rows) == len(demo.QUICK)
         for row in rows:
             assert float(row.split()[-1]) <= demo.TOLERANCE
             assert float(row.split()[5].replace(",", "")) > 0
+
+
+def test_the_setting_that_is_shown_is_the_one_that_runs():
+    names = {"Newton": deeppcr.Newton, "GivenJacobian": deeppcr.GivenJacobian, "slope": demo.slope}
+    assert eval(demo.SETTING.removeprefix("Parallel: solver="), names) == demo.SOLVER
 
 
 def test_runs_as_a_module():
@@ -72,7 +77,7 @@ def test_a_failed_check_is_never_timed_and_sets_the_exit_code(broken, device, ca
     monkeypatch.setattr(demo, "measure", lambda *a, **k: pytest.fail("timed a case that failed"))
     assert demo.main(["--quick", "--device", device.type]) == 1
     output = capsys.readouterr().out
-    table, _, rest = output.partition("in parallel: ")
+    table, _, rest = output.partition("Parallel: ")
     assert table.count("FAILED") == 2 * len(demo.QUICK)
     assert "none of the 0 cases" in rest
     assert rest.count("FAILED") == 2 * len(demo.QUICK)
@@ -90,7 +95,7 @@ def test_gradients_are_checked_by_themselves(capsys, monkeypatch):
 
     monkeypatch.setattr(deeppcr, "solve", wrong_gradients)
     assert demo.main(["--quick", "--device", "cpu"]) == 1
-    table, _, _ = capsys.readouterr().out.partition("in parallel: ")
+    table, _, _ = capsys.readouterr().out.partition("Parallel: ")
     assert all("FAILED" in row for row in lines_of(table, "backward"))
     assert not any("FAILED" in row for row in lines_of(table, "forward"))
 

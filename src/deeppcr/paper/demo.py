@@ -29,7 +29,7 @@ NETWORKS = ((16_384, 2), (16_384, 4), (16_384, 8), (16_384, 16), (1_024, 64))
 QUICK = ((256, 4), (64, 16))
 
 SOLVER = deeppcr.Newton(chunk=16, jacobian=deeppcr.GivenJacobian(slope, exact=True))
-SETTING = "in parallel: solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))"
+SETTING = "Parallel: solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))"
 
 #: Relative; ten times the tolerance of the solve in float32. What is further off is not timed.
 TOLERANCE = 1e-4
@@ -109,7 +109,6 @@ class Row:
 def as_table(rows: Sequence[Row]) -> Table:
     # Narrow enough for 80 columns, and for 100 with the columns of a GPU.
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.caption, table.caption_justify, table.caption_style = SETTING, "left", ""
     for name in ("network\nL × w", "\ndevice", "\npass"):
         table.add_column(name, no_wrap=True)
     times = {"loop": "loop\nms", "graph": "CUDA graph\nms", "parallel": "parallel\nms"}
@@ -184,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(as_table(rows))
-    console.print(verdict(rows), conditions(devices), sep="\n", highlight=False)
+    console.print(SETTING, verdict(rows), conditions(devices), sep="\n", highlight=False)
     failed = [row for row in rows if row.failure]
     for row in failed:
         console.print(f"[bold red]FAILED[/] {row.name}: {escape(row.failure)}", highlight=False)
