@@ -246,3 +246,102 @@ def test_an_adjoint_that_dies_out_is_no_failure(dtype, device):
         states = deeppcr.solve(step, z0, make.normal(300, 3, 4)).states
         states[-1].square().sum().backward()
         assert z0.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weak_coupling_of_rows_that_adds_up_is_found(dtype, device):
+    """A heat equation on [points, channels] read as a batch: each step is off by little, the gradient by all of it."""
+    make = Generator(0, dtype, device)
+    z0 = make.normal(8, 2).requires_grad_()
+    step = lambda z: z + 4e-4 * (z.roll(1, 0) + z.roll(-1, 0) - 2 * z)  # noqa: E731
+    states = deeppcr.solve(step, z0, length=4000).states
+    with pytest.raises(RuntimeError, match="rows of the batch influence each other"):
+        states[-1].square().sum().backward()
+
+
+def test_a_given_jacobian_that_is_a_little_wrong_is_found(device):
+    z0 = torch.ones(1, 2, device=device, requires_grad=True)
+    identity = deeppcr.GivenJacobian(lambda z: deeppcr.linear.Diagonal(torch.ones_like(z)), exact=True)
+    with torch.no_grad():
+        found = deeppcr.solve(lambda z: z - 1e-3 * z, z0, length=2000)
+    solver = Newton(jacobian=identity, chunk=1)
+    states = deeppcr.solve(lambda z: z - 1e-3 * z, z0, length=2000, solver=solver, guess=found).states
+    with pytest.raises(RuntimeError, match="given Jacobian is wrong"):
+        states[-1].sum().backward()
+
+
+def test_parameters_that_only_later_steps_use(device):
+    weight = torch.tensor([0.5, 0.7], device=device, requires_grad=True)
+    plain = lambda z: torch.sin(z) + 1  # noqa: E731
+    weighted = lambda z: weight * torch.sin(z) + 1  # noqa: E731
+    z0 = torch.zeros(1, 2, device=device)
+    states = deeppcr.solve([plain, plain, weighted, weighted], z0).states
+    (ours,) = torch.autograd.grad(states.sum(), weight)
+    z = weighted(weighted(plain(plain(z0)))) + weighted(plain(plain(z0)))
+    (loops,) = torch.autograd.grad(z.sum(), weight)
+    assert torch.allclose(ours, loops, atol=1e-4)
+    branching = lambda z, x: torch.sin(z) + x if float(x.sum()) < 0 else weight * torch.sin(z) + x  # noqa: E731
+    xs = torch.tensor([[-1.0], [1.0], [2.0]], device=device)
+    assert deeppcr.solve(branching, z0, xs).states.requires_grad
+
+
+def test_what_a_step_closes_over_must_not_change_before_the_backward_pass(device):
+    make = Generator(0, torch.float64, device)
+    layers = [make.module(nn.Linear(4, 4)) for _ in range(3)]
+    z = make.normal(2, 4).requires_grad_()
+    for layer in layers:
+        z = deeppcr.solve(lambda s: torch.tanh(layer(s)), z, length=10).states[-1]  # noqa: B023
+    with pytest.raises(RuntimeError, match="rebound since the forward pass"):
+        z.sum().backward()
+
+
+def test_rows_of_very_different_gradients_are_judged_by_themselves(device):
+    make = Generator(0, torch.float64, device)
+    width = 40
+    rates = torch.tensor([[0.1], [0.9]], dtype=torch.float64, device=device)
+    z0 = make.normal(2, width).requires_grad_()
+    step = lambda z: rates * torch.sin(z)  # noqa: E731
+    states = deeppcr.solve(step, z0, length=60, solver=deeppcr.Jacobi(max_iterations=300)).states
+    loss = torch.tensor([[1e9], [1.0]], dtype=torch.float64, device=device)
+    (ours,) = torch.autograd.grad((states * loss).sum(), z0)
+    (loops,) = torch.autograd.grad((plain_loop(step, z0, length=60) * loss).sum(), z0)
+    assert ((ours - loops).abs().amax(-1) <= 1e-8 * loops.abs().amax(-1)).all()
+
+
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Picard(), deeppcr.Picard(shrink=0.5)])
+def test_unrolled_derivatives_are_right_after_a_warm_start(solver, device):
+    z0 = torch.full((1, 1), 0.3, dtype=torch.float64, device=device)
+    weight = torch.tensor(0.8, dtype=torch.float64, device=device, requires_grad=True)
+    step = lambda z: torch.sin(weight * z) + 0.5  # noqa: E731
+    with torch.no_grad():
+        found = deeppcr.solve(step, z0, length=20)
+
+    def derivatives(last):
+        (first,) = torch.autograd.grad(last.sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first, weight)
+        return first.detach(), second
+
+    ours = derivatives(deeppcr.solve(step, z0, length=20, solver=solver, guess=found, gradient=Unrolled()).states[-1])
+    loops = derivatives(plain_loop(step, z0, length=20)[-1])
+    for a, b in zip(ours, loops, strict=True):
+        assert torch.allclose(a, b, rtol=1e-8)
+
+
+def test_mixed_precision_steps_on_float32_states(device):
+    make = Generator(0, torch.float32, device)
+    weight = (make.normal(4, 4) / 4).requires_grad_()
+    step = lambda z, x: torch.tanh(z @ weight).float() + x  # noqa: E731
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        states = deeppcr.solve(
+            step, make.normal(3, 4), make.normal(50, 3, 4), solver=Newton(atol=1e-2, rtol=1e-2)
+        ).states
+    states.square().sum().backward()
+    assert weight.grad.isfinite().all()
+
+
+def test_a_gradient_that_overflows_is_named(device):
+    z0 = torch.tensor([[0.3]], device=device, requires_grad=True)
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        states = deeppcr.solve(lambda z: 3.99 * z * (1 - z), z0, length=250).states
+    with pytest.raises(RuntimeError, match="overflows"):
+        states.sum().backward()

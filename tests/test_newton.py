@@ -231,3 +231,70 @@ def test_more_fixed_iterations_than_there_are_chunks(device):
     solution = problem.solve(solver=Newton(stop=FixedIterations(20), chunk=2))
     assert solution.result is Result.ITERATIONS_DONE
     assert relative_error(solution.states, problem.loop()) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk", [1, "auto"])
+@pytest.mark.parametrize("shrinking", [20, 60])
+@pytest.mark.parametrize("growing", [30, 75])
+def test_what_shrinks_below_the_tolerance_and_grows_again_is_not_lost(shrinking, growing, chunk, dtype, device):
+    """States far below atol on the way, large at the end: nothing may be frozen with an error that is then amplified."""
+    gains = [torch.full((shrinking, 1), 0.5), torch.full((growing, 1), 2.0)]
+    xs = torch.cat(gains).to(device, dtype)
+    step = lambda z, x: x * torch.tanh(z)  # noqa: E731
+    for start in (1.0, 0.3, 3.0):
+        z0 = torch.full((1, 1), start, dtype=dtype, device=device)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton(chunk=chunk))
+        loop = plain_loop(step, z0, xs)
+        assert relative_error(solution.states[-1], loop[-1]) < (1e-3 if dtype is torch.float32 else 1e-8)
+
+
+CREEPING = {
+    "a fast element beside a slow one": (
+        lambda z: torch.stack([0.1 * torch.sin(z[..., 0]) + 1, z[..., 1] + 1e-6 * torch.cos(z[..., 1])], -1),
+        torch.zeros(1, 2),
+        {"length": 3000},
+    ),
+    "many small steps": (lambda z: z + 1e-7 * torch.cos(z), torch.zeros(1, 1), {"length": 3000}),
+    "a derivative that is not the step's": (
+        lambda z: z.detach() + 1e-7 * torch.cos(z),
+        torch.zeros(1, 1),
+        {"length": 3000},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Jacobi(), deeppcr.Picard()], ids=["newton", "jacobi", "picard"])
+@pytest.mark.parametrize("name", CREEPING)
+def test_small_updates_that_add_up_are_not_taken_for_convergence(name, solver, device):
+    step, z0, settings = CREEPING[name]
+    solution = deeppcr.solve(step, z0.to(device), solver=solver, **settings)
+    loop = plain_loop(step, z0.to(device), **settings)
+    assert (solution.states - loop).abs().max() <= 1e-4 * (1 + loop.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_errors_that_shrink_first_and_grow_later_do_not_fool_an_approximate_jacobian(device):
+    xs = torch.cat([torch.full((20, 1), 0.5), torch.full((20, 1), 2.0)]).to(device)
+    step = lambda z, x: x * z  # noqa: E731
+    old = deeppcr.solve(step, torch.ones(1, 1, device=device), xs, solver=deeppcr.Loop())
+    z0 = torch.full((1, 1), 1.1, device=device)
+    for solver in (deeppcr.Jacobi(), Newton(jacobian=deeppcr.ScalarJacobian(0.1))):
+        solution = deeppcr.solve(step, z0, xs, solver=solver, guess=old)
+        assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_a_jacobian_that_is_wrongly_called_exact_is_not_believed(device):
+    step = lambda z: z + 1e-6 * torch.cos(z)  # noqa: E731
+    forgot_the_one = deeppcr.GivenJacobian(lambda z: deeppcr.linear.Diagonal(-1e-6 * torch.sin(z)), exact=True)
+    z0 = torch.zeros(1, 1, device=device)
+    solution = deeppcr.solve(step, z0, length=3000, solver=Newton(jacobian=forgot_the_one, chunk=1))
+    assert (solution.states - plain_loop(step, z0, length=3000)).abs().max() < 1e-4
+
+
+def test_wide_states_are_not_certified_and_the_plan_says_so(device):
+    step = lambda z: 0.3 * torch.cos(z)  # noqa: E731
+    solution = deeppcr.solve(step, torch.ones(1, 40, device=device), length=30, solver=deeppcr.Jacobi())
+    assert any("not certified" in note for note in solution.plan.notes)

@@ -258,3 +258,80 @@ def test_a_step_index_outside_every_group_is_an_error(device):
     sequence = Sequence([torch.sin, torch.cos], torch.ones(2, device=device))
     with pytest.raises(IndexError):
         sequence.step(2, torch.ones(1, 2, device=device))
+
+
+def test_unbatched_states_taken_apart_into_numbers(device):
+    """The natural way to write an ODE: forward mode promotes the tangents of tensors without dimensions."""
+    step = lambda z: torch.stack([0.9 * z[0] - 0.1 * z[1], 0.1 * z[0]])  # noqa: E731
+    z0 = torch.ones(2, device=device, requires_grad=True)
+    solution = deeppcr.solve(step, z0, length=100)
+    assert solution.states.dtype == torch.float32
+    assert relative_error(solution.states, plain_loop(step, z0, length=100)) < 1e-4
+    solution.states[-1].sum().backward()
+    for jacobian in (deeppcr.HutchinsonJacobian(), deeppcr.ScalarJacobian(0.5)):
+        deeppcr.solve(step, z0, length=100, solver=Newton(jacobian=jacobian)).states.sum().backward()
+    number = torch.tensor(1.0, device=device)
+    assert deeppcr.solve(lambda z: 0.5 * torch.cos(z), number, length=50).states.shape == (50,)
+
+
+def test_in_place_steps_are_found_where_packing_copies(device):
+    strided = torch.full((2, 2, 3), 10.0, device=device).transpose(1, 2)
+    with pytest.raises(StepError, match="in place"):
+        deeppcr.solve(lambda z: z.mul_(0.5).add_(1), strided, length=5)
+    with pytest.raises(StepError, match="in place"):
+        deeppcr.solve(lambda s: (s[0].mul_(0.5).add_(1), s[1]), (strided[:, 0], strided[:, 1]), length=5)
+
+
+@pytest.mark.parametrize(
+    "step", [lambda z, x: 0.1 * torch.tanh(z) + x[:1], lambda z, x: 0.1 * torch.tanh(z[:1] + z) + x]
+)
+def test_folding_is_compared_with_the_second_step_too(step, device):
+    make = Generator(0, torch.float32, device)
+    with pytest.raises(StepError, match="folded"):
+        deeppcr.solve(deeppcr.rowwise(step), make.normal(3, 4), make.normal(50, 3, 4))
+
+
+def test_a_step_with_a_state_of_its_own_is_found_after_the_loop(device):
+    calls = []
+
+    def counts(z):
+        calls.append(1)
+        return torch.tanh(z) / 2 + len(calls)
+
+    with pytest.raises(StepError, match="keeps a state of its own"):
+        deeppcr.solve(counts, torch.ones(2, 3, device=device), length=50)
+
+
+def test_inference_tensors(device):
+    weight = torch.randn(3, 3, device=device) / 3
+    with torch.inference_mode():
+        z0, xs = torch.ones(2, 3, device=device), torch.randn(50, 2, 3, device=device)
+        step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
+        assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-4
+    with torch.no_grad():
+        assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-4
+
+
+def test_threads_that_share_one_model(device):
+    import sys
+    from concurrent.futures import ThreadPoolExecutor
+
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)).double().to(device)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+            inputs = [torch.randn(2, 4, dtype=torch.float64, device=device) for _ in range(16)]
+            solutions = list(pool.map(lambda z0: deeppcr.solve(layers, z0), inputs))
+    finally:
+        sys.setswitchinterval(before)
+    for z0, solution in zip(inputs, solutions, strict=True):
+        assert relative_error(solution.states, plain_loop_over(layers, z0)) < 1e-9
+    assert all(isinstance(p, nn.Parameter) for layer in layers for p in layer.parameters())
+
+
+def test_backward_hooks_keep_a_module_out_of_the_stack(device):
+    layers = [nn.Linear(4, 4).double().to(device) for _ in range(6)]
+    layers[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0 * g for g in inputs))
+    solution = deeppcr.solve(layers, torch.randn(2, 4, dtype=torch.float64, device=device))
+    assert any("1 called one by one" in note for note in solution.plan.notes)

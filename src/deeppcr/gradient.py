@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian, block_bytes
-from .linear import LinearSolver, solve_coupled
+from .linear import Blocks, LinearSolver, solve_coupled
 from .sequence import Sequence
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
@@ -39,7 +39,10 @@ class Implicit:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Gradients through the iterations as they ran, of any order; memory grows with their number.
+    """Gradients through Newton's iterations; second derivatives too.
+
+    Two further iterations are made at the solution, with a graph: through them first and second derivatives are exact,
+    however the solution was found. After ``FixedIterations`` there is no solution, and the graph goes through all of them.
 
     >>> import torch, deeppcr
     >>> z0 = torch.ones(3, requires_grad=True)
@@ -47,6 +50,16 @@ class Unrolled:
     >>> z0.grad.shape
     torch.Size([3])
     """
+
+
+def two_newton_steps(sequence: Sequence, states: Tensor, linear: LinearSolver) -> Tensor:
+    """``states`` [L, B, D] after two more iterations with true Jacobians, differentiable twice."""
+    states = states.detach()
+    for _ in range(2):
+        previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
+        values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
+        states = states + solve_coupled(blocks[1:], values - states, reverse=False, solver=linear)
+    return states
 
 
 class Adjoint:
@@ -75,34 +88,77 @@ class Adjoint:
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
+        if not torch.isfinite(gradients).all():
+            raise RuntimeError("the gradients that reach deeppcr.solve are not finite")
         if len(gradients) == 1:
             return gradients
         device, dtype, enabled = self.autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            if not (self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH):
-                return self._iterative(gradients)
-            adjoint = self._direct(gradients)
-            self._check(adjoint, gradients)
-            return adjoint
+            if self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH:
+                adjoint = self._direct(gradients)
+            else:
+                adjoint = self._iterative(gradients)
+        return adjoint
+
+    def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
+        """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""
+        missing = gradients - adjoint
+        return torch.cat([missing[:-1] + self.pull(adjoint), missing[-1:]])
 
     def _direct(self, gradients: Tensor) -> Tensor:
-        """Solve with the Jacobians of all steps, as many at a time as the memory budget allows, from the last back."""
-        jacobian = self.jacobian if self.jacobian.true else DenseJacobian()
-        length = len(gradients)
-        parts = [slice(0, length)]
+        """Solve with the Jacobians of all steps, then once more for what the step itself says is missing.
+
+        That correction is the error to first order. Where it is not small, the Jacobians are not the step's: a check
+        step by step would miss what adds up over a long sequence.
+        """
+        parts = self._parts(len(gradients))
+        kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
+        adjoint = self._substitute(gradients, parts, kept)
+        if not torch.isfinite(adjoint).all():
+            raise RuntimeError(
+                "the gradient overflows on its way back through the steps: the sequence amplifies small changes beyond the "
+                f"range of {gradients.dtype}"
+            )
+        defect = self.defect(adjoint, gradients)
+        if self._arithmetic(gradients) not in (torch.float32, torch.float64):
+            # Products in half precision are too coarse to correct by: their rounding adds up as well.
+            self._check(defect, adjoint, gradients)
+            return adjoint
+        correction = self._substitute(defect, parts, kept)
+        self._check(correction, adjoint, gradients)
+        return adjoint + correction
+
+    def _arithmetic(self, gradients: Tensor) -> torch.dtype:
+        """The precision in which the step computes."""
+        _, low, enabled = self.autocast
+        return low if enabled else gradients.dtype
+
+    def _parts(self, length: int) -> list[slice]:
+        """Slices of steps whose blocks fit the memory budget together."""
+        jacobian = self._true_jacobian()
+        at_once = length
         if isinstance(jacobian, DenseJacobian):
             at_once = max(1, jacobian.budget(self.sequence) // (4 * block_bytes(self.sequence)))
-            parts = [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
-        previous, found, carried = self.previous.detach(), [], None
-        for part in reversed(parts):
-            _, blocks = jacobian.evaluate(self.sequence, previous[part], range(part.start, part.stop))
-            rhs = gradients[part]
+        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
+
+    def _true_jacobian(self) -> Jacobian:
+        return self.jacobian if self.jacobian.true else DenseJacobian()
+
+    def _transposed(self, part: slice) -> Blocks:
+        steps = range(part.start, part.stop)
+        return self._true_jacobian().evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
+
+    def _substitute(self, rhs: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
+        """Solve the transposed system part by part, from the last back."""
+        found, carried = [], None
+        for number in reversed(range(len(parts))):
+            blocks = kept[number] if kept is not None else self._transposed(parts[number])
+            terms = rhs[parts[number]]
             if carried is not None:
-                rhs = torch.cat([rhs[:-1], rhs[-1:] + carried])
-            transposed = blocks.transpose()
-            adjoint = solve_coupled(transposed[1:], rhs, reverse=True, solver=self.linear)
-            carried = transposed[:1].apply(adjoint[:1])
-            found.append(adjoint)
+                terms = torch.cat([terms[:-1], terms[-1:] + carried])
+            solution = solve_coupled(blocks[1:], terms, reverse=True, solver=self.linear)
+            carried = blocks[:1].apply(solution[:1])
+            found.append(solution)
         return torch.cat(found[::-1])
 
     def _iterative(self, gradients: Tensor) -> Tensor:
@@ -112,19 +168,18 @@ class Adjoint:
         """
         approximate = self.jacobian.evaluate(self.sequence, self.previous.detach(), range(len(gradients)))[1]
         couplings = approximate.transpose()[1:]
-        adjoint = torch.zeros_like(gradients)
-        missing, size_before = gradients, None
+        adjoint, missing = torch.zeros_like(gradients), gradients
         tolerance = 10 * torch.finfo(gradients.dtype).eps
+        size_before = None
         for _ in range(_MAX_SWEEPS):
             change = solve_coupled(couplings, missing, reverse=True, solver=self.linear)
             if not torch.isfinite(change).all():
                 break
             adjoint = adjoint + change
-            missing = gradients - adjoint
-            missing = torch.cat([missing[:-1] + self.pull(adjoint), missing[-1:]])
-            size, scale = change.abs().amax(), adjoint.abs().amax()
+            missing = self.defect(adjoint, gradients)
+            size, scale = change.abs().amax((0, -1)), adjoint.abs().amax((0, -1))  # row by row
             rate = size / size_before if size_before is not None else torch.ones_like(size)
-            if size <= tolerance * scale * (1 - rate).clamp(min=0):
+            if ((size <= tolerance * scale * (1 - rate).clamp(min=0)) | (size == 0)).all():
                 return adjoint
             size_before = size
         return self._step_by_step(gradients)
@@ -137,23 +192,24 @@ class Adjoint:
                 value = self.sequence.step(index, start)
             (pulled,) = torch.autograd.grad(value, start, found[-1], allow_unused=True, materialize_grads=True)
             found.append(gradients[index - 1] + pulled)
-        return torch.stack(found[::-1])
+        adjoint = torch.stack(found[::-1])
+        self._check(self.defect(adjoint, gradients), adjoint, gradients)
+        return adjoint
 
-    def _check(self, adjoint: Tensor, gradients: Tensor) -> None:
-        pulled = self.pull(adjoint)
-        difference = (adjoint[:-1] - gradients[:-1] - pulled).abs()
-        # Rounding is relative to the largest terms; what this must find (rows that influence each other, wrong
-        # Jacobians) is off by percents.
-        scale = torch.maximum(adjoint[:-1].abs().amax((-2, -1)), pulled.abs().amax((-2, -1)))
-        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(gradients.dtype, 0.2)
+    def _check(self, error: Tensor, adjoint: Tensor, gradients: Tensor) -> None:
+        """Raise where the error of the adjoint, step by step and row by row, is more than rounding can explain."""
+        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self._arithmetic(gradients), 0.2)
+        scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
+        scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number
-        wrong = ~(difference.amax((-2, -1)) <= allowed * scale + underflow)
+        wrong = ~(error.abs().amax(-1) <= allowed * scale + underflow)
         if wrong.any():
-            index = int(wrong.nonzero()[-1]) + 2
+            index, row = (int(i) for i in wrong.nonzero()[-1])
             raise RuntimeError(
-                f"the adjoint does not hold at step {index}: the step's own vector-Jacobian product disagrees. Either "
-                "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or "
-                "the step is random or has side effects, or a given Jacobian is wrong; deeppcr.check(step, z0, xs) tells which"
+                f"the adjoint does not hold at step {index + 1} (row {row}): the step's own vector-Jacobian product disagrees. Either "
+                "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or the step is "
+                "random or has side effects, or something it closes over was changed or rebound since the forward pass, or a given "
+                "Jacobian is wrong; deeppcr.check(step, z0, xs) tells which"
             )
 
 

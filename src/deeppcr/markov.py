@@ -53,17 +53,17 @@ def collapse(
     return step, grouped
 
 
-class _WithHistory:
+class WithHistory:
     """A step on the window of the last states; made by ``with_history``."""
 
     def __init__(self, step: Callable, window: int):
         self.step, self.history = step, window
 
     def __call__(self, states: tuple[Any, ...], *x: Any) -> tuple[Any, ...]:
-        if len(states) != self.history:
+        if not isinstance(states, tuple) or len(states) != self.history:
+            came = f"a tuple of {len(states)}" if isinstance(states, tuple) else type(states).__name__
             raise ValueError(
-                f"z0: with_history(step, {self.history}) starts from a tuple of {self.history} states "
-                f"(the latest first), got {len(states)}"
+                f"z0: with_history(step, {self.history}) starts from a tuple of {self.history} states (the latest first), got {came}"
             )
         return (self.step(states, *x), *states[:-1])
 
@@ -93,4 +93,4 @@ def with_history(step: Callable, window: int | Literal["all"]) -> Callable:
         )
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"window: expected a whole number from 1, got {window!r}")
-    return _WithHistory(step, window)
+    return WithHistory(step, window)

@@ -16,14 +16,18 @@ from torch import Tensor
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
-from .progress import Progress, still_to_come
+from .progress import Progress
 from .sequence import Sequence
 from .solution import Plan, Result
-from .steps import is_out_of_memory
+from .steps import StepError, is_out_of_memory
 from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest, default_tolerance
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
+#: The steps of a chunk follow each other: beyond this, on CPU and GPU alike, they cost more than they save.
+_LARGEST_CHUNK = 16
+#: Up to this width, what an approximate Jacobian found is checked by one iteration with the true one.
+_CERTIFIED_WIDTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,8 @@ class Newton:
         jacobian: DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(s), GivenJacobian(...)
         linear: Auto(), ForwardSubstitution(), PCR(), Hierarchical()
         chunk: steps collapsed into one (multiple shooting); 1 is the paper's method. "auto" takes the power of two
-            nearest to sqrt(L) / 2, more where the blocks would not fit in memory, 1 for approximate Jacobians, and
-            leaves to the loop what converges no faster than the loop
+            nearest to sqrt(L) / 2, at most 16, more where the blocks would not fit in memory, 1 for approximate
+            Jacobians, and leaves to the loop what takes about as many dependent steps as the loop
         stop: UpdateTest(), PaperTest(), FixedIterations(n)
         shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
             of linear convergence
@@ -61,12 +65,14 @@ class Newton:
         whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
         if self.chunk != "auto" and (not whole or self.chunk < 1):
             raise ValueError(f'chunk: expected "auto" or a whole number from 1, got {self.chunk!r}')
-        if self.max_iterations < 1:
-            raise ValueError(f"max_iterations: at least 1, got {self.max_iterations}")
+        if not isinstance(self.max_iterations, int) or self.max_iterations < 1:
+            raise ValueError(f"max_iterations: expected a whole number from 1, got {self.max_iterations!r}")
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
-            if value is not None and not value >= 0:
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name}: expected a number from 0, got {value!r}")
-        if not 0 <= self.shrink <= 1:
+        if self.atol == 0 and self.rtol == 0:
+            raise ValueError("atol, rtol: not both 0: no update is smaller than nothing")
+        if not isinstance(self.shrink, (int, float)) or not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
         for name, value, kind in (("jacobian", self.jacobian, Jacobian), ("stop", self.stop, StoppingTest)):
             if not isinstance(value, kind):
@@ -94,7 +100,7 @@ class Newton:
         if not self.quadratic:
             plan.note("chunk 1: collapsing steps pays with true Jacobians only")
             return 1
-        chunk = 2 ** max(0, round(math.log2(math.sqrt(sequence.length) / 2)))
+        chunk = min(_LARGEST_CHUNK, 2 ** max(0, round(math.log2(math.sqrt(sequence.length) / 2))))
         chunk = min(max(chunk, sequence.history), sequence.length)
         if isinstance(self.jacobian, DenseJacobian):
             budget = self.jacobian.budget(sequence)
@@ -220,6 +226,8 @@ class _Iteration:
                 self.update(fresh[0][passed:], fresh[1][passed:])
         if not tested:
             progress.finish(progress.active, Result.ITERATIONS_DONE)
+        elif not self.newton.quadratic and isinstance(self.newton.stop, UpdateTest):
+            self.certify()
         return self.outcome()
 
     def starts(self) -> Tensor:
@@ -289,8 +297,7 @@ class _Iteration:
                 assert self.blocks is not None
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = progress.ratio(delta, ends)
-                error = update * still_to_come(update.amax(0), progress.updates[-1])
-                done = candidates & (error <= 1).all(0)
+                done = candidates & (progress.error_left(update) <= 1).all(0)
                 self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
@@ -308,6 +315,33 @@ class _Iteration:
         thrown = far & wrong.cummax(0).values  # what follows a wrong state was thrown with it
         if thrown.any():
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
+
+    @torch.no_grad()
+    def certify(self) -> None:
+        """What approximate Jacobians found, seen by the true ones: their update is the error to first order.
+
+        An observed rate of convergence proves nothing where errors shrink first and grow later. Wide states are left
+        out (the true Jacobians are what the user wanted to avoid), and so are steps that cannot be differentiated.
+        """
+        progress = self.progress
+        claimed = progress.codes == Result.CONVERGED.severity
+        claimed &= progress.prefix < progress.chunks
+        if not claimed.any():
+            return
+        if self.sequence.layout.width > _CERTIFIED_WIDTH:
+            self.plan.note("not certified: wide states, converged by the observed rate alone")
+            return
+        self.first = 0
+        try:
+            values, blocks = DenseJacobian().linearise(self.sequence, self.starts(), self.chunk)
+        except StepError:
+            self.plan.note("not certified: the step cannot be differentiated, converged by the observed rate alone")
+            return
+        residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
+        delta = solve_coupled(blocks[1:], residual, reverse=False, solver=self.newton.linear)
+        good = claimed & (progress.ratio(delta, self.ends) <= 1).all(0)
+        self.ends = torch.where(good.unsqueeze(-1), self.ends + delta, self.ends)
+        progress.withdraw(claimed & ~good)
 
     def outcome(self) -> Outcome:
         states, progress = self.ends, self.progress

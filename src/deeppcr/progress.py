@@ -14,9 +14,9 @@ from .layout import Layout
 from .solution import Result
 from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest
 
-#: A state is kept for good, or handed to the loop as exact, only this far below the tolerance: what is frozen at the
-#: tolerance itself comes back five to ten times larger at the end of the trajectory.
-_SETTLED = 0.01
+#: A state is kept for good, or handed to the loop as exact, only when its update is this many units of rounding of its
+#: own size: whatever is frozen with a larger error may be amplified by the steps that follow, and no test sees it again.
+_SETTLED = 4
 #: Iterations that are granted unjudged: what converges at all has mostly done so by then.
 _PATIENCE = 12
 #: Iterations over which progress is then measured.
@@ -64,6 +64,7 @@ class Progress:
         self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
         self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
         self._first_residual: Tensor | None = None
+        self._last: tuple[int, Tensor, Tensor] | None = None  # first chunk, sizes of updates and their factors
         self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
         self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
         self._trend: list[tuple[int, float]] = []  # smallest prefix and largest update of the active rows
@@ -82,6 +83,10 @@ class Progress:
         rows = rows & self.active
         self.codes = torch.where(rows, result.severity, self.codes)
         self.active = self.active & ~rows
+
+    def withdraw(self, rows: Tensor) -> None:
+        """Rows [B] that claimed to have converged and have not."""
+        self.codes = torch.where(rows, Result.NOT_CONVERGED.severity, self.codes)
 
     def frozen(self, first: int) -> tuple[Tensor, Tensor]:
         """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
@@ -112,37 +117,52 @@ class Progress:
         off = torch.where(finite, self.ratio(residual, states), math.inf)
         update = torch.where(frozen, 0, self.ratio(delta, states))
         worst = update.amax(0)
-        estimate = update * self._caution(worst)
+        estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(first, delta, states))
         self.updates.append(worst)
         self._grow_prefix(first, estimate, off, states)
         if isinstance(self.stop, FixedIterations):
             return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)
         if isinstance(self.stop, UpdateTest):
-            self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
+            if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
+                self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
             self._detect_floor(worst, off.amax(0), delta, states)
         if self.active.any():
             self._trend.append((int(self.prefix[self.active].min()), float(worst[self.active].max())))
 
     def _grow_prefix(self, first: int, estimate: Tensor, off: Tensor, states: Tensor) -> None:
         sizes = self.layout.norms(states)
-        rounding = 4 * self.eps * sizes / (self.atol + self.rtol * sizes)
-        enough = rounding.clamp(min=_SETTLED).amin(-1)
+        enough = (_SETTLED * self.eps * sizes / (self.atol + self.rtol * sizes)).amin(-1)
         before = torch.arange(first, self.chunks, device=states.device).unsqueeze(1) < self.prefix
         leading = (before | ((estimate <= enough) & (off <= enough))).long().cumprod(0).sum(0) + first
         grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
 
-    def _caution(self, worst: Tensor) -> Tensor:
-        """Factor from update to error: 1 for Newton; for a linear rate, what all later updates add up to."""
-        if self.quadratic:
-            return torch.ones_like(worst)
-        if not self.updates:
-            return torch.where(worst == 0, 1.0, math.inf)
-        factor = still_to_come(worst, self.updates[-1])
-        if len(self.updates) > 1:  # one lucky iteration proves nothing
-            factor = torch.maximum(factor, still_to_come(self.updates[-1], self.updates[-2]))
-        return factor
+    def _scaled_by_rate(self, first: int, delta: Tensor, states: Tensor) -> Tensor:
+        """With an approximate Jacobian, the error that is left, [n, B]: each element's updates go on falling as they did.
+
+        Element by element, so that one that falls fast does not speak for one that creeps.
+        """
+        size = delta.abs()
+        factor = torch.full_like(size, math.inf)
+        if self._last is not None:
+            last_first, last_size, last_factor = self._last
+            passed = first - last_first
+            factor = still_to_come(size, last_size[passed:])
+            factor = torch.maximum(factor, last_factor[passed:])  # one lucky iteration proves nothing
+            self._last = (first, size, still_to_come(size, last_size[passed:]))
+        else:
+            self._last = (first, size, torch.ones_like(size))
+        rounding = size <= 8 * self.eps * states.abs()
+        return self.ratio(torch.where(rounding, size, size * factor), states)
+
+    def error_left(self, update: Tensor) -> Tensor:
+        """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance.
+
+        They are believed as far as this update is smaller than the one before it, or far below the tolerance.
+        """
+        expected = update * still_to_come(update.amax(0), self.updates[-1])
+        return torch.where(update <= 0.01, update, expected)
 
     def _detect_floor(self, worst: Tensor, off: Tensor, delta: Tensor, states: Tensor) -> None:
         """Rows whose update no longer shrinks although it is so small that it should: only rounding is left."""

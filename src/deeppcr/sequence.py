@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
+from .markov import WithHistory
 from .stacking import group_callables
 from .steps import StepError, StepGroup, has_tangent
 
@@ -69,7 +70,8 @@ class Sequence:
         self.initial = self.layout.pack(z0)
         several = isinstance(step, (list, tuple, nn.ModuleList))
         self.length = _find_length(step if several else None, xs, length)
-        self.history = getattr(step, "history", 1)  # states that one step looks back on: see with_history
+        inner = step.step if isinstance(step, Rowwise) else step
+        self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
         self._verified: set[str] = set()
         if several:
@@ -99,8 +101,9 @@ class Sequence:
 
     def _take_first_step(self, z0: Any, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
-        watched = [("its state", leaf) for leaf in pytree.tree_leaves(z0)]
+        watched = [("its state", leaf) for leaf in (self.initial, *pytree.tree_leaves(z0))]
         watched += [("xs", leaf) for leaf in pytree.tree_leaves(xs) if xs is not None]
+        watched = [(name, leaf) for name, leaf in watched if not leaf.is_inference()]  # those count no versions
         before = [leaf._version for _, leaf in watched]
         try:
             first = self.step(0, self.initial)
@@ -124,12 +127,13 @@ class Sequence:
             return
         with torch.no_grad():
             try:
-                folded = group.values(torch.stack([self.initial.detach(), first]), slice(0, 2))[0]
+                folded = group.values(torch.stack([self.initial.detach(), first]), slice(0, 2))
+                exact = torch.stack([first, self.step(1, first)]).double()
             except (RuntimeError, ValueError) as error:
                 raise StepError(
                     f"step: declared rowwise, but it does not take another number of rows: {error}"
                 ) from error
-        exact, scale = first.double(), first.double().abs().max()
+        scale = exact.abs().max()
         allowed = 100 * torch.finfo(self.layout.dtype).eps * max(1.0, self.layout.width**0.5)
         if not ((folded.double() - exact).abs().max() <= allowed * (1 + scale)):
             raise StepError(
@@ -157,7 +161,9 @@ class Sequence:
         """Values and Jacobian-vector products along ``tangents`` [N or 1, K, B, D]."""
 
         def one(group, index, at):
-            return group.push(previous[at], tangents if tangents.shape[0] == 1 else tangents[at], index)
+            # A view with an offset makes forward mode lay out the tangents of everything it meets anew, at D times the
+            # memory: a copy of the states is cheap.
+            return group.push(previous[at].clone(), tangents if tangents.shape[0] == 1 else tangents[at], index)
 
         values, pushed = self._gather(steps, one)
         return values, pushed

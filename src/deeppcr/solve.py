@@ -10,15 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .gradient import Adjoint, Implicit, Unrolled
+from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
 from .linear.solve import in_functorch
 from .newton import Loop, Newton, Outcome
 from .sequence import Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-from .stopping import UpdateTest
+from .steps import StepError
+from .stopping import FixedIterations, UpdateTest
 
 _FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
+_TRUSTED = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
 
 
 def solve(
@@ -86,13 +88,20 @@ def _solve(
         return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
 
     start = as_guess(guess, z0, xs)
+    fixed = isinstance(solver.stop, FixedIterations)
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
-    implicit = isinstance(gradient, Implicit) and torch.is_grad_enabled() and sequence.needs_gradients
-    with torch.set_grad_enabled(unrolled):
+    with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
     plan.derivative = solver.jacobian.name or sequence.derivative
-    adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
-    residual, outcome = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
+    implicit = isinstance(gradient, Implicit) and torch.is_grad_enabled()
+    adjoint, values = None, None
+    if implicit and not sequence.needs_gradients:  # as far as the first step tells; the others tell here
+        values = sequence.values(_previous(sequence, outcome.states), range(sequence.length))
+        implicit = values.requires_grad
+    if implicit:
+        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        values = adjoint.values
+    residual, outcome = _measure(sequence, outcome, solver, values)
 
     if any(result in _FAILED for result in outcome.results):
         if on_failure != "loop":
@@ -100,16 +109,23 @@ def _solve(
         if on_failure == "raise":
             raise ConvergenceError(_describe(outcome, plan))
         if on_failure == "loop":
-            with torch.set_grad_enabled(unrolled):
+            with torch.no_grad():
                 outcome = _finish_by_loop(sequence, outcome)
             adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
-            residual, _ = _measure(sequence, outcome, None, adjoint.values if adjoint else None)
+            residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
+            if again.results != outcome.results:
+                raise StepError(
+                    "step: gives another result when all steps are evaluated at once than one after the other: it is random, keeps "
+                    "a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
+                )
         warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
         states = _Refuse.apply(adjoint.values if adjoint else states, states, _describe(outcome, plan))
     elif adjoint is not None:
         states = adjoint.attach(states)
+    elif unrolled and not fixed:
+        states = two_newton_steps(sequence, states, solver.linear)
     return _solution(sequence, replace(outcome, states=states), plan, residual)
 
 
@@ -142,6 +158,11 @@ def _plain_loop(sequence: Sequence) -> Outcome:
     )
 
 
+def _previous(sequence: Sequence, states: Tensor) -> Tensor:
+    """The state before each step."""
+    return torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1].detach()])
+
+
 @torch.no_grad()
 def _measure(
     sequence: Sequence, outcome: Outcome, solver: Newton | None, values: Tensor | None
@@ -149,8 +170,7 @@ def _measure(
     """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
     states, layout = outcome.states.detach(), sequence.layout
     if values is None:
-        previous = torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1]])
-        values = sequence.values(previous, range(sequence.length))
+        values = sequence.values(_previous(sequence, states), range(sequence.length))
     off = (values.detach() - states).abs()
     residual = off.amax((0, -1))
     if solver is None or not isinstance(solver.stop, UpdateTest):
@@ -160,7 +180,7 @@ def _measure(
     allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
     held = (layout.norms(off) <= allowed).all(-1).all(0).tolist()
     results = [
-        Result.NOT_CONVERGED if not fine and result in (Result.CONVERGED, Result.PRECISION_FLOOR) else result
+        Result.NOT_CONVERGED if not fine and result in _TRUSTED else result
         for fine, result in zip(held, outcome.results, strict=True)
     ]
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)

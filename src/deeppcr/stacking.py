@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def _stack(modules: list[Any], inputs: Any, layout: Layout) -> StepGroup:
     names = [name for name, _ in [*modules[0].named_parameters(), *modules[0].named_buffers()]]
     tensors = [dict([*m.named_parameters(), *m.named_buffers()]) for m in modules]
     stacked = {name: torch.stack([each[name] for each in tensors]) for name in names}
-    template = modules[0]
+    # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
+    # given, and two threads that solve with one model must not do that to each other.
+    shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
+    template = copy.deepcopy(modules[0], shared)
 
     if inputs is None:
         return StepGroup(lambda z, state: functional_call(template, state, (z,)), stacked, layout)
@@ -82,7 +86,8 @@ def _same_structure(a: Any, b: Any) -> bool:
 def _same_module(a: nn.Module, b: nn.Module) -> bool:
     if type(a) is not type(b) or a.training != b.training:
         return False
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for module in (a, b) for name in hooks):
         return False  # a hook may do anything
     own_a, own_b = ({k: v for k, v in vars(m).items() if k not in _MODULE_INTERNALS} for m in (a, b))
     return own_a.keys() == own_b.keys() and all(_equal(own_a[k], own_b[k]) for k in own_a)

@@ -103,10 +103,13 @@ class StepGroup:
             try:
                 with _FORWARD_MODE:
                     if self.way == "vmap":
-                        return self._push_vmap(previous, tangents, xs)
-                    if self.way == "rowwise":
-                        return self._push_rowwise(previous, tangents, xs)
-                    return self._push_loop(previous, tangents, xs)
+                        values, pushed = self._push_vmap(previous, tangents, xs)
+                    elif self.way == "rowwise":
+                        values, pushed = self._push_rowwise(previous, tangents, xs)
+                    else:
+                        values, pushed = self._push_loop(previous, tangents, xs)
+                # Forward mode promotes the tangents of tensors without dimensions that a Python number scales.
+                return values, pushed.to(values.dtype)
             except _TRANSFORM_ERRORS as error:
                 if _must_propagate(error):
                     raise

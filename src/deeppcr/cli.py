@@ -1,0 +1,221 @@
+"""The command ``deeppcr``: run the paper's experiments."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.table import Table
+    from rich.text import Text
+except ImportError:
+    raise SystemExit("deeppcr: the command needs its extra: pip install 'deeppcr[paper]'") from None
+
+import torch
+
+import deeppcr
+
+from .paper.catalogue import EXPERIMENTS
+from .paper.experiment import Context, OutOfTime
+from .paper.store import PaperError
+
+#: Exit codes: bad input or a full disk; out of time (try again, as in sysexits.h); Ctrl-C.
+BAD, AGAIN, STOPPED = 2, 75, 130
+
+app = typer.Typer(
+    help="Run loops in parallel over their steps: the experiments of the DeepPCR paper, each by one command.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def root() -> None:
+    pass
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of deeppcr and torch."""
+    print(f"deeppcr {deeppcr.__version__}, torch {torch.__version__}")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The experiment; --list shows them all.")] = "",
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE1 FILE2", help="For [bold]hardware[/] only: two result files of mlp-timing."),
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="List the experiments, and do nothing else.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, about 20 seconds on a laptop: shows that it works.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")] = "",
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with MNIST's four files (train-images-idx3-ubyte.gz, ...), gzipped or not. Default: the "
+            "folder in DEEPPCR_DATA, else they are downloaded. Quick runs use scikit-learn's digits unless it is given."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("results"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(metavar="MIN", min=0, help="Stop after so many minutes; the same command goes on from there."),
+    ] = None,
+) -> None:
+    """Run one experiment of the paper and write its results to one JSON file.
+
+    Try [bold]deeppcr reproduce mlp-timing --quick[/] first. A run that is interrupted (Ctrl-C, --time-limit, a power cut)
+    leaves what is finished in OUT; the same command goes on from there, on this or another machine.
+    """
+    if show_list:
+        Console(width=None if sys.stdout.isatty() else 120).print(catalogue())
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    experiment = next((each for each in EXPERIMENTS if each.name == name), None)
+    watcher = Bars(console)
+    try:
+        if experiment is None:
+            known = ", ".join(each.name for each in EXPERIMENTS)
+            raise PaperError(f"{f'unknown experiment {name!r}' if name else 'which experiment?'}; there are: {known}")
+        if files and experiment.name != "hardware":
+            raise PaperError(f"{experiment.name} takes no files; only hardware compares result files")
+        deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
+        context = Context(find_device(device), data_dir, tuple(files or ()), deadline, watcher)
+        torch.set_float32_matmul_precision("highest")
+        with watcher, warnings.catch_warnings():
+            # What a solve warns about is in the records; between the bars it would only be noise.
+            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+            path, summary = experiment.run(context, out, quick=quick, seed=seed)
+    except PaperError as error:
+        console.print(f"[bold red]deeppcr:[/] {escape(str(error))}")
+        raise typer.Exit(BAD) from None
+    except (KeyboardInterrupt, OutOfTime) as stop:
+        why = "time limit reached" if isinstance(stop, OutOfTime) else "interrupted"
+        console.print(f"{why}; {watcher.finished} of {watcher.cells} cells are in {escape(str(out))}. To go on:")
+        console.print(f"  {escape(command_line())}")
+        raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
+    for line in experiment.lines(summary):
+        print(line)
+    print(f"written to {path}")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is there; by default a GPU if there is one."""
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise PaperError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise PaperError(f"--device {name}: the experiments run on cpu and cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"{count} CUDA devices" if count else "no CUDA device"
+        raise PaperError(f"--device {name}: torch {torch.__version__} finds {found} on this machine")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def catalogue() -> Table:
+    table = Table(title="deeppcr reproduce NAME [--quick]", title_justify="left")
+    for heading in ("NAME", "in the paper", "what"):
+        table.add_column(heading, no_wrap=heading == "NAME")
+    for each in EXPERIMENTS:
+        table.add_row(each.name, each.paper, each.what)
+    return table
+
+
+def command_line() -> str:
+    """The command as it was given, to be given again."""
+    return shlex.join(["deeppcr", *sys.argv[1:]])
+
+
+class TimeLeft(ProgressColumn):
+    """Time left, by the pace of this session: what an earlier one finished cost nothing now."""
+
+    def render(self, task: Task) -> Text:
+        since, begun = task.fields.get("since"), task.fields.get("begun", 0.0)
+        if task.finished or since is None or task.total is None or task.completed <= begun:
+            return Text("–:–– left")
+        seconds = (time.monotonic() - since) * (task.total - task.completed) / (task.completed - begun)
+        return Text(f"{seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f} left")
+
+
+class Bars:
+    """A bar over all cells, and one for the cell at hand where it takes long."""
+
+    def __init__(self, console: Console):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeLeft(),
+        )
+        # Redrawn between measurements only: a thread that does it all the time would take its share of what is measured.
+        self.progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
+        self.cells = self.finished = 0
+        self._all = self._part = None
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def begin(self, cells: int, finished: int) -> None:
+        self.cells, self.finished = cells, finished
+        fields = {"since": time.monotonic(), "begun": finished}
+        self._all = self.progress.add_task("cells", total=cells, completed=finished, **fields)
+        if finished:
+            self.progress.console.print(f"going on: {finished} of {cells} cells are there already")
+        self.progress.refresh()
+
+    def cell(self, name: str) -> None:
+        assert self._all is not None
+        self.progress.update(self._all, description=escape(name), refresh=True)
+
+    def part(self, fraction: float) -> None:
+        """How much of the cell at hand is done; bars of less than a cell appear once there is something to show."""
+        if self._part is None:
+            fields: Any = {"since": time.monotonic(), "begun": 100 * fraction}
+            self._part = self.progress.add_task("  this cell, %", total=100, completed=int(100 * fraction), **fields)
+        self.progress.update(self._part, completed=int(100 * fraction), refresh=True)
+
+    def end(self, name: str) -> None:
+        assert self._all is not None
+        if self._part is not None:
+            self.progress.remove_task(self._part)
+            self._part = None
+        self.finished += 1
+        self.progress.update(self._all, advance=1, refresh=True)
+
+
+def main() -> None:
+    """The entry point."""
+    app()

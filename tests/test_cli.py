@@ -1,0 +1,319 @@
+"""The command: every experiment, interruption and going on, and one clear line for whatever is wrong."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+from typer.testing import CliRunner
+
+from deeppcr import cli
+from deeppcr.paper import compare_hardware, store
+from deeppcr.paper.catalogue import EXPERIMENTS
+
+#: Smaller still than quick: what is tested here is that they run and what they write.
+TINY = {
+    "mlp-timing": {"depths": (2, 64), "widths": (2, 4), "activations": ("relu", "tanh"), "budget": 0.01, "most": 3},
+    "mlp-memory": {"depths": (64, 256), "widths": (4,)},
+    "mlp-newton": {"depths": (8, 64), "widths": (4,)},
+    "hardware": {},
+    "resnet-training": {"depths": (8, 16), "train": 80, "test": 40, "window": 4, "eager_steps": 3, "epochs": 1},
+    "resnet-iterations": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
+    "resnet-guess": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """The experiments with tiny settings for --quick."""
+    precision = torch.get_float32_matmul_precision()
+    made = tuple(replace(each, quick=replace(each.quick, **TINY[each.name])) for each in EXPERIMENTS)
+    monkeypatch.setattr(cli, "EXPERIMENTS", made)
+    grid = replace(compare_hardware.GRID, depths=(16,), widths=(2,), budget=0.01)
+    monkeypatch.setattr(compare_hardware, "GRID", grid)
+    monkeypatch.setattr(store, "INTERVAL", 0.0)
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
+def run(tmp_path, device):
+    def run(*arguments, out=tmp_path / "results", on=device.type):
+        line = ["reproduce", *map(str, arguments), "--out", str(out), "--device", on]
+        return CliRunner().invoke(cli.app, line)
+
+    return run
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def fails_clearly(result, *parts, code=cli.BAD):
+    """One line, the code, no traceback."""
+    assert result.exit_code == code, result.output
+    lines = [line for line in result.output.splitlines() if line.strip()]
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("deeppcr: ")
+    assert "Traceback" not in result.output
+    for part in parts:
+        assert part in lines[0]
+
+
+def patch_measure(monkeypatch, name, wrap):
+    made = tuple(replace(each, measure=wrap(each.measure)) if each.name == name else each for each in cli.EXPERIMENTS)
+    monkeypatch.setattr(cli, "EXPERIMENTS", made)
+
+
+def test_lists_every_experiment():
+    output = CliRunner().invoke(cli.app, ["reproduce", "--list"]).output
+    for each in EXPERIMENTS:
+        assert each.name in output
+    assert {each.name for each in EXPERIMENTS} == TINY.keys()
+
+
+def test_help_says_how_to_begin():
+    assert "reproduce" in CliRunner().invoke(cli.app, []).output
+    found = CliRunner().invoke(cli.app, ["reproduce", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert found.exit_code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", found.output)
+    for word in (
+        "--quick",
+        "--device",
+        "--data-dir",
+        "--out",
+        "--seed",
+        "--time-limit",
+        "--list",
+        "mlp-timing --quick",
+    ):
+        assert word in plain
+    assert "deeppcr" in CliRunner().invoke(cli.app, ["version"]).output
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_experiment_end_to_end(name, run, tmp_path, device):
+    if name.startswith("resnet"):
+        pytest.importorskip("sklearn")
+    result = run(name, "--quick")
+    assert result.exit_code == 0, result.output
+    (found,) = files(tmp_path / "results")
+    assert found.startswith(f"{name}-")
+    assert found.endswith("-quick.json")
+    assert found in result.output.replace("\n", "")
+    content = store.read(tmp_path / "results" / found)
+    assert content["complete"]
+    assert content["experiment"] == name
+    assert content["device"] == device.type
+    assert content["summary"]
+    assert content["records"]
+    assert all("failed" not in json.dumps(record) for record in content["records"])
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, cli.STOPPED), (cli.OutOfTime, cli.AGAIN)])
+def test_interrupted_and_gone_on_with(run, tmp_path, monkeypatch, stop, code):
+    measured = []
+
+    def interrupting(measure):
+        def wrapped(cell, settings, context):
+            if len(measured) == 3:
+                raise stop
+            measured.append(cell)
+            return measure(cell, settings, context)
+
+        return wrapped
+
+    with monkeypatch.context() as patched:
+        patch_measure(patched, "mlp-newton", interrupting)
+        patched.setattr(sys, "argv", ["deeppcr", "reproduce", "mlp-newton", "--quick"])
+        result = run("mlp-newton", "--quick")
+    assert result.exit_code == code
+    assert "3 of 8 cells" in result.output
+    assert "deeppcr reproduce mlp-newton --quick" in result.output
+    assert "Traceback" not in result.output
+    (found,) = files(tmp_path / "results")
+    assert found.endswith(store.PARTIAL)
+    before = store.read(tmp_path / "results" / found)["records"]
+
+    def counting(measure):
+        def wrapped(cell, settings, context):
+            measured.append(cell)
+            return measure(cell, settings, context)
+
+        return wrapped
+
+    patch_measure(monkeypatch, "mlp-newton", counting)
+    result = run("mlp-newton", "--quick")
+    assert result.exit_code == 0, result.output
+    assert "3 of 8 cells are there already" in result.output
+    (found,) = files(tmp_path / "results")
+    content = store.read(tmp_path / "results" / found)
+    assert content["complete"]
+    assert len(measured) == len(content["records"]) == 8
+    assert content["records"][:3] == before
+
+
+def test_no_time_at_all(run, tmp_path):
+    result = run("mlp-newton", "--quick", "--time-limit", 0)
+    assert result.exit_code == cli.AGAIN
+    assert "time limit" in result.output
+    assert run("mlp-newton", "--quick").exit_code == 0
+    assert len(files(tmp_path / "results")) == 1
+
+
+def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
+    """A training that runs out of time leaves a checkpoint, and ends as if nothing had happened."""
+    pytest.importorskip("sklearn")
+    from deeppcr.paper import experiment
+
+    assert run("resnet-training", "--quick", out=tmp_path / "whole").exit_code == 0
+    checks = []
+
+    def after_a_while(self):
+        checks.append(1)
+        if len(checks) == 4:  # two for the cells, and then the second window of the training
+            raise experiment.OutOfTime
+
+    with monkeypatch.context() as patched:
+        patched.setattr(experiment.Context, "check_time", after_a_while)
+        assert run("resnet-training", "--quick").exit_code == cli.AGAIN
+    assert sum(name.endswith(".checkpoint.partial") for name in files(tmp_path / "results")) == 1
+    assert run("resnet-training", "--quick").exit_code == 0
+    (name,) = files(tmp_path / "results")
+    one, other = (
+        [run for record in store.read(path)["records"] for run in record.get("runs", {}).values()]
+        for path in (tmp_path / "results" / name, next((tmp_path / "whole").iterdir()))
+    )
+    for mine, theirs in zip(one, other, strict=True):
+        for curve in ("step", "loss", "accuracy"):
+            assert mine["curves"][curve] == pytest.approx(theirs["curves"][curve], rel=1e-5)
+        assert mine["test_accuracy"] == theirs["test_accuracy"]
+
+
+def test_ctrl_c_from_outside(tmp_path):
+    code = "from deeppcr.cli import main; main()"
+    line = ["reproduce", "mlp-timing", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob(f"*{store.PARTIAL}")) and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == cli.STOPPED, errors
+    assert "Traceback" not in errors
+    assert "To go on" in errors
+    (found,) = files(tmp_path)
+    assert not store.read(tmp_path / found)["complete"]
+
+
+def test_unknown_names(run, tmp_path):
+    fails_clearly(run("mlp-timings", "--quick"), "'mlp-timings'", "mlp-timing, mlp-memory")
+    fails_clearly(run(), "which experiment?", "mlp-timing")
+    fails_clearly(run("mlp-timing", "a.json"), "takes no files")
+    assert files(tmp_path / "results") == []
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps", "tpu!"])
+def test_a_device_that_is_not_there(run, tmp_path, name):
+    fails_clearly(run("mlp-timing", "--quick", on=name), f"--device {name}")
+    assert files(tmp_path / "results") == []
+
+
+def test_no_gpu(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fails_clearly(run("mlp-timing", "--quick", on="cuda"), "--device cuda", "no CUDA device")
+
+
+def test_bad_data(run, tmp_path):
+    folder = tmp_path / "data"
+    fails_clearly(run("resnet-training", "--data-dir", folder), str(folder), "no such folder")
+    folder.mkdir()
+    fails_clearly(run("resnet-training", "--quick", "--data-dir", folder), str(folder), "lacks train-images")
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"{name}-ubyte.gz").write_bytes(b"not an image")
+    md5 = "f68b3c2dcbeaaa9fbdd348bbdeb94873"
+    result = run("resnet-training", "--data-dir", folder)
+    fails_clearly(result, "train-images-idx3-ubyte.gz", f"expected md5 {md5}", "found ")
+    assert files(tmp_path / "results") == []
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_at_the_start(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", full_disk)
+    fails_clearly(run("mlp-newton", "--quick"), "no space left on the disk")
+    assert files(tmp_path / "results") == []
+
+
+def test_a_full_disk_on_the_way(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+
+        def filling(measure):
+            def wrapped(cell, settings, context):
+                if cell["L"] == 64:
+                    patched.setattr(os, "fsync", full_disk)
+                return measure(cell, settings, context)
+
+            return wrapped
+
+        patch_measure(patched, "mlp-newton", filling)
+        fails_clearly(run("mlp-newton", "--quick"), "no space left on the disk")
+    (found,) = files(tmp_path / "results")
+    assert len(store.read(tmp_path / "results" / found)["records"]) == 1  # what was there before is still there
+    assert run("mlp-newton", "--quick").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ['{"schema": 0, "records": []}', '{"schema": 1, "rec'])
+def test_results_of_an_older_version_or_cut_off(run, tmp_path, text):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    old = folder / f"mlp-newton-old{store.PARTIAL}"
+    old.write_text(text)
+    fails_clearly(run("mlp-newton", "--quick"), str(old), "move it away")
+    assert files(folder) == [old.name]
+    assert old.read_text() == text
+    fails_clearly(run("hardware", old, old), str(old))
+
+
+def test_hardware_compares_two_files(run, tmp_path):
+    folder = tmp_path / "results"
+    for seed in (0, 1):
+        assert run("mlp-timing", "--quick", "--seed", seed).exit_code == 0
+    one, other = (folder / name for name in files(folder))
+    result = run("hardware", one, other)
+    assert result.exit_code == 0, result.output
+    (found,) = [name for name in files(folder) if name.startswith("hardware")]
+    content = store.read(folder / found)
+    for record in content["records"]:
+        entry = record["forward"]["loop"]
+        assert entry["ratio"] == pytest.approx(entry["seconds"][1] / entry["seconds"][0])
+    assert "forward loop" in content["summary"]["ratios"]
+
+
+def test_hardware_with_the_wrong_files(run, tmp_path):
+    fails_clearly(run("hardware"), "two result files")
+    fails_clearly(run("hardware", "a.json", "b.json"), "a.json: there is no such file")
+    assert run("mlp-newton", "--quick").exit_code == 0
+    (found,) = files(tmp_path / "results")
+    path = tmp_path / "results" / found
+    fails_clearly(run("hardware", path, path), "results of mlp-newton, expected those of mlp-timing")
+    run("mlp-timing", "--quick", "--time-limit", 0)
+    (found,) = [name for name in files(tmp_path / "results") if name.startswith("mlp-timing")]
+    path = tmp_path / "results" / found
+    fails_clearly(run("hardware", path, path), "not finished")
