@@ -65,7 +65,11 @@ def step(z, x):
         (lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2), ValueError, "z0: with batch_dims=2"),
         (lambda: solve(3, ONES, length=3), TypeError, "step: expected a callable"),
         (lambda: solve([torch.sin, 3], ONES), TypeError, "step: entry 1 of the list"),
-        (lambda: solve([torch.sin] * 3, ONES, length=4), ValueError, "length has 4, the list of steps has 3"),
+        (
+            lambda: solve([torch.sin] * 3, ONES, length=4),
+            ValueError,
+            "step: lengths differ: length has 4, step: the list has 3",
+        ),
         (lambda: solve(torch.sin, ONES, length=3, solver=Newton), TypeError, "solver: expected"),
         (lambda: solve(torch.sin, ONES, length=3, gradient="implicit"), TypeError, "gradient: expected"),
         (lambda: solve(torch.sin, ONES, length=3, on_failure="ignore"), ValueError, "on_failure: expected"),
@@ -173,3 +177,64 @@ def test_other_runtime_errors_are_not_taken_for_lack_of_memory(monkeypatch):
     monkeypatch.setattr(deeppcr.DenseJacobian, "linearise", fails)
     with pytest.raises(RuntimeError, match="something else"):
         problem.solve()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: solve(torch.sin, ONES, length=3, batch_dims=-1), ValueError, "batch_dims: expected a whole number"),
+        (lambda: solve(torch.sin, ONES, length=3, batch_dims=1.0), ValueError, "batch_dims: expected a whole number"),
+        (lambda: deeppcr.GivenJacobian(torch.ones(3)), TypeError, "blocks: expected linear.Dense"),
+        (lambda: deeppcr.GivenJacobian(None), TypeError, "blocks: expected"),
+        (lambda: deeppcr.ScalarJacobian("x"), TypeError, "value: expected a number or a tensor"),
+        (lambda: deeppcr.BatchMean(torch.ones(3)), TypeError, "solution: BatchMean takes an earlier Solution"),
+        (lambda: deeppcr.DenseJacobian(memory_budget="1G"), ValueError, "memory_budget"),
+        (lambda: deeppcr.HutchinsonJacobian(samples=1.5), ValueError, "samples"),
+        (lambda: Newton(atol="1e-3"), ValueError, "atol"),
+        (lambda: Newton(atol=float("inf")), ValueError, "atol"),
+        (lambda: Newton(atol=0.0, rtol=0.0), ValueError, "not both 0"),
+        (lambda: Newton(max_iterations=2.5), ValueError, "max_iterations"),
+        (lambda: Newton(shrink="a"), ValueError, "shrink"),
+        (lambda: deeppcr.Hierarchical(chunk=2.5), ValueError, "chunk"),
+        (lambda: deeppcr.rowwise(5), TypeError, "step: expected a callable"),
+        (
+            lambda: deeppcr.linear.solve(deeppcr.linear.Scalar(torch.ones(3)), torch.ones(3, 1), solver=deeppcr.PCR),
+            TypeError,
+            "solver: expected Auto",
+        ),
+        (
+            lambda: deeppcr.check(torch.sin, ONES, length=3, jacobian=deeppcr.DiagonalJacobian),
+            TypeError,
+            "jacobian: expected an instance",
+        ),
+        (lambda: deeppcr.check(torch.sin, ONES, length=3, steps=0), ValueError, "steps"),
+        (
+            lambda: solve(lambda s: {"b": s["b"], "a": s["a"]}, {"a": ONES, "b": ONES}, length=3),
+            StepError,
+            r"expected \{'a': ., 'b': .\}, got \{'b': ., 'a': .\}",
+        ),
+        (lambda: solve(lambda s: [s[0], s[1]], (ONES, ONES), length=3), StepError, r"expected \(., .\), got \[., .\]"),
+    ],
+)
+def test_mistakes_of_newcomers_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_settings_compare_hash_and_print(device):
+    assert Newton(chunk=3) == Newton(chunk=3) != Newton(chunk=4)
+    values = torch.ones(5)
+    assert Newton(jacobian=deeppcr.ScalarJacobian(values)) != Newton(jacobian=deeppcr.ScalarJacobian(values))
+    assert len({Newton(), Newton(chunk=2)}) == 2
+    assert repr(deeppcr.Result.FINISHED_BY_LOOP) == "Result.FINISHED_BY_LOOP"
+    import numpy as np
+
+    assert solve(torch.sin, ONES, length=np.int64(5)).states.shape[0] == 5
+
+
+def test_another_default_device_changes_nothing():
+    with torch.device("meta"):
+        noisy = solve(
+            torch.sin, ONES, length=20, guess=deeppcr.Random(), solver=Newton(jacobian=deeppcr.DiagonalJacobian())
+        )
+    assert noisy.result is deeppcr.Result.CONVERGED

@@ -60,6 +60,10 @@ def check(
     ...     print(finding)
     rows: row 0 of the state changes row 1 of the result at step 1. Rows of a batch must not influence each other: ...
     """
+    if jacobian is not None and not isinstance(jacobian, Jacobian):
+        raise TypeError(f"jacobian: expected an instance such as DiagonalJacobian(), got {jacobian!r}")
+    if steps < 1:
+        raise ValueError(f"steps: at least one must be looked at, got {steps}")
     try:
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:

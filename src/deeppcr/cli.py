@@ -135,7 +135,7 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise PaperError(f"--device {name}: torch {torch.__version__} finds {found} on this machine")
-    if device.type == "cuda":
+    if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 

@@ -70,8 +70,8 @@ class Random(Guess):
 
     def states(self, sequence: Sequence, steps: range) -> Tensor:
         layout = sequence.layout
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(len(steps), layout.rows, layout.width, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        noise = torch.randn(len(steps), layout.rows, layout.width, generator=generator, device="cpu")
         return noise.mul_(self.std).to(layout.device, layout.dtype)
 
 
@@ -112,6 +112,10 @@ class BatchMean(Guess):
     """
 
     solution: Solution
+
+    def __post_init__(self):
+        if not isinstance(self.solution, Solution):
+            raise TypeError(f"solution: BatchMean takes an earlier Solution, got {type(self.solution).__name__}")
 
     def states(self, sequence: Sequence, steps: range) -> Tensor:
         layout = sequence.layout

@@ -76,6 +76,10 @@ class DenseJacobian(Jacobian):
 
     memory_budget: int | None = None
 
+    def __post_init__(self):
+        if self.memory_budget is not None and (not isinstance(self.memory_budget, int) or self.memory_budget < 1):
+            raise ValueError(f"memory_budget: expected a number of bytes, got {self.memory_budget!r}")
+
     @property
     def true(self) -> bool:
         return True
@@ -198,8 +202,8 @@ class HutchinsonJacobian(Jacobian):
     seed: int = 0
 
     def __post_init__(self):
-        if self.samples < 1:
-            raise ValueError(f"samples: at least one, got {self.samples}")
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"samples: expected a whole number from 1, got {self.samples!r}")
 
     @property
     def true(self) -> bool:
@@ -214,12 +218,12 @@ class HutchinsonJacobian(Jacobian):
 
 
 def _signs(shape: tuple[int, ...], layout: Any, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same signs
-    signs = torch.randint(0, 2, shape, generator=generator).mul_(2).sub_(1)
+    generator = torch.Generator("cpu").manual_seed(seed)  # on the CPU, so that every device sees the same signs
+    signs = torch.randint(0, 2, shape, generator=generator, device="cpu").mul_(2).sub_(1)
     return signs.to(layout.device, layout.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScalarJacobian(Jacobian):
     """A multiple of the identity, given by the user: nothing is differentiated.
 
@@ -233,6 +237,10 @@ class ScalarJacobian(Jacobian):
     """
 
     value: float | Tensor
+
+    def __post_init__(self):
+        if not isinstance(self.value, (int, float, Tensor)):
+            raise TypeError(f"value: expected a number or a tensor [L] or [L, B], got {type(self.value).__name__}")
 
     @property
     def true(self) -> bool:
@@ -257,7 +265,7 @@ class ScalarJacobian(Jacobian):
         return sequence.values(previous, steps), Scalar(each.expand(len(steps), layout.rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GivenJacobian(Jacobian):
     """Blocks given by the user: fixed ones (a prior), or a function of the state.
 
@@ -278,6 +286,13 @@ class GivenJacobian(Jacobian):
 
     blocks: Blocks | Callable[..., Blocks]
     exact: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.blocks, Blocks) and (isinstance(self.blocks, Tensor) or not callable(self.blocks)):
+            raise TypeError(
+                "blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, or a function, got "
+                f"{type(self.blocks).__name__}"
+            )
 
     @property
     def true(self) -> bool:

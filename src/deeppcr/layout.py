@@ -34,9 +34,14 @@ class Layout:
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"z0: expected a tensor or a tuple of tensors, found {type(leaf).__name__}")
             if not leaf.dtype.is_floating_point:
-                raise TypeError(f"z0: expected a real floating dtype, got {leaf.dtype} (use z0.float())")
+                hint = "" if leaf.dtype.is_complex else " (use z0.float())"
+                raise TypeError(f"z0: expected a real floating dtype, got {leaf.dtype}{hint}")
             if leaf.dtype != leaves[0].dtype or leaf.device != leaves[0].device:
                 raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
+        if batch_dims is not None and (
+            not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
+        ):
+            raise ValueError(f"batch_dims: expected a whole number from 0, got {batch_dims!r}")
         if batch_dims is None:
             batch_dims = 0 if all(leaf.ndim <= 1 for leaf in leaves) else 1
         batch_shape = leaves[0].shape[:batch_dims]
@@ -103,8 +108,21 @@ class Layout:
             what = "device"
         else:
             return None
+        if what == "structure":  # containers and, for dictionaries, the order of keys
+            return f"changes the state's structure: expected {_skeleton(self.spec)}, got {_skeleton(spec)} of {describe(nest)}"
         wanted = [f"{_short(self.dtype)}{list(shape)} on {self.device}" for shape in expected]
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
+
+
+def _skeleton(spec: pytree.TreeSpec) -> str:
+    """The containers of a nest with dots for its leaves: ``{'a': ., 'b': (., .)}``."""
+    marks = [_Dot() for _ in range(spec.num_leaves)]
+    return repr(pytree.tree_unflatten(marks, spec))
+
+
+class _Dot:
+    def __repr__(self) -> str:
+        return "."
 
 
 def _short(dtype: torch.dtype) -> str:

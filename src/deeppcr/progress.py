@@ -64,7 +64,9 @@ class Progress:
         self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
         self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
         self._first_residual: Tensor | None = None
-        self._last: tuple[int, Tensor, Tensor] | None = None  # first chunk, sizes of updates and their factors
+        shape = (rows, layout.width)
+        nothing = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self._last = (nothing, nothing)  # largest updates [B, D] of the last iteration, and their factors
         self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
         self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
         self._trend: list[tuple[int, float]] = []  # smallest prefix and largest update of the active rows
@@ -117,7 +119,7 @@ class Progress:
         off = torch.where(finite, self.ratio(residual, states), math.inf)
         update = torch.where(frozen, 0, self.ratio(delta, states))
         worst = update.amax(0)
-        estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(first, delta, states))
+        estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(delta, states))
         self.updates.append(worst)
         self._grow_prefix(first, estimate, off, states)
         if isinstance(self.stop, FixedIterations):
@@ -138,23 +140,23 @@ class Progress:
         grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
 
-    def _scaled_by_rate(self, first: int, delta: Tensor, states: Tensor) -> Tensor:
-        """With an approximate Jacobian, the error that is left, [n, B]: each element's updates go on falling as they did.
+    def _scaled_by_rate(self, delta: Tensor, states: Tensor) -> Tensor:
+        """With an approximate Jacobian, the error that is left, [n, B], if updates go on falling as they did.
 
-        Element by element, so that one that falls fast does not speak for one that creeps.
+        The rate is that of each element of the state, the largest update of all steps: one element that falls fast does
+        not speak for another that creeps.
         """
         size = delta.abs()
-        factor = torch.full_like(size, math.inf)
-        if self._last is not None:
-            last_first, last_size, last_factor = self._last
-            passed = first - last_first
-            factor = still_to_come(size, last_size[passed:])
-            factor = torch.maximum(factor, last_factor[passed:])  # one lucky iteration proves nothing
-            self._last = (first, size, still_to_come(size, last_size[passed:]))
-        else:
-            self._last = (first, size, torch.ones_like(size))
-        rounding = size <= 8 * self.eps * states.abs()
-        return self.ratio(torch.where(rounding, size, size * factor), states)
+        largest = size.amax(0)  # [B, D]
+        before, factor_before = self._last
+        factor = still_to_come(largest, before)
+        self._last = (largest, factor)
+        factor = torch.maximum(factor, factor_before)  # one lucky iteration proves nothing
+        # There are at most N more iterations: what is below the tolerance / N cannot add up to it, falling or not.
+        allowed = self.atol + self.rtol * self.layout.norms(states)
+        rounding = 8 * self.eps * states.abs().amax(-1, keepdim=True)
+        harmless = size <= torch.maximum(allowed.amin(-1, keepdim=True) / self.chunks, rounding)
+        return self.ratio(torch.where(harmless, size, size * factor), states)
 
     def error_left(self, update: Tensor) -> Tensor:
         """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance.
@@ -199,7 +201,7 @@ class Progress:
         if self.count + needed > self.limit:
             return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
         if self.compare_with_loop and needed > remaining / 2:
-            return f"gave up after {self.count} iterations: the loop is no slower for this sequence"
+            return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
         return None
 
 

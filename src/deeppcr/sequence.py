@@ -5,6 +5,7 @@ Shapes: L steps, N of them at a time, B rows, D the packed state, K tangents, C 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ def rowwise(step: Callable) -> Rowwise:
     >>> h.shape
     torch.Size([100, 2, 4])
     """
+    if not callable(step):
+        raise TypeError(f"step: expected a callable, got {type(step).__name__}")
     return Rowwise(step)
 
 
@@ -243,11 +246,13 @@ def _as_slice(steps: range) -> slice:
 def _find_length(steps: Any, xs: Any, length: int | None) -> int:
     found: list[tuple[str, int]] = []
     if length is not None:
-        if not isinstance(length, int) or isinstance(length, bool):
-            raise TypeError(f"length: expected an int, got {type(length).__name__}")
+        try:
+            length = operator.index(length)
+        except TypeError:
+            raise TypeError(f"length: expected an int, got {type(length).__name__}") from None
         found.append(("length", length))
     if steps is not None:
-        found.append(("the list of steps", len(steps)))
+        found.append(("step: the list", len(steps)))
     for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
@@ -261,7 +266,10 @@ def _find_length(steps: Any, xs: Any, length: int | None) -> int:
         raise ValueError("length: there are no xs, so the number of steps must be given: length=L")
     if len({value for _, value in found}) > 1:
         hint = "; a list of the steps' inputs must be stacked: torch.stack(xs)" if isinstance(xs, list) else ""
-        raise ValueError("xs: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint)
+        about = "xs" if xs is not None else "step"
+        raise ValueError(
+            f"{about}: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint
+        )
     name, value = found[0]
     if value < 1:
         raise ValueError(f"{name}: at least one step is needed, got L = {value}")

@@ -34,7 +34,7 @@ class Result(Enum):
     )
     FINISHED_BY_LOOP = (
         "Newton stopped with the states up to step {step} exact; the rest was computed one step at a time. "
-        "Try a larger chunk, a better guess, or solver=deeppcr.Loop() if the sequence is chaotic"
+        "Try a better guess or another chunk; if the sequence amplifies errors, solver=deeppcr.Loop() is faster"
     )
     NOT_CONVERGED = (
         "Newton stopped with only the states up to step {step} exact. Try a larger chunk, a better guess, more "
@@ -44,6 +44,9 @@ class Result(Enum):
         "step {step} produced a value that is not finite although its input is: the loop does so too. "
         "Look at the step function there"
     )
+
+    def __repr__(self) -> str:
+        return f"Result.{self.name}"
 
     @property
     def severity(self) -> int:

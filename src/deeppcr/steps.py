@@ -180,7 +180,7 @@ def _first_line(error: BaseException) -> str:
 def _hint(complaint: str) -> str:
     if "dtype" in complaint and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return "; autocast is on: give z0 the dtype that the step returns, or cast inside the step"
-    if "shape" in complaint:
+    if "state's shape" in complaint:
         return (
             ". A step maps a state to one of the same shape. If every step sees all earlier ones (as in a DenseNet), "
             "the equations are not bidiagonal and cannot be solved this way; a window of them can: deeppcr.with_history"

@@ -28,8 +28,8 @@ class Hierarchical:
     chunk: int = 4
 
     def __post_init__(self):
-        if self.chunk < 2:
-            raise ValueError(f"chunk: at least 2 steps are merged at a level, got {self.chunk}")
+        if not isinstance(self.chunk, int) or self.chunk < 2:
+            raise ValueError(f"chunk: at least 2 steps are merged at a level, got {self.chunk!r}")
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
         """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""

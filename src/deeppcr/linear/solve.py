@@ -38,9 +38,12 @@ class Auto:
         length = len(couplings) + 1
         if length <= 8:
             return ForwardSubstitution(), f"{length} steps are too few to parallelise"
+        cpu = couplings.data.device.type == "cpu"
         if isinstance(couplings, (Diagonal, Scalar)):
+            if cpu and length > 4096:
+                return Hierarchical(chunk=4), "long and on a CPU: the least work wins"
             return PCR(), "products of diagonal blocks are cheap: the fewest rounds win"
-        cpu, width = couplings.data.device.type == "cpu", couplings.data.shape[-1]
+        width = couplings.data.shape[-1]
         if length <= 64 or (not cpu and width <= 16):
             return PCR(), "products of few or narrow blocks are cheap: the fewest rounds win"
         return Hierarchical(chunk=4 if width <= 32 else 2), "products of blocks dominate: the least work wins"
@@ -83,6 +86,8 @@ def solve(
     torch.Size([100, 8, 3])
     """
     _check(blocks, rhs, initial)
+    if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
+        raise TypeError(f"solver: expected Auto(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}")
     result_dtype = rhs.dtype
     if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()

@@ -1,0 +1,253 @@
+"""What the experiments measure: references that are right, wrong results that are not timed, memory that runs out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr.paper import mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
+from deeppcr.paper.data import Images
+from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
+from deeppcr.paper.memory import peak_bytes
+from deeppcr.paper.mlp import LAYERS, Network
+from deeppcr.paper.mlp_summary import break_even, lines, summarise, threshold
+from deeppcr.paper.timing import relative_error
+
+TIMING = mlp_timing.Settings(depths=(32,), widths=(4,), budget=0.0, fewest=2, most=2)
+
+
+@pytest.fixture
+def context(device):
+    return Context(device)
+
+
+@pytest.mark.parametrize("activation", LAYERS)
+def test_layers_and_their_jacobians(activation, device):
+    network = Network.make(3, 5, device, activation=activation).double()
+    step, jacobian = LAYERS[activation]
+    x = (network.weights[0], network.biases[0])
+    exact = torch.func.jacrev(lambda z: step(z, x))(network.z0[0])
+    assert torch.allclose(jacobian(network.z0[0], x).data, exact)
+    assert torch.allclose(torch.stack(network.loop()), network.exact_states())
+
+
+@pytest.mark.parametrize("activation", LAYERS)
+def test_the_exact_gradients_are_those_of_autograd(activation, device):
+    network = Network.make(7, 5, device, activation=activation)
+    adjoints = mlp_timing.Adjoints(network, network.exact_states())
+    double = network.double().trainable()
+    for which in (0, 1):
+        states = double.loop()
+        loss = states[-1].sum() if which == 0 else torch.stack(states).sum()
+        gradients = torch.autograd.grad(loss, double.tensors)
+        assert adjoints.error(gradients, which) < 1e-14
+        for index in range(3):
+            wrong = [each.clone() for each in gradients]
+            wrong[index] *= 1.1
+            assert adjoints.error(wrong, which) == pytest.approx(0.1)
+    assert adjoints.error([torch.full_like(each, torch.nan) for each in gradients], 1) == float("inf")
+
+
+@pytest.mark.parametrize("activation", LAYERS)
+def test_every_column_is_timed_in_both_directions(activation, context):
+    cell = {"activation": activation, "L": 32, "w": 4}
+    record = mlp_timing.measure_cell(cell, TIMING, context)
+    for way in mlp_timing.DIRECTIONS:
+        assert tuple(record[way]) == mlp_timing.columns(context.device)
+        for column, entry in record[way].items():
+            assert entry["status"] == "ok", (way, column, entry)
+            assert len(entry["seconds"]) == 2
+            assert entry["error"] < 1e-3
+    assert record["forward"]["printed"]["chunk"] == 1
+    assert record["forward"]["printed"]["iterations"] <= 6
+
+
+def test_what_is_wrong_is_not_timed(context):
+    cell = {"activation": "tanh", "L": 32, "w": 4}
+    record = mlp_timing.measure_cell(cell, replace(TIMING, forward_tolerance=0.0), context)
+    for entry in record["forward"].values():
+        assert "differs from the loop in float64" in entry["status"]
+        assert "seconds" not in entry
+    assert all(entry["status"] == "ok" for entry in record["backward"].values())
+
+
+def test_what_does_not_fit_is_recorded_as_that(context, monkeypatch):
+    def too_much(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Network, "parallel", too_much)
+    cell = {"activation": "relu", "L": 32, "w": 4}
+    record = mlp_timing.measure_cell(cell, TIMING, context)
+    for way in mlp_timing.DIRECTIONS:
+        assert record[way]["printed"] == {"status": "out of memory"}
+        assert record[way]["loop"]["status"] == "ok"  # the others are timed by themselves
+        assert len(record[way]["loop"]["seconds"]) == 2
+    summary = summarise([{**cell, **record}])
+    assert summary["not_timed"]["forward printed: out of memory"] == 1
+    assert any("out of memory" in line for line in lines(summary))
+    assert (
+        mlp_memory.measure({"L": 32, "w": 4}, mlp_memory.QUICK, context)["peaks"]["printed"]["status"]
+        == "out of memory"
+    )
+
+    monkeypatch.setattr(Network, "make", too_much)
+    record = mlp_timing.measure_cell(cell, TIMING, context)
+    assert {entry["status"] for way in mlp_timing.DIRECTIONS for entry in record[way].values()} == {"out of memory"}
+    newton = mlp_newton.measure({**cell, "guess": "random"}, mlp_newton.QUICK, context)
+    assert newton["status"] == "out of memory"
+    peaks = mlp_memory.measure({"L": 32, "w": 4}, mlp_memory.QUICK, context)["peaks"]
+    assert {entry["status"] for entry in peaks.values()} == {"out of memory"}
+
+
+def test_a_cpu_is_not_filled_up(monkeypatch):
+    monkeypatch.setattr(mlp_timing, "free_memory", lambda device: 2**20)
+    cell = {"activation": "relu", "L": 2**14, "w": 64}
+    record = mlp_timing.measure_cell(cell, TIMING, Context(torch.device("cpu")))
+    assert record["forward"]["loop"]["status"] == "out of memory"
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "depth"),
+    [
+        ({2: 0.5, 4: 2.0, 8: 4.0}, 2**1.5),
+        ({2: 2.0, 4: 3.0}, 2.0),
+        ({2: 0.5, 4: 0.9}, None),
+        ({2: 2.0, 4: 0.5, 8: 2.0}, 2**2.5),  # what comes after the last dip counts
+        ({}, None),
+    ],
+)
+def test_break_even(ratios, depth):
+    assert break_even(ratios) == (None if depth is None else pytest.approx(depth))
+
+
+def test_the_threshold_in_w2L():
+    def record(depth, width):
+        return {"L": depth, "w": width, "forward": {"printed": {"seconds": [max(1.0, width**2 * depth / 2**10)]}}}
+
+    found = threshold(
+        [record(depth, width) for depth in (4, 16, 64) for width in (2, 4, 8, 16, 32)], "forward", "printed"
+    )
+    assert found["by_depth"] == {4: 32**2 * 4, 16: 16**2 * 16, 64: 8**2 * 64}
+    assert found["w2L"] == 2**12
+
+
+def test_peak_memory_of_a_known_call(device):
+    x = torch.ones(2**16, device=device)
+    assert peak_bytes(lambda: (x + 1) + (x + 2), device, x) == 3 * 4 * 2**16
+    assert peak_bytes(lambda: x[1:], device, x) == 0
+
+
+def test_chunks_take_less_memory(context):
+    record = mlp_memory.measure({"L": 1024, "w": 16}, mlp_memory.QUICK, context)
+    peaks = {name: entry["bytes"] for name, entry in record["peaks"].items()}
+    assert peaks["printed"] > record["network_bytes"]  # at least one block for every layer
+    assert peaks["chunk 16"] < peaks["printed"] / 2
+    assert peaks["loop"] < peaks["chunk 16"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
+@pytest.mark.parametrize("guess", ["repeat-initial", "random"])
+def test_iterations_do_not_grow_with_the_depth(activation, guess, context):
+    settings = mlp_newton.Settings(samples=2)
+    for depth in (16, 256, 2048):
+        cell = {"activation": activation, "guess": guess, "L": depth, "w": 8}
+        record = mlp_newton.measure(cell, settings, context)
+        assert max(record["iterations"]) <= 6
+        assert record["results"] == ["CONVERGED"] * 2
+        assert max(record["error_float64"]) < 1e-2
+
+
+TRAINING = resnet.Settings(depths=(16,), width=8, epochs=2, rate=0.05, window=4, batch=4, seeds=1, data="digits")
+
+
+@pytest.fixture
+def images(device):
+    generator = torch.Generator().manual_seed(0)
+    pixels, labels = torch.randn(48, 12, generator=generator), torch.arange(48) % 10
+    return Images(pixels, labels, pixels[:10], labels[:10]).to(device)
+
+
+def test_both_modes_train_alike(images, context):
+    context.cache["images"] = images
+    record = resnet_training.measure({"L": 16, "seed": 3}, TRAINING, context)
+    one, other = (record["runs"][mode]["curves"] for mode in ("sequential", "parallel"))
+    assert one["step"] == other["step"] == [4, 8, 12, 16, 20, 24]
+    assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+    assert record["runs"]["parallel"]["test_accuracy"] == record["runs"]["sequential"]["test_accuracy"]
+    assert len(record["parameter_distance"]) == 6
+    assert max(record["parameter_distance"]) < 1e-4
+    assert max(other["iterations"]) <= 6
+    assert sum(other["not_converged"]) == 0
+    assert one["loss"][-1] < one["loss"][0]
+
+
+@pytest.mark.parametrize("guess", ["batch-mean", "random", "zeros", "first-layer"])
+def test_guesses_change_the_way_not_the_result(guess, images):
+    newton = deeppcr.Newton(chunk=1)
+    runner = resnet.Runner(TRAINING, 16, 0, images, "parallel", newton, guess)
+    reference = resnet.Runner(TRAINING, 16, 0, images, "eager")
+    for _ in range(3):
+        x = images.train[:4]
+        assert relative_error([runner.forward(x)], [reference.forward(x)]) < 1e-4
+    if guess == "random":
+        assert runner.network.passes == 3
+
+
+def test_fixed_iterations_are_what_was_asked_for(images, context):
+    context.cache["images"] = images
+    for count in (1, 3):
+        cell = {"L": 64, "guess": "zeros", "iterations": count, "seed": 0}
+        curves = resnet_ablations.measure(cell, TRAINING, context)["runs"]["parallel"]["curves"]
+        assert set(curves["iterations"]) == {count}
+
+
+def test_a_training_that_diverges_ends_there(images, context):
+    settings = replace(TRAINING, rate=1e30)
+    runner = resnet.Runner(settings, 16, 0, images, "sequential")
+    found = resnet.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
+    assert found["diverged"] is not None
+    assert all(value == value for value in found["curves"].get("loss", []))
+    entry = {"L": 16, "guess": "zeros", "iterations": 3, "seed": 0, "runs": {"parallel": {**found, "curves": {}}}}
+    assert "diverged" in resnet_ablations.lines(resnet_ablations.summarise([entry]))[0]
+
+
+def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
+    def runners():
+        return {
+            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(0)) for mode in ("sequential", "parallel")
+        }
+
+    whole = resnet.train(runners(), images, TRAINING, 0, context)
+    context.checkpoint = checkpoint_path(tmp_path / "a.partial.json", name_of({"L": 16, "seed": 0}))
+    checks = []
+
+    def late(self):
+        checks.append(1)
+        if len(checks) == 4:
+            raise OutOfTime
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Context, "check_time", late)
+        with pytest.raises(OutOfTime):
+            resnet.train(runners(), images, TRAINING, 0, context)
+    steps = []
+    step = resnet.Runner.step
+    monkeypatch.setattr(resnet.Runner, "step", lambda self, *a: (steps.append(a[-1]), step(self, *a)))
+    again = resnet.train(runners(), images, TRAINING, 0, context)
+    assert steps[0] == 16  # four windows of four were not done again
+    for mode in ("sequential", "parallel"):
+        for curve in ("step", "loss", "accuracy", *(["iterations"] if mode == "parallel" else [])):
+            found, expected = (run["runs"][mode]["curves"][curve] for run in (again, whole))
+            assert found == pytest.approx(expected, rel=1e-5)
+    assert again["parameter_distance"] == pytest.approx(whole["parameter_distance"], abs=1e-6)
+
+
+def test_a_checkpoint_that_is_spoilt_is_as_good_as_none(images, context, tmp_path):
+    context.checkpoint = tmp_path / "a.checkpoint.partial"
+    context.checkpoint.write_bytes(b"spoilt")
+    runner = resnet.Runner(TRAINING, 16, 0, images, "eager")
+    found = resnet.train({"eager": runner}, images, TRAINING, 0, context)
+    assert found["runs"]["eager"]["curves"]["step"][-1] == 24

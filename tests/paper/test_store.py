@@ -1,0 +1,155 @@
+"""Result files: whole or not there, never overwritten, and gone on with."""
+
+import errno
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from deeppcr.paper import store as store_module
+from deeppcr.paper.store import PARTIAL, SCHEMA, PaperError, Store, as_json, file_name, read, write
+
+CPU = torch.device("cpu")
+
+
+def opened(folder, settings=None, **options) -> Store:
+    return Store.open(folder, "mlp-timing", settings or {"depths": (2, 4)}, CPU, **options)
+
+
+@pytest.fixture
+def always_saved(monkeypatch):
+    monkeypatch.setattr(store_module, "INTERVAL", 0.0)
+
+
+def test_a_run_is_partial_until_it_is_finished(tmp_path, always_saved):
+    store = opened(tmp_path, quick=True)
+    store.add("a", {"seconds": [1.0, 2.0]})
+    assert [path.name for path in tmp_path.iterdir()] == [store.path.name]
+    assert store.path.name.endswith(f"-quick{PARTIAL}")
+    assert read(store.path)["complete"] is False
+    final = store.finish({"best": 2})
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
+    content = read(final)
+    assert final.name.startswith("mlp-timing-")
+    assert content["complete"] is True
+    assert content["schema"] == SCHEMA
+    assert content["settings"] == {"depths": [2, 4]}
+    assert content["summary"] == {"best": 2}
+    assert {"device", "cpu"} <= content["hardware"].keys()
+    assert {"python", "torch", "deeppcr"} <= content["versions"].keys()
+    assert content["start"] <= content["end"]
+    assert content["records"][0]["seconds"] == [1.0, 2.0]
+    assert content["records"][0]["hardware"] == content["hardware"]["device"]
+
+
+def test_the_same_command_goes_on_and_another_does_not(tmp_path, always_saved):
+    opened(tmp_path).add("a", {})
+    assert opened(tmp_path).done == {"a"}
+    assert len(opened(tmp_path).content["sessions"]) == 2
+    assert opened(tmp_path, {"depths": (2, 8)}).done == set()
+    assert Store.open(tmp_path, "mlp-memory", {"depths": (2, 4)}, CPU).done == set()
+
+
+def test_another_machine_goes_on(tmp_path, always_saved, monkeypatch):
+    opened(tmp_path).add("a", {})
+    monkeypatch.setattr(store_module, "hardware", lambda device: "Another CPU")
+    monkeypatch.setattr(store_module, "machine", lambda device: {"hardware": "Another CPU"})
+    store = opened(tmp_path)
+    store.add("b", {})
+    assert [record["session"] for record in store.records] == [0, 1]
+    assert store.records[1]["hardware"] == "Another CPU" != store.records[0]["hardware"]
+
+
+def test_a_second_run_overwrites_nothing(tmp_path):
+    first = opened(tmp_path).finish()
+    before = first.read_bytes()
+    second = opened(tmp_path).finish()
+    assert second != first
+    assert second.name == f"{first.stem}-2.json"
+    assert first.read_bytes() == before
+
+
+def test_killed_between_the_last_write_and_the_new_name(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    store.add("a", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.finish()
+    again = opened(tmp_path)
+    assert again.done == {"a"}
+    assert again.finish().exists()
+    assert not list(tmp_path.glob(f"*{PARTIAL}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": 1, "records": [', "not a whole JSON file"),
+        ("", "not a whole JSON file"),
+        ("[]", "no schema"),
+        ('{"experiment": "mlp-timing"}', "no schema"),
+        ('{"schema": 0, "records": []}', f"version 0 of the format, this deeppcr reads version {SCHEMA}"),
+        (f'{{"schema": {SCHEMA}}}', "lacks experiment"),
+    ],
+)
+def test_files_that_are_not_results(tmp_path, text, message):
+    path = tmp_path / f"mlp-timing-x{PARTIAL}"
+    path.write_text(text)
+    for attempt in (lambda: read(path), lambda: opened(tmp_path)):
+        with pytest.raises(PaperError, match=message) as caught:
+            attempt()
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert path.read_text() == text
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(PaperError, match="no such file"):
+        read(tmp_path / "none.json")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write(path, {"a": 1})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PaperError, match="no space left on the disk; nothing was overwritten"):
+        write(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PaperError, match="cannot be written"):
+        write(tmp_path / "file" / "a.json", {})
+
+
+def test_interrupted_while_writing(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write(path, {"a": 1})
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_not_finite_is_still_json(tmp_path):
+    write(tmp_path / "a.json", as_json({"loss": [math.nan, math.inf, 1.0]}))
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": ["nan", "inf", 1.0]}
+
+
+def test_names():
+    name = file_name("mlp-timing", "Intel(R) Xeon(R) CPU @ 2.20GHz", "2026-01-02", "abc123-dirty", quick=True)
+    assert name == "mlp-timing-intel-xeon-cpu-2-20ghz-2026-01-02-abc123-dirty-quick"
