@@ -121,7 +121,7 @@ def _solve(
         warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
-        states = _Refuse.apply(adjoint.values if adjoint else states, states, _describe(outcome, plan))
+        states = _Refuse.apply(torch.zeros((), requires_grad=True), states, _describe(outcome, plan))
     elif adjoint is not None:
         states = adjoint.attach(states)
     elif unrolled and not fixed:
