@@ -265,7 +265,7 @@ class ScalarJacobian(Jacobian):
         return sequence.values(previous, steps), Scalar(each.expand(len(steps), layout.rows))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GivenJacobian(Jacobian):
     """Blocks given by the user: fixed ones (a prior), or a function of the state.
 

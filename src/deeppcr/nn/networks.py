@@ -122,7 +122,7 @@ class _Network(nn.Module):
         states = solution.states
         if self.warm_start and self.training:
             self.activations = states.detach().mean(1)
-            self._warm = True
+            self._warm = bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
         self.solution = replace(solution, states=None)
         return states
 

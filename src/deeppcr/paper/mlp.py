@@ -1,16 +1,23 @@
-"""The paper's first example: a deep ReLU network with PyTorch's default initialisation, one row at a time.
+"""The paper's first example: a deep network with PyTorch's default initialisation, one row at a time.
 
 Shapes: L layers of width w.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import deeppcr
+from deeppcr.nn.networks import ACTIVATIONS
+
+#: Networks with more weights than this are drawn on the device itself: on a CPU that would take minutes.
+_MANY = 2**28
+_TENSORS = ("z0", "weights", "biases")
 
 
 def layer(z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
@@ -25,6 +32,26 @@ def slope(z: Tensor, x: tuple[Tensor, Tensor]) -> deeppcr.linear.Dense:
     return deeppcr.linear.Dense(weight * (z > 0).unsqueeze(-2))
 
 
+def _with(activation: str) -> tuple[Callable, Callable]:
+    """The layer with another activation, and its Jacobian."""
+    function, derivative = ACTIVATIONS[activation]
+
+    def step(z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.linear(function(z), *x)
+
+    def jacobian(z: Tensor, x: tuple[Tensor, Tensor]) -> deeppcr.linear.Dense:
+        return deeppcr.linear.Dense(x[0] * derivative(z).unsqueeze(-2))
+
+    return step, jacobian
+
+
+#: A layer and its Jacobian, by activation.
+LAYERS: dict[str, tuple[Callable, Callable]] = {
+    "relu": (layer, slope),
+    **{name: _with(name) for name in ACTIVATIONS if name != "relu"},
+}
+
+
 @dataclass(frozen=True)
 class Network:
     """Parameters and input.
@@ -33,39 +60,58 @@ class Network:
         z0: [1, w]
         weights: [L, w, w]
         biases: [L, w]
+        activation: "relu", "tanh" or "sigmoid"
     """
 
     z0: Tensor
     weights: Tensor
     biases: Tensor
+    activation: str = "relu"
 
     @staticmethod
-    def make(length: int, width: int, device: torch.device, seed: int = 0) -> Network:
-        generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device sees the same network
+    def make(length: int, width: int, device: torch.device, seed: int = 0, activation: str = "relu") -> Network:
+        # On the CPU, so that every device sees the same network.
+        where = torch.device("cpu") if length * width**2 <= _MANY else device
+        generator = torch.Generator(where).manual_seed(seed)
         bound = width**-0.5
-        weights = torch.empty(length, width, width).uniform_(-bound, bound, generator=generator)
-        biases = torch.empty(length, width).uniform_(-bound, bound, generator=generator)
-        z0 = torch.randn(1, width, generator=generator)
-        return Network(z0.to(device), weights.to(device), biases.to(device))
+        weights = torch.empty(length, width, width, device=where).uniform_(-bound, bound, generator=generator)
+        biases = torch.empty(length, width, device=where).uniform_(-bound, bound, generator=generator)
+        z0 = torch.randn(1, width, generator=generator, device=where)
+        return Network(z0.to(device), weights.to(device), biases.to(device), activation)
+
+    @property
+    def jacobian(self) -> deeppcr.GivenJacobian:
+        """The analytic one."""
+        return deeppcr.GivenJacobian(LAYERS[self.activation][1], exact=True)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.z0, self.weights, self.biases
 
     def double(self) -> Network:
-        return Network(*(each.detach().double() for each in self.tensors))
+        return replace(self, **{name: getattr(self, name).detach().double() for name in _TENSORS})
 
     def trainable(self) -> Network:
-        return Network(*(each.detach().clone().requires_grad_() for each in self.tensors))
+        return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in _TENSORS})
 
     def loop(self) -> list[Tensor]:
         """All states, one after the other. The parameters are unbound once: indexing them costs more."""
-        z, states = self.z0, []
+        step, z, states = LAYERS[self.activation][0], self.z0, []
         for x in zip(self.weights.unbind(), self.biases.unbind(), strict=True):
-            z = layer(z, x)
+            z = step(z, x)
             states.append(z)
         return states
 
-    def parallel(self, solver: deeppcr.Newton) -> deeppcr.Solution:
+    def parallel(self, solver: deeppcr.Newton, guess: Any = deeppcr.RepeatInitial()) -> deeppcr.Solution:
         """All states at once."""
-        return deeppcr.solve(layer, self.z0, (self.weights, self.biases), solver=solver)
+        step = LAYERS[self.activation][0]
+        return deeppcr.solve(step, self.z0, (self.weights, self.biases), solver=solver, guess=guess)
+
+    @torch.no_grad()
+    def exact_states(self) -> Tensor:
+        """By the loop in float64, [L, 1, w]. Layers are converted one at a time: all at once would not fit."""
+        step, z, states = LAYERS[self.activation][0], self.z0.double(), []
+        for weight, bias in zip(self.weights.unbind(), self.biases.unbind(), strict=True):
+            z = step(z, (weight.double(), bias.double()))
+            states.append(z)
+        return torch.stack(states)

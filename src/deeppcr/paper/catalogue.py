@@ -1,0 +1,17 @@
+"""Every experiment that ``deeppcr reproduce`` knows, in the order of the paper."""
+
+from __future__ import annotations
+
+from . import compare_hardware, mlp_memory, mlp_newton, mlp_timing, resnet_training
+from .experiment import Experiment
+from .resnet_ablations import GUESS_EXPERIMENT, ITERATIONS_EXPERIMENT
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    mlp_timing.EXPERIMENT,
+    mlp_memory.EXPERIMENT,
+    mlp_newton.EXPERIMENT,
+    compare_hardware.EXPERIMENT,
+    resnet_training.EXPERIMENT,
+    ITERATIONS_EXPERIMENT,
+    GUESS_EXPERIMENT,
+)

@@ -1,0 +1,187 @@
+"""What an experiment is: settings, a list of cells, and a function that measures one cell. Running it cell by cell."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .store import PARTIAL, Store, disk_error
+
+#: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
+Cell = dict[str, Any]
+
+
+class OutOfTime(Exception):
+    """The time limit has come; what is finished is on disk."""
+
+
+class Watcher(Protocol):
+    """Who is told how far the work has come."""
+
+    def begin(self, cells: int, finished: int) -> None: ...
+
+    def cell(self, name: str) -> None: ...
+
+    def part(self, fraction: float) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+
+class Silent:
+    """Nobody watches."""
+
+    def begin(self, cells: int, finished: int) -> None: ...
+
+    def cell(self, name: str) -> None: ...
+
+    def part(self, fraction: float) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+
+@dataclass
+class Context:
+    """Where a run takes place.
+
+    Attributes:
+        device: where tensors are
+        data_dir: the folder with MNIST, where one was given
+        files: result files to compare, for the experiment that does that
+        deadline: on the clock of ``time.monotonic``; None for no limit
+        watcher: is told about progress
+        checkpoint: where a long cell may keep its state
+        cache: what cells share, such as the images; gone with the run
+    """
+
+    device: torch.device
+    data_dir: Path | None = None
+    files: Sequence[Path] = ()
+    deadline: float | None = None
+    watcher: Watcher = field(default_factory=Silent)
+    checkpoint: Path | None = None
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise OutOfTime
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Keep the state of a long cell, in one step like the results."""
+        if self.checkpoint is None:
+            return
+        temporary = self.checkpoint.with_suffix(".tmp")
+        try:
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, temporary)
+            os.replace(temporary, self.checkpoint)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            temporary.unlink(missing_ok=True)
+            cause = error if isinstance(error, OSError) else OSError(None, str(error).splitlines()[0])
+            raise disk_error(self.checkpoint, cause) from error
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The state that ``save_checkpoint`` kept; one that cannot be read is as good as none."""
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return None
+        try:
+            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except Exception:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One figure or table of the paper.
+
+    Attributes:
+        name: on the command line
+        paper: what it reproduces
+        what: in one line
+        full, quick: frozen settings with a ``seed``; quick ones take about 20 s on two CPU cores
+        cells: settings and context to cells, in the order in which they are measured
+        measure: a cell, settings and context to a record
+        summarise: records to what is read off them
+        lines: summary to what is shown at the end
+        adapt: settings and context to the settings that are used, such as another data set
+    """
+
+    name: str
+    paper: str
+    what: str
+    full: Any
+    quick: Any
+    cells: Callable[[Any, Context], Iterable[Cell]]
+    measure: Callable[[Cell, Any, Context], dict[str, Any]]
+    summarise: Callable[[list[dict[str, Any]]], Any] = lambda records: None
+    lines: Callable[[Any], list[str]] = lambda summary: []
+    adapt: Callable[[Any, Context], Any] = lambda settings, context: settings
+
+    def settings(self, context: Context, *, quick: bool, seed: int) -> Any:
+        return self.adapt(replace(self.quick if quick else self.full, seed=seed), context)
+
+    def run(self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0) -> tuple[Path, Any]:
+        """Measure the cells that are not yet on disk.
+
+        Whatever ends it early, what is finished stays in the partial file.
+
+        Returns:
+            the path of the result file, and the summary
+        """
+        settings = self.settings(context, quick=quick, seed=seed)
+        cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
+        store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
+        done = store.done
+        # Before hours of work: the folder takes what is written.
+        store.save()
+        context.watcher.begin(len(cells), sum(name_of(cell) in done for cell in cells))
+        try:
+            for cell in cells:
+                name = name_of(cell)
+                if name in done:
+                    continue
+                context.check_time()
+                context.watcher.cell(name)
+                context.checkpoint = checkpoint_path(store.path, name)
+                store.add(name, {**cell, **self.measure(cell, settings, context)})
+                context.checkpoint.unlink(missing_ok=True)
+                context.watcher.end(name)
+        except BaseException:
+            store.save()
+            raise
+        summary = self.summarise(store.records)
+        return store.finish(summary), summary
+
+
+def name_of(cell: Cell) -> str:
+    """``L=256 w=4``: names the cell in files and on the screen."""
+    return " ".join(f"{name}={value}" for name, value in cell.items())
+
+
+def checkpoint_path(partial: Path, name: str) -> Path:
+    """Beside the partial file, and ending as it does not: it is never taken for results."""
+    slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)
+    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.{slug}.checkpoint.partial")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Memory ran out, on a GPU or a CPU."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken; on a CPU more than that would end the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+    return free[0] if free else 4 * 2**30

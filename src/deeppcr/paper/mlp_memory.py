@@ -1,0 +1,107 @@
+"""``mlp-memory``: peak memory of a forward pass, layer by layer, in parallel, and in parallel by chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import deeppcr
+
+from .experiment import Cell, Context, Experiment, is_out_of_memory
+from .memory import peak_bytes
+from .mlp import Network
+from .mlp_timing import check_room, release, solver
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes; ``chunks`` are those of the chunked solves, beside the paper's method (chunk 1)."""
+
+    depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
+    widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
+    chunks: tuple[int | str, ...] = (16, 64, "auto")
+    activation: str = "relu"
+    seed: int = 0
+
+
+FULL = Settings()
+QUICK = Settings(depths=(16, 128, 1024, 4096), widths=(2, 8, 32))
+
+
+def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    for width in settings.widths:
+        for depth in settings.depths:
+            yield {"L": depth, "w": width}
+
+
+@torch.no_grad()
+def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    """Bytes of the network, and for every way to run it the peak beyond them."""
+    depth, width, device = cell["L"], cell["w"], context.device
+    network_bytes = 4 * (depth * (width**2 + width) + width)
+    names = ["loop", "printed", *(f"chunk {chunk}" for chunk in settings.chunks)]
+    try:
+        check_room(depth, width, device)
+        network = Network.make(depth, width, device, settings.seed, settings.activation)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"network_bytes": network_bytes, "peaks": {name: {"status": "out of memory"} for name in names}}
+    runs: dict[str, Callable[[], Any]] = {"loop": network.loop}
+    runs["printed"] = lambda: network.parallel(solver(network, "printed"))
+    for chunk in settings.chunks:
+        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian)  # pyright: ignore[reportArgumentType]
+        runs[f"chunk {chunk}"] = lambda newton=newton: network.parallel(newton)
+    peaks: dict[str, Any] = {}
+    for name, run in runs.items():
+        if device.type == "cuda":
+            release(device)
+        try:
+            peaks[name] = {"status": "ok", "bytes": peak_bytes(run, device, *network.tensors)}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            peaks[name] = {"status": "out of memory"}
+    return {"network_bytes": network_bytes, "peaks": peaks}
+
+
+def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The paper's ratio: memory of the loop over that of the parallel pass, the network included in both."""
+    ratios: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        totals = {
+            name: record["network_bytes"] + peak["bytes"]
+            for name, peak in record["peaks"].items()
+            if peak["status"] == "ok"
+        }
+        for name, total in totals.items():
+            if name != "loop" and "loop" in totals:
+                entry = {"L": record["L"], "w": record["w"], "ratio": totals["loop"] / total}
+                ratios.setdefault(name, []).append(entry)
+    return ratios
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    shown = []
+    for name, entries in summary.items():
+        ratios = [entry["ratio"] for entry in entries]
+        shown.append(
+            f"{name}: memory of the loop over that of the parallel pass {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+    return shown
+
+
+EXPERIMENT = Experiment(
+    name="mlp-memory",
+    paper="memory figure",
+    what="peak memory of a forward pass: the loop against DeepPCR, chunked too",
+    full=FULL,
+    quick=QUICK,
+    cells=cells,
+    measure=measure,
+    summarise=summarise,
+    lines=lines,
+)

@@ -1,0 +1,103 @@
+"""``mlp-newton``: how many Newton iterations a forward pass takes under the paper's test, and how far off the output is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import deeppcr
+
+from .experiment import Cell, Context, Experiment, is_out_of_memory
+from .mlp import Network
+from .mlp_timing import check_room, release, solver
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes; every cell is measured on ``samples`` networks, with seeds seed, seed + 1, ..."""
+
+    depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
+    widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
+    activations: tuple[str, ...] = ("relu", "sigmoid")
+    guesses: tuple[str, ...] = ("repeat-initial", "random")
+    samples: int = 3
+    seed: int = 0
+
+
+FULL = Settings()
+QUICK = Settings(depths=(4, 32, 256, 2048), widths=(2, 8, 32))
+
+
+def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    for activation in settings.activations:
+        for guess in settings.guesses:
+            for width in settings.widths:
+                for depth in settings.depths:
+                    yield {"activation": activation, "guess": guess, "L": depth, "w": width}
+
+
+@torch.no_grad()
+def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    """Iterations, results and the norm of the difference of z_L to the loop's, for every sample."""
+    found: dict[str, Any] = {"status": "ok", "iterations": [], "error": [], "error_float64": [], "results": []}
+    try:
+        check_room(cell["L"], cell["w"], context.device)
+        for sample in range(settings.seed, settings.seed + settings.samples):
+            network = Network.make(cell["L"], cell["w"], context.device, sample, cell["activation"])
+            random = deeppcr.Random(seed=sample)
+            guess = random if cell["guess"] == "random" else deeppcr.RepeatInitial()
+            solution = network.parallel(solver(network, "printed"), guess)
+            output = solution.states[-1].double()
+            found["iterations"].append(int(solution.iterations.max()))
+            found["results"].append(solution.result.name)
+            found["error"].append((output - network.loop()[-1].double()).norm().item())
+            found["error_float64"].append((output - network.exact_states()[-1]).norm().item())
+            del network, solution
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        release(context.device)
+        return {"status": "out of memory"}
+    return found
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every activation and guess: the most iterations, the largest error, and how many did not converge."""
+    found = []
+    for activation, guess in sorted({(record["activation"], record["guess"]) for record in records}):
+        mine = [r for r in records if (r["activation"], r["guess"]) == (activation, guess) and r["status"] == "ok"]
+        if mine:
+            found.append(
+                {
+                    "activation": activation,
+                    "guess": guess,
+                    "most_iterations": max(max(record["iterations"]) for record in mine),
+                    "largest_error": max(max(record["error"]) for record in mine),
+                    "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
+                }
+            )
+    return found
+
+
+def lines(summary: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{entry['activation']:8} {entry['guess']:15} at most {entry['most_iterations']} iterations, "
+        f"output error at most {entry['largest_error']:.1e}, not converged: {entry['not_converged']}"
+        for entry in summary
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="mlp-newton",
+    paper="fig. 8 left",
+    what="Newton iterations and output error of a forward pass over depths and widths, from two guesses",
+    full=FULL,
+    quick=QUICK,
+    cells=cells,
+    measure=measure,
+    summarise=summarise,
+    lines=lines,
+)

@@ -1,0 +1,112 @@
+"""What the program reads off the timings of networks: break-even depths, best speed-ups, and where w²L becomes too much."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+#: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.
+SLOWED = 2.0
+
+
+def seconds(record: dict[str, Any], way: str, column: str) -> float | None:
+    """The shortest repeat; None where the column was not timed."""
+    repeats = record.get(way, {}).get(column, {}).get("seconds")
+    return min(repeats) if repeats else None
+
+
+def speedup(record: dict[str, Any], way: str, column: str, over: str) -> float | None:
+    mine, other = seconds(record, way, column), seconds(record, way, over)
+    return other / mine if mine and other else None
+
+
+def break_even(ratios: dict[int, float]) -> float | None:
+    """The depth from which on the speed-up stays above 1, read off between measured depths on log axes.
+
+    Args:
+        ratios: speed-up by depth
+
+    >>> break_even({2: 0.25, 8: 1.0, 32: 4.0})
+    8.0
+    """
+    found, above = None, None
+    for depth in sorted(ratios, reverse=True):
+        if ratios[depth] < 1:
+            if above is not None:
+                low, high = math.log2(ratios[depth]), math.log2(ratios[above])
+                found = 2 ** (math.log2(depth) + math.log2(above / depth) * -low / (high - low))
+            break
+        found, above = float(depth), depth
+    return found
+
+
+def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
+    """Where the time stops being independent of the width: for each depth the first width that takes twice as long."""
+    times: dict[int, dict[int, float]] = {}
+    for record in records:
+        found = seconds(record, way, column)
+        if found is not None:
+            times.setdefault(record["L"], {})[record["w"]] = found
+    crossed: dict[int, int] = {}
+    for depth, by_width in times.items():
+        least = by_width[min(by_width)]
+        slow = [width for width in sorted(by_width) if by_width[width] > SLOWED * least]
+        if slow:
+            crossed[depth] = slow[0] ** 2 * depth
+    values = sorted(crossed.values())
+    return {"by_depth": crossed, "w2L": median(values) if values else None}
+
+
+def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One entry for every activation, direction and parallel column; and what was not timed, with the reasons."""
+    found = []
+    for activation in sorted({record["activation"] for record in records}):
+        mine = [record for record in records if record["activation"] == activation]
+        for way in ("forward", "backward"):
+            for column in ("printed", "auto"):
+                entry: dict[str, Any] = {"activation": activation, "direction": way, "column": column}
+                for over in ("loop", "graph"):
+                    ratios = [(speedup(record, way, column, over), record) for record in mine]
+                    known = [(ratio, record) for ratio, record in ratios if ratio is not None]
+                    if not known:
+                        continue
+                    best, where = max(known, key=lambda pair: pair[0])
+                    by_width: dict[int, dict[int, float]] = {}
+                    for ratio, record in known:
+                        by_width.setdefault(record["w"], {})[record["L"]] = ratio
+                    depths = {width: break_even(each) for width, each in sorted(by_width.items())}
+                    entry[f"over_{over}"] = {
+                        "best": {"speedup": best, "L": where["L"], "w": where["w"]},
+                        "break_even_depth": depths,
+                    }
+                entry["threshold"] = threshold(mine, way, column)
+                found.append(entry)
+    reasons = Counter(
+        f"{way} {column}: {entry['status']}"
+        for record in records
+        for way in ("forward", "backward")
+        for column, entry in record[way].items()
+        if entry["status"] != "ok"
+    )
+    return {"entries": found, "not_timed": dict(reasons)}
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    shown = []
+    for entry in summary["entries"]:
+        for over in ("loop", "graph"):
+            against = entry.get(f"over_{over}")
+            if against is None:
+                continue
+            best = against["best"]
+            even = [depth for depth in against["break_even_depth"].values() if depth is not None]
+            where = f"break-even from L ≈ {min(even):.0f}" if even else "no break-even"
+            shown.append(
+                f"{entry['activation']:8}{entry['direction']:9} {entry['column']:8} over {over:6}"
+                f"best {best['speedup']:.2g}x at L = {best['L']}, w = {best['w']}; {where}"
+            )
+    shown += [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
+    return shown

@@ -1,0 +1,294 @@
+"""``mlp-timing``: a deep network forward and backward, by the loop and in parallel, over depths and widths.
+
+Shapes: L layers of width w, one row.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deeppcr
+from deeppcr.nn.networks import ACTIVATIONS
+
+from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
+from .mlp import Network
+from .mlp_summary import lines, summarise
+from .timing import capture, measure, relative_error
+
+DIRECTIONS = ("forward", "backward")
+#: Weights from which on what is left over is cleared away at once: that takes longer than timing a small network.
+_LARGE = 2**24
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes, and how long a cell is timed.
+
+    Attributes:
+        budget: seconds of timing for each direction of a cell, over all columns
+        fewest, most: repeats, whatever the budget
+        forward_tolerance: largest difference to the states in float64, in units of their largest
+        backward_tolerance: of each gradient, the norm of the difference over the norm. A unit whose value is nearly zero
+            may have the other slope of a ReLU in float32, so single elements can differ by as much as they like
+    """
+
+    depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
+    widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
+    activations: tuple[str, ...] = ("relu", "tanh", "sigmoid")
+    budget: float = 3.0
+    fewest: int = 3
+    most: int = 100
+    forward_tolerance: float = 1e-3
+    backward_tolerance: float = 1e-2
+    seed: int = 0
+
+
+FULL = Settings()
+QUICK = Settings(depths=(4, 32, 256, 1024), widths=(2, 8, 32), budget=0.1, fewest=2, most=10)
+
+
+def solver(network: Network, column: str) -> deeppcr.Newton:
+    """``printed``: the paper's method with its test; ``auto``: this library's defaults."""
+    if column == "printed":
+        stop = deeppcr.PaperTest(1e-4, 1e-4)
+        return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15, jacobian=network.jacobian, linear=deeppcr.PCR())
+    return deeppcr.Newton(chunk="auto", jacobian=network.jacobian)
+
+
+def columns(device: torch.device) -> tuple[str, ...]:
+    return ("loop", "graph", "printed", "auto") if device.type == "cuda" else ("loop", "printed", "auto")
+
+
+def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    for activation in settings.activations:
+        for width in settings.widths:
+            for depth in settings.depths:
+                yield {"activation": activation, "L": depth, "w": width}
+
+
+def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    """For both directions and every column: whether its results hold, and the seconds of every repeat."""
+    device = context.device
+    try:
+        check_room(cell["L"], cell["w"], device)
+        network = Network.make(cell["L"], cell["w"], device, settings.seed, cell["activation"])
+        exact = network.exact_states()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        missing = {column: {"status": "out of memory"} for column in columns(device)}
+        return {way: dict(missing) for way in DIRECTIONS}
+    found: dict[str, Any] = {}
+    for way, prepare in (("forward", Forward(network, exact)), ("backward", Backward(network, exact))):
+        found[way] = time_columns(prepare, columns(device), settings, device)
+        if network.weights.numel() >= _LARGE:
+            release(device)
+    return found
+
+
+def check_room(depth: int, width: int, device: torch.device) -> None:
+    """Raise MemoryError where a CPU cannot hold the network and its blocks: the system would end the whole process."""
+    if device.type == "cpu" and 8 * 4 * depth * width**2 > free_memory(device):
+        raise MemoryError("out of memory")
+
+
+@dataclass
+class Column:
+    """One way to compute a pass: what is called to time it, and how its results compare."""
+
+    run: Callable[[], Any]
+    error: float
+    tolerance_of: str
+    solution: deeppcr.Solution | None = None
+    keep: Any = None
+
+    def record(self, settings: Settings) -> dict[str, Any]:
+        allowed = getattr(settings, self.tolerance_of)
+        record: dict[str, Any] = {"status": "ok", "error": self.error}
+        if self.solution is not None:
+            plan = self.solution.plan
+            record |= {
+                "iterations": int(self.solution.iterations.max()),
+                "chunk": plan.chunk,
+                "linear": plan.linear,
+                "result": self.solution.result.name,
+            }
+            if self.solution.result is not deeppcr.Result.CONVERGED:
+                record["status"] = f"not converged: {self.solution.message}"
+        if not self.error <= allowed:
+            record["status"] = f"differs from the loop in float64 by {self.error:.1e}, more than {allowed:.0e}"
+        return record
+
+
+def time_columns(
+    prepare: Callable[[str], Column], names: Sequence[str], settings: Settings, device: torch.device
+) -> dict[str, Any]:
+    """Check every column, then time those that hold, in turn. Where they do not fit together, each by itself."""
+    records: dict[str, Any] = {}
+    runs: dict[str, Callable[[], Any]] = {}
+    held: list[Column] = []
+    try:
+        for name in names:
+            column = prepare(name)
+            records[name] = column.record(settings)
+            if records[name]["status"] == "ok":
+                runs[name] = column.run
+                held.append(column)
+        timings = measure(runs, device, budget=settings.budget, repeats=(settings.fewest, settings.most))
+    except (RuntimeError, MemoryError) as error:
+        failure = "out of memory" if is_out_of_memory(error) else f"failed: {type(error).__name__}: {error}"
+    else:
+        for name, timing in timings.items():
+            records[name]["seconds"] = list(timing.seconds)
+        return records
+    del runs, held
+    release(device)
+    if len(names) == 1:
+        return {names[0]: {"status": failure}}
+    return {name: time_columns(prepare, [name], settings, device)[name] for name in names}
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Forward:
+    """All states, without gradients."""
+
+    def __init__(self, network: Network, exact: Tensor):
+        self.network, self.exact = network, exact
+
+    @torch.no_grad()
+    def __call__(self, name: str) -> Column:
+        network = self.network
+        if name == "loop":
+            error = relative_error([torch.stack(network.loop())], [self.exact])
+            return Column(torch.no_grad()(network.loop), error, "forward_tolerance")
+        if name == "graph":
+            replay, states = capture(network.loop)
+            replay()
+            error = relative_error([torch.stack(states)], [self.exact])
+            return Column(replay, error, "forward_tolerance", keep=states)
+        newton = solver(network, name)
+        solution = network.parallel(newton)
+        error = relative_error([solution.states], [self.exact])
+        run = torch.no_grad()(lambda: network.parallel(newton))
+        return Column(run, error, "forward_tolerance", solution)
+
+
+class Backward:
+    """The gradients of the last state's sum in weights, biases and input, without the forward pass before it."""
+
+    def __init__(self, network: Network, exact: Tensor):
+        self.network = network.trainable()
+        self.reference = Adjoints(network, exact)
+
+    def __call__(self, name: str) -> Column:
+        network, solution = self.network, None
+        if name == "graph":
+            return self.graph()
+        if name == "loop":
+            states = network.loop()
+            every, last = torch.stack(states).sum(), states[-1].sum()
+        else:
+            solution = network.parallel(solver(network, name))
+            every, last = solution.states.sum(), solution.states[-1].sum()
+
+        def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss, network.tensors, retain_graph=True)
+
+        # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too.
+        error = max(self.reference.error(gradients(last), 0), self.reference.error(gradients(every), 1))
+        del every
+        return Column(lambda: gradients(last), error, "backward_tolerance", solution)
+
+    def graph(self) -> Column:
+        """The loop's backward pass as a CUDA graph; the forward pass is captured before it, for what it saves."""
+        network = self.network
+
+        def forward() -> Tensor:
+            return network.loop()[-1].sum()
+
+        def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss, network.tensors, retain_graph=True)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            gradients(forward())
+        torch.cuda.current_stream().wait_stream(side)
+        passes = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(passes[0]):
+            loss = forward()
+        with torch.cuda.graph(passes[1], pool=passes[0].pool()):
+            found = gradients(loss)
+        for each in passes:
+            each.replay()
+        return Column(
+            passes[1].replay, self.reference.error(found, 0), "backward_tolerance", keep=(passes, loss, found)
+        )
+
+
+class Adjoints:
+    """The exact gradients of the last state's sum (0) and of the sum of all states (1), from states in float64.
+
+    The gradient of a weight matrix is the product of two vectors, which are all that is stored.
+    """
+
+    @torch.no_grad()
+    def __init__(self, network: Network, exact: Tensor):
+        function, slope = ACTIVATIONS[network.activation]
+        before = torch.cat([network.z0.double().unsqueeze(0), exact[:-1]]).squeeze(1)  # [L, w]
+        self.inputs, slopes = function(before), slope(before).unbind()
+        loss = torch.tensor([[0.0], [1.0]], dtype=exact.dtype, device=exact.device)
+        gradient = torch.ones_like(exact[0]).expand(2, -1)
+        adjoints = []
+        for weight, derivative in zip(reversed(network.weights.unbind()), reversed(slopes), strict=True):
+            adjoints.append(gradient)
+            gradient = (gradient @ weight.double()) * derivative + loss
+        self.initial = gradient - loss  # the states are z_1 ... z_L: z_0 is in no sum
+        self.states = torch.stack(adjoints[::-1], 1)  # [2, L, w]
+
+    @torch.no_grad()
+    def error(self, found: Sequence[Tensor], which: int) -> float:
+        z0, weights, biases = found
+        adjoint = self.states[which]
+        errors = [_ratio(z0.flatten().double() - self.initial[which], self.initial[which])]
+        errors.append(_ratio(biases.double() - adjoint, adjoint))
+        difference, total = torch.zeros_like(adjoint[0, 0]), torch.zeros_like(adjoint[0, 0])
+        at_once = max(1, 2**24 // adjoint.shape[1] ** 2)
+        for start in range(0, len(adjoint), at_once):
+            part = slice(start, start + at_once)
+            reference = adjoint[part].unsqueeze(-1) * self.inputs[part].unsqueeze(-2)
+            difference += (weights[part].double() - reference).square().sum()
+            total += reference.square().sum()
+        errors.append(_ratio(difference.sqrt(), total.sqrt()))
+        return max(errors)
+
+
+def _ratio(difference: Tensor, reference: Tensor) -> float:
+    """The norm of the difference over the norm; gradients that have vanished in float32 are compared with its smallest."""
+    scale = reference.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    found = (difference.norm() / scale).item()
+    return found if found == found else float("inf")
+
+
+EXPERIMENT = Experiment(
+    name="mlp-timing",
+    paper="fig. 3, tanh and sigmoid figures, width figure, A100 figure",
+    what="time of one forward and one backward pass over depths and widths: loops against DeepPCR",
+    full=FULL,
+    quick=QUICK,
+    cells=cells,
+    measure=measure_cell,
+    summarise=summarise,
+    lines=lines,
+)

@@ -1,0 +1,300 @@
+"""Training residual networks, several at a time in lockstep: the same images, one pass layer by layer, one in parallel.
+
+Shapes: B rows, w the width, L layers in steps of ``skip``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deeppcr
+
+from .data import Images, digits, mnist
+from .experiment import Context, OutOfTime
+from .timing import synchronise
+
+#: Seconds between checkpoints of a cell.
+CHECKPOINT = 60.0
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the experiments on training share.
+
+    Attributes:
+        depths: layers between the input and the output layer
+        rate: of plain stochastic gradient descent
+        window: steps that make one point of a curve
+        seeds: runs with seed, seed + 1, ...
+        data: "mnist" or "digits"
+        train, test: how many images; None for all
+        eager_steps: forward passes of the eager loop that are timed
+        iterations: fixed numbers of Newton iterations; 0 stops by the paper's test
+        guesses: where Newton starts
+    """
+
+    depths: tuple[int, ...] = (256, 512, 1024)
+    width: int = 16
+    skip: int = 4
+    activation: str = "relu"
+    batch: int = 8
+    epochs: int = 8
+    rate: float = 1e-3
+    window: int = 100
+    seeds: int = 5
+    data: str = "mnist"
+    train: int | None = None
+    test: int | None = None
+    eager_steps: int = 200
+    iterations: tuple[int, ...] = (0,)
+    guesses: tuple[str, ...] = ("batch-mean",)
+    seed: int = 0
+
+
+def adapt(settings: Settings, context: Context) -> Settings:
+    """Quick runs take MNIST, too, where its folder was given."""
+    return replace(settings, data="mnist") if context.data_dir is not None else settings
+
+
+def images(settings: Settings, context: Context) -> Images:
+    """On the device; read once a run."""
+    if "images" not in context.cache:
+        found = digits() if settings.data == "digits" else mnist(context.data_dir)
+        context.cache["images"] = found.first(settings.train, settings.test).to(context.device)
+    return context.cache["images"]
+
+
+def newton(iterations: int) -> deeppcr.Newton:
+    """The paper's method, with its test or with a fixed number of iterations."""
+    stop = deeppcr.FixedIterations(iterations) if iterations else deeppcr.PaperTest(1e-4, 1e-4)
+    return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15)
+
+
+class Guessed(deeppcr.nn.ResNet):
+    """A ResNet whose parallel pass starts from what it is told: "batch-mean", "random", "zeros", "first-layer"."""
+
+    guess: str = "batch-mean"
+    passes: int = 0
+
+    def _solve(self, hidden: Tensor) -> Tensor:
+        if self.guess == "batch-mean":
+            self.warm_start = True
+            return super()._solve(hidden)
+        self.passes += 1
+        start = {
+            "zeros": deeppcr.Zeros(),
+            "random": deeppcr.Random(seed=self.passes),  # new at every pass
+            "first-layer": deeppcr.RepeatInitial(),
+        }[self.guess]
+        solver = replace(self.newton, jacobian=deeppcr.GivenJacobian(self._jacobian, exact=True))
+        solution = deeppcr.solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=start)
+        self.solution = replace(solution, states=None)
+        return solution.states
+
+
+class _LayerByLayer(nn.Module):
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x, mode="sequential")
+
+
+class Runner:
+    """One network in training, and the curves of it.
+
+    Args:
+        mode: "sequential" (a CUDA graph on a GPU: the fastest that goes layer by layer), "eager" or "parallel"
+        newton, guess: of the parallel mode
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        depth: int,
+        seed: int,
+        images: Images,
+        mode: str,
+        newton: deeppcr.Newton | None = None,
+        guess: str = "batch-mean",
+    ):
+        self.device, self.mode = images.train.device, mode
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # on the CPU: the same network on every device
+            network = Guessed(
+                images.train.shape[1],
+                settings.width,
+                depth,
+                CLASSES,
+                settings.skip,
+                settings.activation,
+                mode="parallel",
+                newton=newton,
+            )
+        self.network = network.to(self.device)
+        self.network.guess = guess
+        self.optimiser = torch.optim.SGD(self.network.parameters(), lr=settings.rate)
+        self.forward: Callable[[Tensor], Tensor] = self.network
+        if mode != "parallel":
+            self.forward = _LayerByLayer(self.network)
+            if mode == "sequential" and self.device.type == "cuda":
+                sample = images.train[: settings.batch].clone()
+                self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
+        self.diverged: int | None = None
+        self.curves: dict[str, list[Any]] = {}
+        self.test_accuracy: list[float] = []
+        self._window: dict[str, list[float]] = {}
+
+    def step(self, x: Tensor, labels: Tensor, number: int) -> None:
+        """One step of training; none once the loss is no longer finite."""
+        if self.diverged is not None:
+            return
+        synchronise(self.device)
+        begun = time.perf_counter()
+        scores = self.forward(x)
+        synchronise(self.device)
+        passed = time.perf_counter()
+        loss = nn.functional.cross_entropy(scores, labels)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimiser.step()
+        synchronise(self.device)
+        ended = time.perf_counter()
+        value = loss.item()
+        if not math.isfinite(value):
+            self.diverged = number
+            return
+        found = {
+            "loss": value,
+            "accuracy": (scores.argmax(-1) == labels).float().mean().item(),
+            "forward_seconds": passed - begun,
+            "step_seconds": ended - begun,
+        }
+        if self.mode == "parallel":
+            solution = self.network.solution
+            assert solution is not None
+            found["iterations"] = solution.iterations.float().mean().item()
+            good = (deeppcr.Result.CONVERGED, deeppcr.Result.ITERATIONS_DONE)
+            found["not_converged"] = float(solution.result not in good)
+        for name, each in found.items():
+            self._window.setdefault(name, []).append(each)
+
+    def close_window(self, number: int) -> None:
+        """A point of each curve: mean and standard deviation over the window."""
+        window, self._window = self._window, {}
+        if not window:
+            return
+        self.curves.setdefault("step", []).append(number)
+        for name, values in window.items():
+            self.curves.setdefault(name, []).append(fmean(values))
+            self.curves.setdefault(f"{name}_std", []).append(pstdev(values))
+
+    @torch.no_grad()
+    def test(self, images: Images) -> None:
+        """Accuracy on the test images, layer by layer: the network as it is, however it was trained."""
+        hits = 0
+        for x, labels in zip(images.test.split(1000), images.test_labels.split(1000), strict=True):
+            hits += int((self.network(x, mode="sequential").argmax(-1) == labels).sum())
+        self.test_accuracy.append(hits / len(images.test_labels))
+
+    def record(self) -> dict[str, Any]:
+        return {"curves": self.curves, "test_accuracy": self.test_accuracy, "diverged": self.diverged}
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs; taken between windows."""
+        return {
+            "parameters": self.network.state_dict(),
+            "activations": self.network.activations,
+            "warm": self.network._warm,
+            "passes": self.network.passes,
+            **self.record(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["parameters"])
+        self.network.activations = state["activations"].to(self.device)
+        self.network._warm, self.network.passes = state["warm"], state["passes"]
+        self.curves, self.test_accuracy, self.diverged = state["curves"], state["test_accuracy"], state["diverged"]
+
+
+def train(
+    runners: dict[str, Runner], images: Images, settings: Settings, seed: int, context: Context
+) -> dict[str, Any]:
+    """Train them all on the same batches.
+
+    Returns:
+        for every runner its curves, and, where there are two, the largest difference of a parameter at every point
+    """
+    per_epoch = len(images.train_labels) // settings.batch
+    total = settings.epochs * per_epoch
+    first, distances = 0, []
+    kept = context.load_checkpoint()
+    if kept is not None and set(kept["runners"]) == set(runners):
+        first, distances = kept["step"], kept["distances"]
+        for name, runner in runners.items():
+            runner.load(kept["runners"][name])
+    order, saved = None, time.monotonic()
+    for step in range(first, total):
+        epoch, index = divmod(step, per_epoch)
+        if order is None or index == 0:
+            generator = torch.Generator().manual_seed(1000 * seed + epoch)
+            order = torch.randperm(len(images.train_labels), generator=generator).to(context.device)
+        picked = order[index * settings.batch : (index + 1) * settings.batch]
+        x, labels = images.train[picked], images.train_labels[picked]
+        for runner in runners.values():
+            runner.step(x, labels, step)
+        if index == per_epoch - 1:
+            for runner in runners.values():
+                if runner.diverged is None:
+                    runner.test(images)
+        if (step + 1) % settings.window and step + 1 < total:
+            continue
+        for runner in runners.values():
+            runner.close_window(step + 1)
+        if len(runners) == 2:
+            distances.append(distance(*runners.values()))
+        context.watcher.part((step + 1) / total)
+        late = _out_of_time(context)
+        if step + 1 < total and (late or time.monotonic() - saved > CHECKPOINT):
+            states = {name: runner.state() for name, runner in runners.items()}
+            context.save_checkpoint({"step": step + 1, "distances": distances, "runners": states})
+            saved = time.monotonic()
+            if late:
+                raise OutOfTime
+        if all(runner.diverged is not None for runner in runners.values()):
+            break
+    found: dict[str, Any] = {"runs": {name: runner.record() for name, runner in runners.items()}}
+    if len(runners) == 2:
+        found["parameter_distance"] = distances
+    return found
+
+
+@torch.no_grad()
+def distance(one: Runner, other: Runner) -> float:
+    """The largest difference of a parameter."""
+    pairs = zip(one.network.parameters(), other.network.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def _out_of_time(context: Context) -> bool:
+    try:
+        context.check_time()
+    except OutOfTime:
+        return True
+    return False
+
+
+def last(curve: list[float], points: int = 10) -> float | None:
+    """The mean of the last points of a curve; None where there are none."""
+    values = [value for value in curve[-points:] if isinstance(value, (int, float))]
+    return fmean(values) if values else None

@@ -1,0 +1,246 @@
+"""Result files: one JSON file a run, whole or not there.
+
+While a run is under way its file is ``<name>.partial.json``, written anew after the cells; it gets its final name once
+every cell is in it. The same command finds the partial file, on this or another machine, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deeppcr
+
+from .timing import hardware, machine
+
+#: Raised when the meaning of a field changes; files of another version are not read.
+SCHEMA = 1
+#: Files are written anew at most this often, in seconds; what is finished in between is kept in memory.
+INTERVAL = 2.0
+PARTIAL = ".partial.json"
+
+
+class PaperError(Exception):
+    """What a user can do something about; the message is one line that says what."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file, whole or partial, checked to be one that this version understands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PaperError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PaperError(f"{path}: cannot be read: {error}") from None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise PaperError(f"{path}: not a whole JSON file ({error}); move it away and run again") from None
+    if not isinstance(content, dict) or "schema" not in content:
+        raise PaperError(f"{path}: not a result file of `deeppcr reproduce`: it has no schema version")
+    if content["schema"] != SCHEMA:
+        raise PaperError(
+            f"{path}: written in version {content['schema']} of the format, this deeppcr reads version {SCHEMA}; "
+            "move it away and run again"
+        )
+    missing = [key for key in ("experiment", "settings", "device", "complete", "records") if key not in content]
+    if missing:
+        raise PaperError(f"{path}: the result file lacks {', '.join(missing)}")
+    return content
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """All or nothing: the file is replaced in one step, after its content has reached the disk."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            # NaN is no JSON: as_json has given it a name.
+            json.dump(content, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise disk_error(path, error) from error
+        raise
+
+
+def disk_error(path: Path, error: OSError) -> PaperError:
+    """The message for a disk that does not take what is written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PaperError(
+            f"{path}: no space left on the disk; nothing was overwritten. Free some space and run the same command again"
+        )
+    return PaperError(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def as_json(value: Any) -> Any:
+    """The value as it comes back from a file: tuples become lists, keys text, and what is not finite becomes its name."""
+    if isinstance(value, dict):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def current_commit() -> str:
+    """The commit of this checkout, marked where files differ from it; ``DEEPPCR_COMMIT`` where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    if os.environ.get("DEEPPCR_COMMIT"):
+        return os.environ["DEEPPCR_COMMIT"]
+    try:
+        # Untracked files (results, mostly) do not change what was run.
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def session(device: torch.device) -> dict[str, Any]:
+    """What one stretch of work ran on: hardware, versions, commit, and when it began."""
+    about = machine(device)
+    return {
+        "hardware": {"device": about["hardware"], "cpu": hardware(torch.device("cpu"))},
+        "machine": about,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "deeppcr": deeppcr.__version__},
+        "commit": current_commit(),
+        "start": now(),
+        "end": None,
+    }
+
+
+def file_name(experiment: str, device_name: str, date: str, commit: str, *, quick: bool) -> str:
+    """``<experiment>-<hardware>-<date>-<commit>[-quick]``, without what file systems dislike."""
+    parts = [
+        experiment,
+        device_name.replace("(R)", "").replace("(TM)", ""),
+        date,
+        commit,
+        *(["quick"] if quick else []),
+    ]
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
+
+
+@dataclass
+class Store:
+    """The file of one run, open for more records.
+
+    Attributes:
+        path: of the partial file; ``finish`` gives it its final name
+        content: what is in the file: the header's fields and ``records``, each with a ``key``
+    """
+
+    path: Path
+    content: dict[str, Any]
+    _saved: float = field(default=0.0, repr=False)
+
+    @staticmethod
+    def open(
+        folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, quick: bool = False
+    ) -> Store:
+        """Go on with a partial file of the same experiment, settings and kind of device, or begin a new one."""
+        settings, here = as_json(settings), session(device)
+        for path in sorted(folder.glob(f"{experiment}-*{PARTIAL}")):
+            content = read(path)
+            same = (content["experiment"], content["settings"], content["device"]) == (
+                experiment,
+                settings,
+                device.type,
+            )
+            if same:
+                content["sessions"].append(here)
+                return Store(path, content)
+        content = {
+            "schema": SCHEMA,
+            "experiment": experiment,
+            "quick": quick,
+            "complete": False,
+            "device": device.type,
+            "hardware": here["hardware"],
+            "versions": here["versions"],
+            "commit": here["commit"],
+            "start": here["start"],
+            "end": None,
+            "settings": settings,
+            "sessions": [here],
+            "summary": None,
+            "records": [],
+        }
+        name = file_name(experiment, here["hardware"]["device"], here["start"][:10], here["commit"], quick=quick)
+        return Store(_free(folder, name, PARTIAL), content)
+
+    @property
+    def done(self) -> set[str]:
+        """The keys of the cells that are finished."""
+        return {record["key"] for record in self.content["records"]}
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return self.content["records"]
+
+    def add(self, key: str, record: dict[str, Any]) -> None:
+        """Keep the record of a cell, and write the file unless that was done a moment ago."""
+        number = len(self.content["sessions"]) - 1
+        device_name = self.content["sessions"][number]["hardware"]["device"]
+        self.content["records"].append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
+        if time.monotonic() - self._saved >= INTERVAL:
+            self.save()
+
+    def save(self) -> None:
+        self.content["sessions"][-1]["end"] = now()
+        write(self.path, self.content)
+        self._saved = time.monotonic()
+
+    def finish(self, summary: Any = None) -> Path:
+        """Every cell is there: give the file its final name. An existing file is never replaced."""
+        self.content["summary"] = as_json(summary)
+        self.content["end"] = now()
+        self.content["complete"] = True
+        self.save()
+        final = _free(self.path.parent, self.path.name.removesuffix(PARTIAL), ".json")
+        try:
+            os.rename(self.path, final)
+        except OSError as error:
+            raise disk_error(final, error) from error
+        self.path = final
+        return final
+
+
+def _free(folder: Path, name: str, ending: str) -> Path:
+    """A path that is not taken, whole or partial: a second run on the same day gets ``-2``."""
+    number = 1
+    while True:
+        stem = name if number == 1 else f"{name}-{number}"
+        others = [PARTIAL, ".json"] if ending == PARTIAL else [".json"]
+        if not any((folder / f"{stem}{other}").exists() for other in others):
+            return folder / f"{stem}{ending}"
+        number += 1
