@@ -219,3 +219,7 @@ class Bars:
 def main() -> None:
     """The entry point."""
     app()
+
+
+if __name__ == "__main__":
+    main()
