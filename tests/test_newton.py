@@ -5,7 +5,7 @@ import torch
 
 import deeppcr
 from deeppcr import FixedIterations, Newton, PaperTest, Result
-from problems import CHAOTIC, Generator, lorenz, mlp, plain_loop, relative_error
+from problems import CHAOTIC, Generator, attention, lorenz, mlp, plain_loop, relative_error
 
 
 @pytest.mark.parametrize("chunk", [1, 8, "auto"])
@@ -298,3 +298,22 @@ def test_wide_states_are_not_certified_and_the_plan_says_so(device):
     step = lambda z: 0.3 * torch.cos(z)  # noqa: E731
     solution = deeppcr.solve(step, torch.ones(1, 40, device=device), length=30, solver=deeppcr.Jacobi())
     assert any("not certified" in note for note in solution.plan.notes)
+
+
+def test_states_that_were_thrown_far_away_are_called_back(device):
+    """Left alone, the tail that the first updates throw to 1e160 takes more than a hundred iterations to come back."""
+    problem = attention(Generator(0, torch.float64, device), 1000, 3)
+    solution = problem.solve(solver=Newton(chunk=1), on_failure="raise")
+    assert solution.result is Result.CONVERGED
+    assert solution.iterations.max() <= 40
+    assert relative_error(solution.states, problem.loop()) < 1e-9
+
+
+def test_the_chain_is_cut_where_an_iterate_left_the_domain(device):
+    """One bad state in the guess: the states behind it are still solved for, not merely stepped once."""
+    step = lambda z: 0.5 * z + 1 + 0 * torch.sqrt(z)  # noqa: E731
+    z0 = torch.full((1, 1), 2.0, dtype=torch.float64, device=device)  # the fixed point
+    guess = torch.full((40, 1, 1), 2.0, dtype=torch.float64, device=device)
+    guess[10], guess[12:] = -1.0, 5.0
+    solution = deeppcr.solve(step, z0, length=40, guess=guess, solver=Newton(chunk=1, stop=FixedIterations(1)))
+    assert torch.allclose(solution.states, torch.full_like(guess, 2.0))
