@@ -120,8 +120,8 @@ def test_gradients_survive_overflowing_products(up_and_down, solver):
 
     expected = gradients(torch.float64, linear.ForwardSubstitution())
     for ours, theirs in zip(gradients(torch.float32, solver), expected, strict=True):
-        # float32 over 80 amplifying steps; what this must find, a zero or an infinity, is off by all of it
-        assert_same_steps(ours, theirs, 1e-3)
+        # An H200 adds up in another order than a CPU: 1.07e-4 was measured there.
+        assert_same_steps(ours, theirs, 1e-4 if ours.device.type == "cpu" else 2e-4)
 
 
 @parallel_solvers

@@ -92,7 +92,7 @@ class Context:
             return None
         try:
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except Exception:
+        except Exception:  # spoilt bytes make the unpickler raise anything, an IndexError for one
             return None
 
 
