@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import deeppcr
+from deeppcr.nn.networks import ACTIVATIONS
 from deeppcr.paper import mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
 from deeppcr.paper.data import Images
 from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
@@ -47,6 +48,34 @@ def test_the_exact_gradients_are_those_of_autograd(activation, device):
             wrong[index] *= 1.1
             assert adjoints.error(wrong, which) == pytest.approx(0.1)
     assert adjoints.error([torch.full_like(each, torch.nan) for each in gradients], 1) == float("inf")
+
+
+@pytest.mark.parametrize("activation", LAYERS)
+@pytest.mark.parametrize("every", [False, True])
+def test_the_backward_loop_by_hand_is_autograd(activation, every, device):
+    network = Network.make(7, 5, device, activation=activation).double().trainable()
+    states = network.loop()
+    loss = torch.stack(states).sum() if every else states[-1].sum()
+    expected = torch.autograd.grad(loss, network.tensors)
+    with torch.no_grad():
+        inputs = ACTIVATIONS[activation][0](torch.stack([network.z0, *states[:-1]]))
+        found = mlp_timing.backward_loop(network, inputs, every=every)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_backward_pass_is_captured_while_eager_ones_are_alive(context):
+    """The streams of their leaves must not become part of the capture."""
+    if context.device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    network = Network.make(64, 4, context.device)
+    backward = mlp_timing.Backward(network, network.exact_states())
+    eager = [backward(name) for name in ("loop", "auto")]
+    for _ in range(3):
+        graph = backward("graph")
+        assert graph.record(TIMING)["status"] == "ok"
+    assert len(eager) == 2
 
 
 @pytest.mark.parametrize("activation", LAYERS)

@@ -19,7 +19,7 @@ import deeppcr
 
 from .data import Images, digits, mnist
 from .experiment import Context, OutOfTime
-from .timing import synchronise
+from .timing import no_collection, synchronise
 
 #: Seconds between checkpoints of a cell.
 CHECKPOINT = 60.0
@@ -149,7 +149,8 @@ class Runner:
             self.forward = _LayerByLayer(self.network)
             if mode == "sequential" and self.device.type == "cuda":
                 sample = images.train[: settings.batch].clone()
-                self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
+                with no_collection():
+                    self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
         self.diverged: int | None = None
         self.curves: dict[str, list[Any]] = {}
         self.test_accuracy: list[float] = []
