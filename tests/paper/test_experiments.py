@@ -246,7 +246,8 @@ def test_a_training_that_diverges_ends_there(images, context):
 def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
     def runners():
         return {
-            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(0)) for mode in ("sequential", "parallel")
+            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(TRAINING))
+            for mode in ("sequential", "parallel")
         }
 
     whole = resnet.train(runners(), images, TRAINING, 0, context)

@@ -19,6 +19,7 @@ from deeppcr.nn.networks import ACTIVATIONS
 from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
 from .mlp import Network
 from .mlp_summary import lines, summarise
+from .settings import setting
 from .timing import capture, measure, relative_error
 
 DIRECTIONS = ("forward", "backward")
@@ -40,7 +41,7 @@ class Settings:
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
-    activations: tuple[str, ...] = ("relu", "tanh", "sigmoid")
+    activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
     budget: float = 3.0
     fewest: int = 3
     most: int = 100
