@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 #: Of text and axes; becomes the colour of the text around the figure.
 INK = "#1b1f24"
@@ -80,7 +80,7 @@ _OWN: dict[str, Any] = {
 def context() -> Iterator[None]:
     """matplotlib's settings while figures are drawn and written: its own defaults, whatever the user has, and ours."""
     kept = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(("backend", "interactive"))}
-    with matplotlib.rc_context({**kept, **_OWN}):
+    with matplotlib.rc_context({**kept, **_OWN}):  # pyright: ignore[reportArgumentType]
         yield
 
 
@@ -120,8 +120,12 @@ def plain(value: float) -> str:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     exponent = math.floor(math.log10(abs(value)))
     lead = value / 10**exponent
-    lead_text = "" if math.isclose(lead, 1) else f"{lead:.2g}·"
+    lead_text = "" if f"{lead:.2g}" == "1" else f"{lead:.2g}·"
     return f"{lead_text}10{superscript(exponent)}"
+
+
+def cells(count: int) -> str:
+    return f"{count} cell{'s' * (count != 1)}"
 
 
 def seconds(value: float) -> str:
@@ -207,6 +211,10 @@ def lines(
         axes.plot(where, heights, color=colours[key], marker="o", gid=f"{group}={key}", **options)
 
 
+def clip(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
 def remark(axes: Axes, text: str) -> None:
     """What a panel without data says."""
     axes.text(0.5, 0.5, textwrap.fill(text, 26), transform=axes.transAxes, ha="center", va="center", fontsize=9)
@@ -223,3 +231,22 @@ def legend(figure: Canvas, colours: dict[Any, str], title: str, *, place: Axes |
         return
     rows = math.ceil(len(labels) / most)
     figure.legend(handles, labels, title=title, ncols=math.ceil(len(labels) / rows), loc="outside upper center")
+
+
+def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
+    """A linear y-axis around the values, with few ticks."""
+    found = [value for value in [*values, *also] if math.isfinite(value)] or [0.0]
+    low, high = min(found), max(found)
+    room = 0.06 * (high - low) or max(abs(high) / 10, 1e-3)
+    axes.set_ylim(low - room, high + room)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(round(value, 12))))
+
+
+def number(value: Any) -> float:
+    """As it stands in a result file; NaN for what is not there or not finite, which files give by name."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
+def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
+    axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
