@@ -35,7 +35,7 @@ def _runs(result: dict[str, Any]) -> dict[tuple[int, str], list[Run]]:
 
 def _colours(runs: list[Run]) -> dict[Any, str]:
     """By number of iterations; the run with the paper's test has the ink."""
-    colours = style.ordered(run.label for run in runs if run.label)
+    colours = style.ordered((run.label for run in runs if run.label), "viridis")
     return {**colours, **({0: style.INK} if any(run.label == 0 for run in runs) else {})}
 
 
@@ -104,6 +104,9 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
         seconds += finite(lines[time])
         for axes, values in lines.items():
             axes.plot(x, values, color=colour, marker="o", gid=f"L={depth}")
+        gone = [run.label for run in fixed if run.diverged is not None]
+        crosses = {"linestyle": "none", "marker": "x", "markersize": 6, "clip_on": False, "gid": f"diverged L={depth}"}
+        loss.plot(gone, [0.95] * len(gone), color=colour, transform=loss.get_xaxis_transform(), **crosses)
     for axes in (loss, time, speed):
         axes.set_xlabel("Newton iterations (fixed)")
         axes.set_xticks(counts)
@@ -137,7 +140,7 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
             "resnet-iterations",
             "Training with a fixed number of Newton iterations",
             "ablation of the iterations",
-            text + (f" Diverged: {', '.join(gone)}." if gone else ""),
+            text + (f" Diverged (crosses): {', '.join(gone)}." if gone else ""),
             figure,
         )
     ]
@@ -211,8 +214,7 @@ def _guess_iterations(mine: dict[str, list[Run]], depth: int, label: str, end: s
     tested = {name: run for name, each in mine.items() for run in each if run.label == 0}
     counts: list[float] = []
     for name, run in tested.items():
-        curve(axes, run, "iterations", _GUESS_COLOURS.get(name, style.INK), tag=name)
-        counts += finite(run.curve("iterations"))
+        counts += curve(axes, run, "iterations", _GUESS_COLOURS.get(name, style.INK), tag=name)
     style.free(axes, counts, also=[0.0])
     axes.set_xlabel(label)
     axes.set_ylabel("Newton iterations (mean)")

@@ -72,10 +72,9 @@ def side_by_side(records: list[Record], activation: str, way: str) -> Drawing:
         for column in columns
         if (each := [value for record in records if (value := ratio(record, way, column))])
     ]
-    name = {"relu": "ReLU"}.get(activation, activation)
     return Drawing(
         f"hardware-{activation}-{way}",
-        f"Two machines, {way} pass, {name}",
+        f"Two machines, {way} pass, {style.activation(activation)}",
         "GPU ablation",
         f"{style.LABELS[shown]} on either machine, and time on {second} over time on {first}: {'; '.join(said)}.",
         figure,

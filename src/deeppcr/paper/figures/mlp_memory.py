@@ -46,7 +46,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     places = [axes for row in grid[1:] for axes in row]
     ratios = [value for record in records for name in others if (value := ratio(record, name))]
     for axes, name in zip(places, others, strict=False):
-        title = "printed" if name == "printed" else name.replace("chunk auto", "automatic chunks")
+        title = {"printed": "printed", "chunk auto": "automatic chunks"}.get(name, name.replace("chunk", "chunks of"))
         style.panel_title(axes, f"loop over {title}", "printed" if name == "printed" else "auto")
         style.lines(axes, records, "L", "w", colours, lambda record, name=name: ratio(record, name))
         style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])

@@ -47,14 +47,14 @@ def by_guess(records: list[Record], guess: str) -> Drawing:
     errors = [value for record in records if (value := error(record)) is not None]
     for column, activation in enumerate(activations):
         mine = [record for record in records if record["activation"] == activation]
-        name = {"relu": "ReLU"}.get(activation, activation)
+        name = style.activation(activation)
         above, below = grid[0][column], grid[1][column]
         style.panel_title(above, f"{name}, iterations")
         style.lines(above, mine, "L", "w", colours, iterations)
         missed = [record for record in mine if _not_converged(record)]
         above.plot(
             [record["L"] for record in missed],
-            [iterations(record) for record in missed],
+            [style.number(iterations(record)) for record in missed],
             linestyle="none",
             marker="x",
             markersize=7,
@@ -95,7 +95,7 @@ def caption(records: list[Record], activations: list[str]) -> str:
         worst = f", error at most {style.plain(max(errors))}" if errors else ""
         missed = sum(map(_not_converged, mine))
         crossed = f", not converged in {style.cells(missed)} (crosses)" if missed else ""
-        said.append(f"{activation}: at most {most} iterations{worst}{crossed}")
+        said.append(f"{style.activation(activation)}: at most {most} iterations{worst}{crossed}")
     holes = sum(record["status"] != "ok" for record in records)
     gone = f" Out of memory in {style.cells(holes)}." if holes else ""
     return "Under the paper's test, mean of the networks of a cell. " + "; ".join(said) + "." + gone

@@ -20,7 +20,6 @@ Record = dict[str, Any]
 Value = Callable[[Record], float | None]
 
 _PAPER = {"relu": "fig. 3", "tanh": "tanh figure", "sigmoid": "sigmoid figure"}
-_NAMES = {"relu": "ReLU"}
 _SHORT = {"printed": "as printed", "auto": "defaults"}
 #: "fastest" stands for whichever loop took least in a cell.
 FASTEST = "fastest"
@@ -35,7 +34,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         for way in ("forward", "backward"):
             if any(_times(mine, way).values()):
                 found.append(over_depths(mine, activation, way))
-        widths = over_widths(mine, activation, _NAMES.get(activation, activation))
+        widths = over_widths(mine, activation)
         found += [widths] if widths is not None else []
     return found
 
@@ -48,10 +47,11 @@ def _times(records: list[Record], way: str) -> dict[str, bool]:
 
 
 def loop_time(record: Record, way: str, over: str) -> float | None:
-    """Of the loop that is compared with."""
-    names = style.SEQUENTIAL if over == FASTEST else (over,)
-    times = [each for each in (time_of(record, way, name) for name in names) if each is not None]
-    return min(times) if times else None
+    """Of the loop that is compared with; None where one of the loops has no time, which may have been the fastest."""
+    names = [name for name in style.SEQUENTIAL if name in record.get(way, {})] if over == FASTEST else [over]
+    times = [time_of(record, way, name) for name in names]
+    known = [time for time in times if time is not None]
+    return min(known) if known and len(known) == len(times) else None
 
 
 def speedup(record: Record, way: str, column: str, over: str) -> float | None:
@@ -109,10 +109,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
     style.legend(figure, colours, "width w", place=spare.pop(0) if spare else None)
     for axes in spare:
         axes.set_axis_off()
-    name = _NAMES.get(activation, activation)
     return Drawing(
         f"mlp-timing-{activation}-{way}",
-        f"{way.capitalize()} pass of a deep network, {name}",
+        f"{way.capitalize()} pass of a deep network, {style.activation(activation)}",
         _PAPER.get(activation, "fig. 3"),
         caption(records, way, overs, parallel),
         figure,

@@ -22,7 +22,7 @@ Record = dict[str, Any]
 LEVELS = (1.0, SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
-def over_widths(records: list[Record], activation: str, name: str, way: str = "forward") -> Drawing | None:
+def over_widths(records: list[Record], activation: str, way: str = "forward") -> Drawing | None:
     """Time against width, the speed-up, and maps of the slow-down; None where there are not two widths to compare."""
     columns = [c for c in ("loop", "printed", "auto") if any(time_of(r, way, c) for r in records)]
     widths, depths = ([*sorted({record[key] for record in records})] for key in ("w", "L"))
@@ -65,7 +65,7 @@ def over_widths(records: list[Record], activation: str, name: str, way: str = "f
         axes.set_axis_off()
     return Drawing(
         f"mlp-timing-{activation}-{way}-width",
-        f"{way.capitalize()} pass over widths, {name}",
+        f"{way.capitalize()} pass over widths, {style.activation(activation)}",
         "width figure",
         caption(limits),
         figure,
@@ -83,7 +83,10 @@ def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str],
     style.lines(axes, records, "w", "L", colours, lambda record: found.get(record["L"], {}).get(record["w"]))
     line = isoline(found, limit) if limit else []
     if len(line) > 1:
-        style.guide(axes, [x for x, _ in line], [y for _, y in line], "w²L")
+        x, y = [width for width, _ in line], [ratio for _, ratio in line]
+        axes.plot(x, y, linestyle=":", color=style.INK, linewidth=2, zorder=3, gid="isoline")
+        where = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 9}
+        axes.text(0.97, 0.95, f"dotted: w²L ≈ {style.plain(limit or 0)}", **where)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     style.decades(axes, [ratio for each in found.values() for ratio in each.values()], also=[1.0])
     axes.set_ylabel("speed-up (×)")

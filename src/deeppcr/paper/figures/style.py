@@ -92,12 +92,16 @@ def canvas(rows: int, columns: int = 2, *, extra: float = 0.6) -> tuple[Canvas, 
     return figure, [list(row) for row in grid]
 
 
-def ordered(values: Iterable[Any]) -> dict[Any, str]:
+def ordered(values: Iterable[Any], shades_of: str = "plasma") -> dict[Any, str]:
     """Colours for depths or widths, from small to large; light enough for dark pages, dark enough for light ones."""
     found = sorted(set(values))
-    shades = colormaps["plasma"]
+    shades = colormaps[shades_of]
     last = max(len(found) - 1, 1)
     return {value: to_hex(shades(0.1 + 0.72 * number / last)) for number, value in enumerate(found)}
+
+
+def activation(name: str) -> str:
+    return "ReLU" if name == "relu" else name
 
 
 def superscript(number: int) -> str:
@@ -122,6 +126,16 @@ def plain(value: float) -> str:
     lead = value / 10**exponent
     lead_text = "" if f"{lead:.2g}" == "1" else f"{lead:.2g}·"
     return f"{lead_text}10{superscript(exponent)}"
+
+
+def decade(value: float) -> str:
+    """A power of ten as such.
+
+    >>> decade(0.001), decade(1.0)
+    ('10⁻³', '1')
+    """
+    exponent = round(math.log10(value))
+    return f"10{superscript(exponent)}" if exponent not in (0, 1) else f"{value:g}"
 
 
 def cells(count: int) -> str:
@@ -156,9 +170,9 @@ def powers_of_two(axes: Axes, values: Iterable[float], *, which: str = "x", most
     axis.set_minor_formatter(NullFormatter())
 
 
-def decades(axes: Axes, values: Iterable[float], *, form: Any = plain, also: Sequence[float] = ()) -> None:
+def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
     """A log y-axis with ticks at powers of ten, or at 1, 2, 5 where there are few of them; it shows ``also`` too."""
-    found = [value for value in [*values, *also] if value > 0] or [1.0]
+    found, form = [value for value in [*values, *also] if value > 0] or [1.0], plain
     low, high = min(found), max(found)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
@@ -171,6 +185,8 @@ def decades(axes: Axes, values: Iterable[float], *, form: Any = plain, also: Seq
     ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in leads]
     if leads == (1,):
         ticks = [10.0**k for k in range(first, last + 1) if k % every == 0]
+        if low < 1e-3 or high > 1e4:
+            form = decade
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))

@@ -113,19 +113,21 @@ def finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def curve(axes: Axes, run: Run, name: str, colour: str, *, spread: bool = True, tag: str = "") -> None:
-    """Means over windows of steps, with one standard deviation to either side."""
+def curve(axes: Axes, run: Run, name: str, colour: str, *, spread: bool = True, tag: str = "") -> list[float]:
+    """Means over windows of steps, with one standard deviation to either side; returns all that is drawn."""
     mean = run.curve(name)
-    axes.plot(run.x, mean, color=colour, marker=_marker(run.x), gid=tag or f"L={run.label}")
-    if spread and f"{name}_std" in run.curves:
-        deviation = run.curve(f"{name}_std")
-        low, high = minus(mean, deviation), [a + b for a, b in zip(mean, deviation, strict=True)]
-        style.band(axes, run.x, low, high, colour)
+    plot(axes, run.x, mean, colour, tag or f"L={run.label}")
+    if not spread or f"{name}_std" not in run.curves:
+        return finite(mean)
+    deviation = run.curve(f"{name}_std")
+    low, high = minus(mean, deviation), [a + b for a, b in zip(mean, deviation, strict=True)]
+    style.band(axes, run.x, low, high, colour)
+    return finite([*low, *high])
 
 
-def _marker(x: Sequence[float]) -> str | None:
-    """Dots where a line would hardly be one."""
-    return "o" if len(x) < 12 else None
+def plot(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, tag: str) -> None:
+    """A curve over training: with dots where it has few points, thin where it has many."""
+    axes.plot(x, y, color=colour, marker="o" if len(x) < 12 else None, linewidth=1.0 if len(x) > 100 else 1.5, gid=tag)
 
 
 def times(pairs: list[Pair], eager: dict[int, float], loop: str, clock: Clock) -> Drawing:
@@ -148,8 +150,8 @@ def times(pairs: list[Pair], eager: dict[int, float], loop: str, clock: Clock) -
         ):
             ratio = over(other, mine)
             ratios += finite(ratio)
-            axes.plot(parallel.x[: len(ratio)], ratio, color=colour, marker=_marker(ratio), gid=f"L={pair.depth}")
-    style.panel_title(left, f"{loop}; eager loop dashed", "graph" if loop == "CUDA graph" else "loop")
+            plot(axes, parallel.x[: len(ratio)], ratio, colour, f"L={pair.depth}")
+    style.panel_title(left, f"{loop} (eager: dashed)", "graph" if loop == "CUDA graph" else "loop")
     style.panel_title(right, style.LABELS["parallel"], "parallel")
     style.panel_title(against_loop, f"DeepPCR over {loop}", "parallel")
     style.panel_title(against_eager, "DeepPCR over eager loop", "parallel")
@@ -240,21 +242,21 @@ def _both(
         colour = colours[pair.depth]
         for axes, run in zip((left, right), pair.modes.values(), strict=True):
             if spread is not None:
-                curve(axes, run, spread, colour)
+                every += curve(axes, run, spread, colour)
             else:
-                axes.plot(x(run), y(run), color=colour, marker="o", gid=f"L={pair.depth}")
-            every += finite(y(run))
+                plot(axes, x(run), y(run), colour, f"L={pair.depth}")
+                every += finite(y(run))
         found = minus(*(y(run) for run in pair.modes.values()))
         apart += finite(found)
         where = x(pair.modes["parallel"])[: len(found)]
-        difference.plot(where, found, color=colour, marker=_marker(where), gid=f"L={pair.depth}")
+        plot(difference, where, found, colour, f"L={pair.depth}")
     for axes, mode in ((left, "sequential"), (right, "parallel")):
         style.panel_title(axes, style.LABELS[mode], mode)
         style.free(axes, every)
         axes.set_ylabel(label)
     style.panel_title(difference, "sequential − DeepPCR")
     style.free(difference, apart, also=[0.0])
-    difference.set_ylabel(f"difference {label[label.index('(') :]}")
+    difference.set_ylabel("difference (nats)" if spread is not None else "difference (points)")
     for axes in (left, right, difference):
         axes.set_xlabel(x_label)
     style.legend(figure, colours, "depth L", place=place)
@@ -308,7 +310,7 @@ def _span(axes: Axes, x: list[float], curves: list[list[float]], colour: str, de
     known = [(where, values) for where, values in zip(x, at, strict=True) if values]
     where = [where for where, _ in known]
     style.band(axes, where, [min(values) for _, values in known], [max(values) for _, values in known], colour)
-    axes.plot(where, [fmean(values) for _, values in known], color=colour, marker=_marker(where), gid=f"L={depth}")
+    plot(axes, where, [fmean(values) for _, values in known], colour, f"L={depth}")
     return [value for _, values in known for value in values]
 
 
@@ -320,11 +322,10 @@ def newton(pairs: list[Pair], clock: Clock) -> Drawing:
     counts, apart = [], []
     for pair in pairs:
         run, colour = pair.modes["parallel"], colours[pair.depth]
-        curve(left, run, "iterations", colour)
-        counts += finite(run.curve("iterations"))
+        counts += curve(left, run, "iterations", colour)
         longest = max(pair.modes.values(), key=lambda each: len(each.x)).x[: len(pair.distance)]
         distances = [value if value > 0 else math.nan for value in pair.distance][: len(longest)]
-        right.plot(longest, distances, color=colour, marker=_marker(longest), gid=f"L={pair.depth}")
+        plot(right, longest, distances, colour, f"L={pair.depth}")
         apart += finite(distances)
     style.panel_title(left, "Newton iterations", "parallel")
     style.panel_title(right, "sequential − DeepPCR")
