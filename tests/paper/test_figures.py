@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("matplotlib")
-import made_up
-import matplotlib
+import matplotlib.figure
 
+import made_up
 from deeppcr.paper import figures, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
 
@@ -372,6 +372,22 @@ def test_trainings_that_all_diverged():
     (figure,) = figures.drawings(made_up.ablation_result("resnet-iterations", settings, points=12))
     assert panel(figure, "loss curves, L = 64").get_xlabel() == "training (steps)"
     assert silent(made_up.ablation_result("resnet-guess", replace(GUESSES, iterations=(1,)), points=12))
+
+
+def test_trainings_of_which_none_diverged():
+    assert silent(made_up.ablation_result("resnet-iterations", replace(COUNTS, iterations=(0, 3)), points=12))
+
+
+def test_ticks_are_told_apart():
+    """Also where values are nearly equal: no two ticks with one number."""
+    for values in ([2.058, 2.0601], [0.0, 15.0], [-2e-6, 5e-6], [0.3], [88.0, 94.2], [0.0, 0.0]):
+        for scale in (figures.style.free, figures.style.decades):
+            axes = matplotlib.figure.Figure().subplots()
+            scale(axes, values)
+            low, high = axes.get_ylim()
+            ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+            texts = [axes.yaxis.get_major_formatter()(tick) for tick in ticks]
+            assert 2 <= len(set(texts)) == len(ticks) <= 8, (values, texts)
 
 
 def test_full_size_stays_small():

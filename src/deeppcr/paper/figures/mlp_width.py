@@ -19,7 +19,7 @@ from .drawing import Drawing
 Record = dict[str, Any]
 
 #: Slow-down over the smallest width, in steps of colour.
-LEVELS = (1.0, SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
+LEVELS = (SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def over_widths(records: list[Record], activation: str, way: str = "forward") -> Drawing | None:

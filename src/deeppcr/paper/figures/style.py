@@ -180,13 +180,13 @@ def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) 
     axes.set_ylim(low, high)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     span = math.log10(high / low)
-    leads = (1,) if span > 2 else (1, 2, 5) if span > 0.5 else (1, 1.5, 2, 3, 4, 5, 7)
-    every = math.ceil(span / 5)
-    ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in leads]
-    if leads == (1,):
-        ticks = [10.0**k for k in range(first, last + 1) if k % every == 0]
-        if low < 1e-3 or high > 1e4:
-            form = decade
+    if span > 2:
+        ticks = [10.0**k for k in range(first, last + 1) if k % math.ceil(span / 5) == 0]
+        form = decade if low < 1e-3 or high > 1e4 else plain
+    elif span > 0.7:
+        ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in (1, 2, 5)]
+    else:
+        ticks = [float(tick) for tick in MaxNLocator(4).tick_values(low, high)]
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
@@ -255,8 +255,14 @@ def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> 
     low, high = min(found), max(found)
     room = 0.06 * (high - low) or max(abs(high) / 10, 1e-3)
     axes.set_ylim(low - room, high + room)
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(round(value, 12))))
+    ticks = [float(tick) for tick in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low - room, high + room)]
+    step = ticks[1] - ticks[0]
+    digits = next((count for count in range(7) if math.isclose(step * 10**count, round(step * 10**count))), 7)
+    small = max(map(abs, ticks)) < 1e-3
+    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low - room <= tick <= high + room]))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: plain(round(value / step) * step) if small else f"{value:.{digits}f}")
+    )
 
 
 def number(value: Any) -> float:
