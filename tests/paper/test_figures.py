@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 import matplotlib.figure
 
 import made_up
-from deeppcr.paper import figures, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
+from deeppcr.paper import figures, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
 
 #: Experiments that have nothing to draw.
@@ -23,6 +23,7 @@ DEPTHS, WIDTHS = (2, 64, 2**14), (2, 16, 2**10)  # with the cells that do not fi
 TIMING = replace(mlp_timing.FULL, depths=DEPTHS, widths=WIDTHS, activations=("relu",))
 MEMORY = replace(mlp_memory.FULL, depths=DEPTHS, widths=WIDTHS)
 NEWTON = replace(mlp_newton.FULL, depths=DEPTHS, widths=WIDTHS)
+GAIN = replace(mlp_gain.FULL, activations=("relu",), gains=(0.5, 1.0, 2.0, 4.0), depths=(64, 1024))
 TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=3)
 COUNTS = replace(resnet_ablations.ITERATIONS, depths=(64, 128), iterations=(0, 1, 3))
 GUESSES = replace(resnet_ablations.GUESS, depths=(64,), iterations=(0, 1, 3))
@@ -33,6 +34,7 @@ def small() -> list[dict]:
         made_up.mlp_timing_result(TIMING),
         made_up.mlp_memory_result(MEMORY),
         made_up.mlp_newton_result(NEWTON),
+        made_up.mlp_gain_result(GAIN),
         made_up.hardware_result(TIMING),
         made_up.resnet_training_result(TRAINING, points=30),
         made_up.ablation_result("resnet-iterations", COUNTS, points=30),
@@ -227,6 +229,22 @@ def test_a_cell_that_did_not_converge_is_crossed_out():
     x, y = line(panel(drawing, "ReLU, iterations"), "not converged")
     assert (x, y) == ([16], [pytest.approx(sum(result["records"][1]["iterations"]) / 3)])
     assert "not converged in 1 cell (crosses)" in drawing.caption
+
+
+def test_gain(results, drawings):
+    (drawing,) = drawings["mlp-gain"]
+    cells = [record for record in results["mlp-gain"]["records"] if record["L"] == 1024]
+    counts = [record["paper"]["iterations"][0] for record in cells]
+    x, y = line(panel(drawing, "DeepPCR as printed"), "L=1024")
+    assert (x, y) == ([0.5, 1.0, 2.0, 4.0], [*counts[:3], None]), "at the largest gain the states overflow"
+    assert line(panel(drawing, "DeepPCR as printed"), "not converged L=1024")[0] == [4.0]
+    _, exponents = line(panel(drawing, "Lyapunov exponent"), "L=1024")
+    assert exponents == [None, *(pytest.approx(record["exponents"][0]) for record in cells[1:])]
+    assert line(panel(drawing, "iterations by exponent"), "L=1024") == (exponents[1:3], counts[1:3])
+    assert "from gain 4 on" in drawing.caption
+    assert "at most 4 iterations at every depth" in drawing.caption
+    assert len(silent(made_up.mlp_gain_result(replace(GAIN, gains=(1.0,), depths=(64,), samples=1)))) == 1
+    assert len(silent(made_up.mlp_gain_result(replace(GAIN, gains=(4.0,), depths=(1024,))))) == 1
 
 
 def test_machines_side_by_side(results, drawings):
