@@ -35,7 +35,7 @@ def _runs(result: dict[str, Any]) -> dict[tuple[int, str], list[Run]]:
 
 def _colours(runs: list[Run]) -> dict[Any, str]:
     """By number of iterations; the run with the paper's test has the ink."""
-    colours = style.ordered((run.label for run in runs if run.label), "viridis")
+    colours = style.ordered((run.label for run in runs if run.label), style.COLD)
     return {**colours, **({0: style.INK} if any(run.label == 0 for run in runs) else {})}
 
 
