@@ -142,9 +142,11 @@ def mlp_gain_result(settings: mlp_gain.Settings = mlp_gain.FULL) -> dict[str, An
     return result("mlp-gain", settings, records)
 
 
-def hardware_result(settings: mlp_timing.Settings = mlp_timing.FULL) -> dict[str, Any]:
+def hardware_result(
+    settings: mlp_timing.Settings = mlp_timing.FULL, columns: tuple[str, ...] = COLUMNS
+) -> dict[str, Any]:
     records = []
-    for record in mlp_timing_result(settings)["records"]:
+    for record in mlp_timing_result(settings, columns)["records"]:
         found = {key: record[key] for key in ("activation", "L", "w")}
         found["machines"] = ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"]
         for way in ("forward", "backward"):

@@ -22,7 +22,7 @@ WITHOUT: set[str] = set()
 DEPTHS, WIDTHS = (2, 64, 2**14), (2, 16, 2**10)  # with the cells that do not fit
 TIMING = replace(mlp_timing.FULL, depths=DEPTHS, widths=WIDTHS, activations=("relu",))
 MEMORY = replace(mlp_memory.FULL, depths=DEPTHS, widths=WIDTHS)
-NEWTON = replace(mlp_newton.FULL, depths=DEPTHS, widths=WIDTHS)
+NEWTON = replace(mlp_newton.FULL, guesses=("random",), depths=DEPTHS, widths=WIDTHS)
 GAIN = replace(mlp_gain.FULL, activations=("relu",), gains=(0.5, 1.0, 2.0, 4.0), depths=(64, 1024))
 TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=3)
 COUNTS = replace(resnet_ablations.ITERATIONS, depths=(64, 128), iterations=(0, 1, 3))
@@ -35,7 +35,7 @@ def small() -> list[dict]:
         made_up.mlp_memory_result(MEMORY),
         made_up.mlp_newton_result(NEWTON),
         made_up.mlp_gain_result(GAIN),
-        made_up.hardware_result(TIMING),
+        made_up.hardware_result(TIMING, ("loop", "printed")),
         made_up.resnet_training_result(TRAINING, points=30),
         made_up.ablation_result("resnet-iterations", COUNTS, points=30),
         made_up.ablation_result("resnet-guess", GUESSES, points=30),
@@ -213,7 +213,7 @@ def test_memory_counts_the_network(results, drawings):
 
 
 def test_newton_iterations_and_errors(results, drawings):
-    drawing = by_name(drawings["mlp-newton"], "mlp-newton-random")
+    (drawing,) = drawings["mlp-newton"]
     keys = {"activation": "sigmoid", "guess": "random", "w": 16}
     cells = [r for r in results["mlp-newton"]["records"] if all(r[key] == value for key, value in keys.items())]
     _, counts = line(panel(drawing, "sigmoid, iterations"), "w=16")
@@ -223,7 +223,7 @@ def test_newton_iterations_and_errors(results, drawings):
 
 
 def test_a_cell_that_did_not_converge_is_crossed_out():
-    result = made_up.mlp_newton_result(replace(NEWTON, depths=(8, 16), activations=("relu",), guesses=("random",)))
+    result = made_up.mlp_newton_result(replace(NEWTON, depths=(8, 16), activations=("relu",)))
     result["records"][1]["results"] = ["CONVERGED", "FINISHED_BY_LOOP", "CONVERGED"]
     (drawing,) = figures.drawings(result)
     x, y = line(panel(drawing, "ReLU, iterations"), "not converged")
@@ -330,7 +330,7 @@ def test_one_depth_or_width(sizes):
     timing = made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "printed", "auto"))
     assert len(silent(timing)) == 2 + (len(sizes) == 1 and "depths" in sizes)
     assert len(silent(made_up.mlp_memory_result(replace(MEMORY, **sizes)))) == 1
-    assert len(silent(made_up.mlp_newton_result(replace(NEWTON, guesses=("random",), **sizes)))) == 1
+    assert len(silent(made_up.mlp_newton_result(replace(NEWTON, **sizes)))) == 1
 
 
 def test_cpu_columns_and_columns_that_failed():

@@ -70,7 +70,6 @@ _OWN: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 3,
     "svg.fonttype": "none",  # letters stay letters: they scale, can be searched and read aloud
-    "svg.hashsalt": "deeppcr",
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
