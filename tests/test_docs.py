@@ -140,7 +140,7 @@ def test_every_block_of_a_page_runs(page):
 def test_pages_have_blocks():
     """A change in how pages are written must not leave their examples untested in silence."""
     counts = {page.name: len(blocks_of(page)) for page in PAGES}
-    for name in ("README.md", "index.md", "choose.md", "mathematics.md", "markov.md"):
+    for name in ("README.md", "index.md", "choose.md", "convergence.md", "mathematics.md", "markov.md"):
         assert counts[name] >= 1, name
 
 

@@ -1,5 +1,6 @@
 """What is drawn: the numbers of the result files, whole SVG elements, and something sensible where results have holes."""
 
+import json
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ import matplotlib.figure
 import made_up
 from deeppcr.paper import figures, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
+from deeppcr.paper.figures.__main__ import main as figures_main
 
 #: Experiments that have nothing to draw.
 WITHOUT: set[str] = set()
@@ -229,6 +231,20 @@ def test_a_cell_that_did_not_converge_is_crossed_out():
     x, y = line(panel(drawing, "ReLU, iterations"), "not converged")
     assert (x, y) == ([16], [pytest.approx(sum(result["records"][1]["iterations"]) / 3)])
     assert "not converged in 1 cell (crosses)" in drawing.caption
+
+
+def test_figures_become_files(tmp_path, results, capsys):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(results["mlp-gain"]))
+    assert figures_main([str(path), str(tmp_path / "drawn")]) == 0
+    written = sorted((tmp_path / "drawn").iterdir())
+    assert [str(each) for each in written] == sorted(capsys.readouterr().out.split())
+    for each in written:
+        assert "color:" in ElementTree.parse(each).getroot().attrib["style"]
+    path.write_text(json.dumps({**results["mlp-gain"], "complete": False}))
+    assert figures_main([str(path), str(tmp_path)]) == 2
+    assert "not finished" in capsys.readouterr().err
+    assert figures_main([]) == 2
 
 
 def test_gain(results, drawings):
