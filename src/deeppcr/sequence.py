@@ -77,12 +77,15 @@ class Sequence:
         self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
         self._verified: set[str] = set()
+        self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
         if several:
             for index, each in enumerate(step):
                 if not callable(each):
                     raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
             members, said = group_callables(list(step), xs, self.layout)
             self._groups = members
+            placed = {m: (group, place) for indices, group in members for place, m in enumerate(indices)}
+            self._places = [placed[index] for index in range(self.length)]
             self.notes.append(said)
         elif callable(step):
             fold = isinstance(step, Rowwise)
@@ -148,12 +151,8 @@ class Sequence:
 
     def step(self, index: int, state: Tensor) -> Tensor:
         """One step as in the loop: [B, D] to [B, D]."""
-        for members, group in self._groups:
-            if not members:
-                return group.call(state, group.inputs(index))
-            if index in members:
-                return group.call(state, group.inputs(members.index(index)))
-        raise IndexError(index)
+        group, place = self._places[index] if self._places else (self._groups[0][1], index)
+        return group.call(state, group.inputs(place))
 
     def values(self, previous: Tensor, steps: range) -> Tensor:
         """[N, B, D] to [N, B, D]"""
