@@ -345,3 +345,10 @@ def test_a_gradient_that_overflows_is_named(device):
         states = deeppcr.solve(lambda z: 3.99 * z * (1 - z), z0, length=250).states
     with pytest.raises(RuntimeError, match="overflows"):
         states.sum().backward()
+
+
+def test_a_batch_of_gradients_is_refused_in_one_line(device):
+    z0 = torch.ones(3, 2, device=device, requires_grad=True)
+    states = deeppcr.solve(torch.sin, z0, length=20).states
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(states, z0, torch.randn(4, 20, 3, 2, device=device), is_grads_batched=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
+from .linear.solve import is_batched
 from .sequence import Sequence
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
@@ -228,5 +229,10 @@ class _Attach(torch.autograd.Function):
             raise RuntimeError(
                 "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
                 "use gradient=deeppcr.Unrolled()"
+            )
+        if is_batched(gradients):
+            raise RuntimeError(
+                "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
+                "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
             )
         return ctx.adjoint.solve(gradients), None, None

@@ -181,12 +181,16 @@ def in_functorch() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
+    return in_functorch() or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
     return not (
         torch.compiler.is_compiling()
-        or in_functorch()
-        or _functorch.is_legacy_batchedtensor(tensor)  # is_grads_batched=True
+        or is_batched(tensor)
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
