@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from deeppcr import Newton, Result
+from deeppcr import Newton, Random, Result, Zeros
 from deeppcr.nn import MLP, ResNet, Sequential
 from problems import relative_error
 
@@ -104,6 +104,22 @@ def test_the_warm_start_is_state_but_not_in_the_checkpoint_unless_asked(device):
     restored.load_state_dict(saved.state_dict())
     restored(x)
     assert restored.solution.iterations.max() < cold
+
+
+@pytest.mark.parametrize("kind", ["mlp", "resnet"])
+def test_the_guess_is_where_newton_starts(kind, device):
+    x = torch.randn(4, 5, dtype=torch.float64, device=device)
+    options = {"mode": "parallel", "newton": Newton(chunk=1)}
+    net = build(kind, 100, "tanh", torch.float64, device, **options)
+    expected, cold = net(x), net.solution.iterations.max()
+    for guess in (Zeros(), Random(seed=2)):
+        other = build(kind, 100, "tanh", torch.float64, device, guess=guess, **options)
+        assert relative_error(other(x), expected) < 1e-9
+        assert not torch.equal(other.solution.updates, net.solution.updates)
+    there = net.hidden_states(net.input(x), mode="sequential").detach()
+    known = build(kind, 100, "tanh", torch.float64, device, guess=lambda z0, xs: there, **options)
+    assert relative_error(known(x), expected) < 1e-9
+    assert known.solution.iterations.max() < cold
 
 
 def test_ordinary_habits(device, tmp_path):

@@ -260,8 +260,9 @@ def test_guesses_change_the_way_not_the_result(guess, images):
     for _ in range(3):
         x = images.train[:4]
         assert relative_error([runner.forward(x)], [reference.forward(x)]) < 1e-4
-    if guess == "random":
-        assert runner.network.passes == 3
+    assert runner.network.warm_start == (guess == "batch-mean")
+    starts = {"random": deeppcr.Random(seed=3), "zeros": deeppcr.Zeros()}  # random ones are new at every pass
+    assert runner.network.guess == starts.get(guess, deeppcr.RepeatInitial())
 
 
 def test_fixed_iterations_are_what_was_asked_for(images, context):

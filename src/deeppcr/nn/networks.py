@@ -57,6 +57,7 @@ class _Network(nn.Module):
         activation: str | Callable[[Tensor], Tensor],
         mode: Mode,
         newton: Newton | None,
+        guess: Any,
         warm_start: bool,
         save_warm_start: bool,
         device: Any,
@@ -68,7 +69,8 @@ class _Network(nn.Module):
         for name, value in (("in_features", in_features), ("width", width), ("out_features", out_features)):
             if value < 1:
                 raise ValueError(f"{name}: at least 1, got {value}")
-        self.activation, self.newton, self.warm_start = activation, newton or Newton(), warm_start
+        self.activation, self.newton = activation, newton or Newton()
+        self.guess, self.warm_start = guess, warm_start
         self.mode: Mode = _checked(mode)
         options = {"device": device, "dtype": dtype}
         self.input = nn.Linear(in_features, width, **options)
@@ -115,7 +117,7 @@ class _Network(nn.Module):
 
     def _solve(self, hidden: Tensor) -> Tensor:
         solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
-        guess: Any = RepeatInitial()
+        guess = self.guess
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
         solution = solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=guess)
@@ -167,7 +169,8 @@ class MLP(_Network):
         activation: "relu", "tanh", "sigmoid", or any elementwise function
         mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto"
         newton: settings of the parallel mode; its Jacobian is the analytic one whatever they say
-        warm_start: start from the batch mean of the activations of the previous training step
+        guess: where the parallel mode starts: ``RepeatInitial()``, ``Zeros()``, or anything else that ``deeppcr.solve`` takes
+        warm_start: after the first training step, start instead from the batch mean of the activations of the previous training step
         save_warm_start: keep those activations in the checkpoint
 
     >>> import torch, deeppcr.nn
@@ -187,6 +190,7 @@ class MLP(_Network):
         *,
         mode: Mode = "auto",
         newton: Newton | None = None,
+        guess: Any = RepeatInitial(),
         warm_start: bool = False,
         save_warm_start: bool = False,
         device: Any = None,
@@ -202,6 +206,7 @@ class MLP(_Network):
             activation,
             mode,
             newton,
+            guess,
             warm_start,
             save_warm_start,
             device,
@@ -222,7 +227,7 @@ class ResNet(_Network):
         in_features, width, out_features: sizes
         depth: layers between the input and the output layer, a multiple of ``skip``
         skip: layers inside a skip connection; they are collapsed into one step of the solve
-        activation, mode, newton, warm_start, save_warm_start: as for ``MLP``
+        activation, mode, newton, guess, warm_start, save_warm_start: as for ``MLP``
 
     >>> import torch, deeppcr.nn
     >>> net = deeppcr.nn.ResNet(8, 16, 64, 3, skip=4, mode="parallel")
@@ -242,6 +247,7 @@ class ResNet(_Network):
         *,
         mode: Mode = "auto",
         newton: Newton | None = None,
+        guess: Any = RepeatInitial(),
         warm_start: bool = False,
         save_warm_start: bool = False,
         device: Any = None,
@@ -257,6 +263,7 @@ class ResNet(_Network):
             activation,
             mode,
             newton,
+            guess,
             warm_start,
             save_warm_start,
             device,

@@ -98,28 +98,6 @@ def newton(settings: Settings, iterations: int = 0) -> deeppcr.Newton:
     return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15)
 
 
-class Guessed(deeppcr.nn.ResNet):
-    """A ResNet whose parallel pass starts from what it is told: "batch-mean", "random", "zeros", "first-layer"."""
-
-    guess: str = "batch-mean"
-    passes: int = 0
-
-    def _solve(self, hidden: Tensor) -> Tensor:
-        if self.guess == "batch-mean":
-            self.warm_start = True
-            return super()._solve(hidden)
-        self.passes += 1
-        start = {
-            "zeros": deeppcr.Zeros(),
-            "random": deeppcr.Random(seed=self.passes),  # new at every pass
-            "first-layer": deeppcr.RepeatInitial(),
-        }[self.guess]
-        solver = replace(self.newton, jacobian=deeppcr.GivenJacobian(self._jacobian, exact=True))
-        solution = deeppcr.solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=start)
-        self.solution = replace(solution, states=None)
-        return solution.states
-
-
 class _LayerByLayer(nn.Module):
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -134,7 +112,8 @@ class Runner:
 
     Args:
         mode: "sequential" (a CUDA graph on a GPU: the fastest that goes layer by layer), "eager" or "parallel"
-        newton, guess: of the parallel mode
+        newton: of the parallel mode
+        guess: of the parallel mode: "batch-mean", "random", "zeros", "first-layer"
     """
 
     def __init__(
@@ -150,7 +129,7 @@ class Runner:
         self.device, self.mode = images.train.device, mode
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # on the CPU: the same network on every device
-            network = Guessed(
+            network = deeppcr.nn.ResNet(
                 images.train.shape[1],
                 settings.width,
                 depth,
@@ -159,11 +138,12 @@ class Runner:
                 settings.activation,
                 mode="parallel",
                 newton=newton,
+                warm_start=guess == "batch-mean",
             )
         self.network = network.to(self.device, images.train.dtype)
-        self.network.guess = guess
         self.optimiser = torch.optim.SGD(self.network.parameters(), lr=settings.rate)
-        self.forward: Callable[[Tensor], Tensor] = self.network
+        self.guess, self.passes = guess, 0
+        self.forward: Callable[[Tensor], Tensor] = self._in_parallel
         if mode != "parallel":
             self.forward = _LayerByLayer(self.network)
             if mode == "sequential" and self.device.type == "cuda":
@@ -175,6 +155,14 @@ class Runner:
         self.curves: dict[str, list[Any]] = {}
         self.test_accuracy: list[float] = []
         self._window: dict[str, list[float]] = {}
+
+    def _in_parallel(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.guess == "random":
+            self.network.guess = deeppcr.Random(seed=self.passes)  # new at every pass
+        elif self.guess == "zeros":
+            self.network.guess = deeppcr.Zeros()
+        return self.network(x)
 
     def step(self, x: Tensor, labels: Tensor, number: int) -> None:
         """One step of training; none once the loss is no longer finite."""
@@ -237,14 +225,14 @@ class Runner:
             "parameters": self.network.state_dict(),
             "activations": self.network.activations,
             "warm": self.network._warm,
-            "passes": self.network.passes,
+            "passes": self.passes,
             **self.record(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["parameters"])
         self.network.activations = state["activations"].to(self.device)
-        self.network._warm, self.network.passes = state["warm"], state["passes"]
+        self.network._warm, self.passes = state["warm"], state["passes"]
         self.curves, self.test_accuracy, self.diverged = state["curves"], state["test_accuracy"], state["diverged"]
 
 
