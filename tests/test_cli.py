@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from deeppcr import cli
-from deeppcr.paper import compare_hardware, store
+from deeppcr.paper import compare_hardware, lock, store
 from deeppcr.paper.catalogue import EXPERIMENTS
 
 #: Smaller still than quick: what is tested here is that they run and what they write.
@@ -216,6 +216,49 @@ def test_interrupted_and_gone_on_with(run, tmp_path, monkeypatch, stop, code):
     assert content["complete"]
     assert len(measured) == len(content["records"]) == 8
     assert content["records"][:3] == before
+
+
+def test_the_same_command_twice_at_a_time(run, tmp_path, monkeypatch):
+    """The second one says so and does nothing; another command goes on beside it."""
+    pytest.importorskip("fcntl")
+    seen = []
+
+    def meanwhile(measure):
+        def wrapped(cell, settings, context):
+            if settings.seed == 0 and not seen:
+                seen.append(run("mlp-newton", "--quick"))
+                seen.append(run("mlp-newton", "--quick", "--seed", 1))
+            return measure(cell, settings, context)
+
+        return wrapped
+
+    patch_measure(monkeypatch, "mlp-newton", meanwhile)
+    assert run("mlp-newton", "--quick").exit_code == 0
+    fails_clearly(seen[0], "the same command is running there already", f"process {os.getpid()}")
+    assert seen[1].exit_code == 0, seen[1].output
+    written = files(tmp_path / "results")
+    assert len(written) == 2
+    assert all(name.endswith(("-quick.json", "-quick-2.json")) for name in written)
+    assert {len(store.read(tmp_path / "results" / name)["records"]) for name in written} == {8}
+
+
+def test_what_a_crash_leaves_behind_locks_nothing(run, tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    code = (
+        "import os, sys; from pathlib import Path; from deeppcr.paper.lock import only_run\n"
+        "with only_run(Path(sys.argv[1]), 'mlp-newton', {}, 'cpu'): os._exit(1)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)
+    (left,) = files(tmp_path)
+    assert left.endswith(".lock")
+    with (
+        lock.only_run(tmp_path, "mlp-newton", {}, "cpu"),
+        pytest.raises(store.PaperError, match="running there already"),
+        lock.only_run(tmp_path, "mlp-newton", {}, "cpu"),
+    ):
+        pass
+    assert files(tmp_path) == []
 
 
 def test_no_time_at_all(run, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .lock import only_run
 from .settings import override
 from .store import PARTIAL, Store, disk_error
 
@@ -143,7 +144,13 @@ class Experiment:
         """
         settings = self.settings(context, quick=quick, seed=seed, changes=changes)
         cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
-        store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
+        with only_run(folder, self.name, asdict(settings), context.device.type):
+            store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
+            self._measure_all(cells, settings, context, store)
+            summary = self.summarise(store.records)
+            return store.finish(summary), summary
+
+    def _measure_all(self, cells: list[Cell], settings: Any, context: Context, store: Store) -> None:
         done = store.done
         # Before hours of work: the folder takes what is written.
         store.save()
@@ -162,8 +169,6 @@ class Experiment:
         except BaseException:
             store.save()
             raise
-        summary = self.summarise(store.records)
-        return store.finish(summary), summary
 
 
 def name_of(cell: Cell) -> str:
