@@ -14,6 +14,7 @@ from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out
 from deeppcr.paper.memory import peak_bytes
 from deeppcr.paper.mlp import LAYERS, Network
 from deeppcr.paper.mlp_summary import break_even, lines, summarise, threshold
+from deeppcr.paper.table import table
 from deeppcr.paper.timing import relative_error
 
 TIMING = mlp_timing.Settings(depths=(32,), widths=(4,), budget=0.0, fewest=2, most=2)
@@ -164,6 +165,16 @@ def test_the_threshold_in_w2L():
     assert found["w2L"] == 2**12
 
 
+def test_tables_are_aligned():
+    rows = [{"a": "x", "long heading": 1.5, "none": None}, {"a": "longer", "long heading": None, "none": None}]
+    assert table(rows) == [
+        "a       long heading  none",
+        "x                1.5  –",
+        "longer             –  –",
+    ]
+    assert table([]) == []
+
+
 def test_peak_memory_of_a_known_call(device):
     x = torch.ones(2**16, device=device)
     assert peak_bytes(lambda: (x + 1) + (x + 2), device, x) == 3 * 4 * 2**16
@@ -280,7 +291,7 @@ def test_a_training_that_diverges_ends_there(images, context):
     assert found["diverged"] is not None
     assert all(value == value for value in found["curves"].get("loss", []))
     entry = {"L": 16, "guess": "zeros", "iterations": 3, "seed": 0, "runs": {"parallel": {**found, "curves": {}}}}
-    assert "diverged" in resnet_ablations.lines(resnet_ablations.summarise([entry]))[0]
+    assert "diverged" in resnet_ablations.lines(resnet_ablations.summarise([entry]))[1]
 
 
 def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from . import mlp_timing
 from .experiment import Cell, Context, Experiment, name_of
 from .mlp_summary import seconds
 from .store import PARTIAL, PaperError, read
+from .table import table
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,11 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def lines(summary: dict[str, Any]) -> list[str]:
     first, second = summary["machines"]
-    shown = [f"time on {second} over time on {first}:"]
-    for name, each in summary["ratios"].items():
-        shown.append(f"  {name:17} {each['smallest']:.2f} to {each['largest']:.2f}, median {each['median']:.2f}")
-    return shown
+    rows = [
+        {"pass": name, **{which: f"{each[which]:.2f}" for which in ("smallest", "median", "largest")}}
+        for name, each in summary["ratios"].items()
+    ]
+    return [f"time on {second} over time on {first}:", *table(rows)]
 
 
 EXPERIMENT = Experiment(

@@ -30,6 +30,7 @@ from .experiment import Cell, Context, Experiment
 from .mlp import Network
 from .mlp_timing import solver
 from .settings import setting
+from .table import table
 
 #: Weights of PyTorch's default have variance 1 / (3 w). Where the signal keeps its size: by theory, for wide networks.
 MARKS: dict[str, dict[str, float]] = {
@@ -150,21 +151,20 @@ def _most(records: list[dict[str, Any]]) -> int | None:
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
-    shown = []
+    rows = []
     for entry in summary:
-        name, most = entry["activation"], entry["most_iterations_at_default"]
-        if most is not None:
-            shown.append(f"{name:8}PyTorch's default: at most {most} iterations at every depth")
-        if entry["positive_from_gain"] is None:
-            shown.append(f"{name:8}the largest Lyapunov exponent is negative at every gain")
-            continue
-        counts = entry["iterations_where_positive"]
-        grown = ", ".join(f"{count:.0f} at L = {depth}" for depth, count in counts.items())
-        shown.append(
-            f"{name:8}the largest Lyapunov exponent is positive from gain {entry['positive_from_gain']:g} on; iterations there: "
-            f"{grown}; the defaults left {entry['left_to_the_loop_where_positive']} of {entry['solved_where_positive']} to the loop"
+        counts = [f"{count:.0f} at L = {depth}" for depth, count in entry["iterations_where_positive"].items()]
+        left = f"{entry['left_to_the_loop_where_positive']} of {entry['solved_where_positive']}"
+        rows.append(
+            {
+                "activation": entry["activation"],
+                "iterations at gain 1": entry["most_iterations_at_default"],
+                "exponent positive from gain": entry["positive_from_gain"],
+                "iterations there": ", ".join(counts) or None,
+                "left to the loop by the defaults": left if counts else None,
+            }
         )
-    return shown
+    return table(rows)
 
 
 EXPERIMENT = Experiment(

@@ -15,6 +15,7 @@ from .memory import peak_bytes
 from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
 from .settings import setting
+from .table import table
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    shown = []
+    rows = []
     for name, entries in summary.items():
         ratios = [entry["ratio"] for entry in entries]
-        shown.append(
-            f"{name}: memory of the loop over that of the parallel pass {min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append(
+            {"memory of the loop over that of": name, "least": f"{min(ratios):.2f}", "most": f"{max(ratios):.2f}"}
         )
-    return shown
+    return table(rows)
 
 
 EXPERIMENT = Experiment(

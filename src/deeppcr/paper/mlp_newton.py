@@ -14,6 +14,7 @@ from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
 from .settings import setting
+from .table import table
 
 GUESSES = ("repeat-initial", "random")
 
@@ -86,11 +87,18 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{entry['activation']:8} {entry['guess']:15} at most {entry['most_iterations']} iterations, "
-        f"output error at most {entry['largest_error']:.1e}, not converged: {entry['not_converged']}"
-        for entry in summary
-    ]
+    return table(
+        [
+            {
+                "activation": entry["activation"],
+                "guess": entry["guess"],
+                "iterations at most": entry["most_iterations"],
+                "output error at most": f"{entry['largest_error']:.1e}",
+                "not converged": entry["not_converged"],
+            }
+            for entry in summary
+        ]
+    )
 
 
 EXPERIMENT = Experiment(

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+from .table import table
+
 #: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.
 SLOWED = 2.0
 
@@ -95,7 +97,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    shown = []
+    rows = []
     for entry in summary["entries"]:
         for over in ("loop", "graph"):
             against = entry.get(f"over_{over}")
@@ -103,10 +105,16 @@ def lines(summary: dict[str, Any]) -> list[str]:
                 continue
             best = against["best"]
             even = [depth for depth in against["break_even_depth"].values() if depth is not None]
-            where = f"break-even from L ≈ {min(even):.0f}" if even else "no break-even"
-            shown.append(
-                f"{entry['activation']:8}{entry['direction']:9} {entry['column']:8} over {over:6}"
-                f"best {best['speedup']:.2g}x at L = {best['L']}, w = {best['w']}; {where}"
+            rows.append(
+                {
+                    "activation": entry["activation"],
+                    "direction": entry["direction"],
+                    "method": entry["column"],
+                    "over": over,
+                    "speed-up": f"{best['speedup']:.2g}x",
+                    "at L": best["L"],
+                    "and w": best["w"],
+                    "break-even from L": f"{min(even):.0f}" if even else None,
+                }
             )
-    shown += [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
-    return shown
+    return table(rows) + [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]

@@ -8,6 +8,7 @@ from typing import Any
 
 from .experiment import Cell, Context, Experiment
 from .resnet import Runner, Settings, adapt, images, last, newton, train
+from .table import table
 
 COUNTS = (0, 1, 2, 3, 5, 8, 13)
 
@@ -73,18 +74,20 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
-    shown = []
+    rows = []
     for entry in summary:
-        count = (
-            f"{entry['iterations']} iterations"
-            if entry["iterations"]
-            else f"{entry['mean_iterations']:.1f} by the test"
+        count, ratio, loss = entry["iterations"], entry["speedup_over_tested"], entry["loss"]
+        rows.append(
+            {
+                "L": entry["L"],
+                "guess": entry["guess"],
+                "iterations": count
+                or (f"{entry['mean_iterations']:.1f} by the test" if entry["mean_iterations"] else None),
+                "loss": "diverged" if entry["diverged"] is not None else None if loss is None else f"{loss:.3f}",
+                "speed of the test's": f"{ratio:.2g}x" if ratio and count else None,
+            }
         )
-        end = "diverged" if entry["diverged"] is not None else f"loss {entry['loss']:.3f}"
-        ratio = entry["speedup_over_tested"]
-        speed = f", {ratio:.2g}x as fast as with the test" if ratio and entry["iterations"] else ""
-        shown.append(f"L = {entry['L']}, {entry['guess']}, {count}: {end}{speed}")
-    return shown
+    return table(rows)
 
 
 def _experiment(name: str, paper: str, what: str, full: Settings, quick: Settings) -> Experiment:

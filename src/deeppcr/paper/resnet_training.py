@@ -15,6 +15,7 @@ from torch import nn
 
 from .experiment import Cell, Context, Experiment
 from .resnet import Runner, Settings, adapt, images, last, newton, train
+from .table import table
 from .timing import synchronise
 
 FULL = Settings()
@@ -91,27 +92,27 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
-    shown = []
+    rows = []
     for entry in summary:
-        speedups = [
-            f"{entry[f'speedup_over_{name}']:.2g}x over the {label}"
-            for name, label in _LOOPS
-            if entry[f"speedup_over_{name}"]
-        ]
-        shown.append(
-            f"L = {entry['L']}: forward pass {', '.join(speedups)}; {fmean(entry['iterations']):.1f} iterations; "
-            f"loss of the last steps {_mean(entry['sequential']['loss'])} layer by layer, {_mean(entry['parallel']['loss'])} in parallel; "
-            f"in no step do the losses of the two modes differ by more than {max(entry['loss_difference']):.1e}"
+        over = {name: entry[f"speedup_over_{name}"] for name in ("eager", "fastest_loop")}
+        rows.append(
+            {
+                "L": entry["L"],
+                "iterations": f"{fmean(entry['iterations']):.1f}",
+                "forward over eager loop": f"{over['eager']:.2g}x" if over["eager"] else None,
+                "over fastest loop": f"{over['fastest_loop']:.2g}x" if over["fastest_loop"] else None,
+                "loss at the end": _mean(entry["sequential"]["loss"]),
+                "in parallel": _mean(entry["parallel"]["loss"]),
+                "losses of a step differ by at most": f"{max(entry['loss_difference']):.1e}",
+            }
         )
-    return shown
+    return table(rows)
 
 
-def _mean(losses: list[float | None]) -> str:
+def _mean(losses: list[float | None]) -> str | None:
     known = [loss for loss in losses if loss is not None]
-    return f"{fmean(known):.4f}" if known else "–"
+    return f"{fmean(known):.4f}" if known else None
 
-
-_LOOPS = (("eager", "eager loop"), ("fastest_loop", "fastest loop"))
 
 EXPERIMENT = Experiment(
     name="resnet-training",

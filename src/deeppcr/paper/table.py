@@ -1,0 +1,28 @@
+"""A summary in aligned columns, as the experiments show it at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+#: Where there is nothing to say.
+NOTHING = "–"
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """A line of headings and one for each row; what begins like a number stands on the right of its column.
+
+    Args:
+        rows: texts by heading, each with the headings of the first; None where there is nothing to say
+
+    >>> table([{"depth": 64, "method": "loop"}, {"depth": 1024, "method": None}])
+    ['depth  method', '   64  loop', ' 1024  –']
+    """
+    if not rows:
+        return []
+    columns = []
+    for heading in rows[0]:
+        cells = [NOTHING if row[heading] is None else str(row[heading]) for row in rows]
+        width = max(map(len, [heading, *cells]))
+        right = all(cell[:1].isdigit() or cell[:1] in "-+–" for cell in cells) and any(c != NOTHING for c in cells)
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in (heading, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
