@@ -1,4 +1,4 @@
-"""The command ``deeppcr``: run the paper's experiments."""
+"""The command ``deeppcr``: run the paper's experiments, and make a page of the results."""
 
 from __future__ import annotations
 
@@ -118,6 +118,29 @@ def reproduce(
         raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
     for line in experiment.lines(summary):
         print(line)
+    print(f"written to {path}")
+
+
+@app.command()
+def report(
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Folder with result files; may be given several times. Default: results."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("report.html"),
+) -> None:
+    """Build one HTML page from the results: the paper's figures and ours side by side, and a map of the speed-up.
+
+    The page needs nothing but a browser. Of each experiment on each machine it shows the newest finished result, and
+    quick ones only where there is no full one.
+    """
+    from .paper.report import build  # draws: what that needs takes long to import
+
+    try:
+        path = build(results or [Path("results")], out)
+    except PaperError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]deeppcr:[/] {escape(str(error))}")
+        raise typer.Exit(BAD) from None
     print(f"written to {path}")
 
 
