@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from ..figures.style import seconds as in_words
 from ..mlp_summary import break_even, seconds, speedup, threshold
 from .collect import Finished
-from .words import BASELINES, METHODS, activation_name, columns, duration, error_size, finite, times
+from .words import BASELINES, METHODS, activation_name, columns, error_size, finite, times
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def best_speedup(way: str, activation: str = "relu") -> Callable[[Finished], lis
                 continue
             ratio, record = max(known, key=lambda pair: pair[0])
             both = [seconds(record, way, column[0]) for column in (method, baseline)]
-            took = f"{duration(both[0] or 0)} instead of {duration(both[1] or 0)}"
+            took = f"{in_words(both[0] or 0)} instead of {in_words(both[1] or 0)}"
             found.append(Ours(times(ratio), f"{_against(method, baseline)}; {_sizes(record)}: {took}"))
         return found
 

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import deeppcr
@@ -77,7 +77,7 @@ def own_names(svg: str, prefix: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def _header(results: Sequence[Finished]) -> str:

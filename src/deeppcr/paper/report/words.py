@@ -48,22 +48,6 @@ def times(ratio: float) -> str:
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
 
 
-def duration(seconds: float) -> str:
-    """
-    >>> duration(0.0123), duration(2.5), duration(0.00000081), duration(0.0004)
-    ('12.3 ms', '2.5 s', '0.81 µs', '400 µs')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
-        if seconds >= size:
-            value = seconds / (size or 1e-6)
-            return f"{_three(value)} {unit}"
-    raise ValueError(seconds)
-
-
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def error_size(value: float) -> str:
     """
     >>> error_size(0.0000143), error_size(0)
