@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ..store import write_text
 from .collect import collect
-from .page import page
+from .page import make_page
 
 __all__ = ["build"]
 
 
 def build(folders: Sequence[Path], out: Path) -> Path:
     """Write the page of all finished results in the folders; an old page is replaced in one step, or stays."""
-    write_text(out, page(collect(folders)))
+    write_text(out, make_page(collect(folders)))
     return out

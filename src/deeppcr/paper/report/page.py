@@ -21,7 +21,7 @@ from .speedup_map import map_data
 QUICK = "quick run, small sizes: shows that it works"
 
 
-def page(results: Sequence[Finished]) -> str:
+def make_page(results: Sequence[Finished]) -> str:
     """The whole page, of results in the order in which they are shown."""
     maps = map_data(results)
     by_name = [(name, list(group)) for name, group in groupby(results, key=lambda result: result.name)]
