@@ -100,6 +100,8 @@ def _shorten(element: ElementTree.Element) -> None:
     for key in ("d", "x", "y", "transform"):
         if key in element.attrib:
             element.attrib[key] = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(element.attrib[key].split()))
+    if "d" in element.attrib:
+        element.attrib["d"] = re.sub(r" ?([A-Za-z]) ?", r"\1", element.attrib["d"])
     if element.attrib.get("transform", "").startswith("rotate(-0 "):
         del element.attrib["transform"]
     if "style" in element.attrib:
@@ -111,7 +113,12 @@ def _shorten(element: ElementTree.Element) -> None:
 
 
 def _flatten(element: ElementTree.Element) -> None:
-    """Groups without attributes, and paths that paint nothing, say nothing."""
+    """Nothing is said twice; groups without attributes and paths that paint nothing say nothing."""
+    styles = {child.attrib.get("style") for child in element}
+    if len(element) > 1 and None not in styles and len(styles) == 1 and element.tag == f"{{{_SVG}}}g":
+        element.attrib["style"] = styles.pop() or ""  # that of many equal markers, once
+        for child in element:
+            del child.attrib["style"]
     for child in list(element):
         _flatten(child)
         if child.attrib.get("style") == "fill:none" or (child.tag == f"{{{_SVG}}}defs" and not len(child)):

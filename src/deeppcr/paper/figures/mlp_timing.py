@@ -1,4 +1,4 @@
-"""``mlp-timing``: time and speed-up over depths (fig. 3 and its kin), and over widths with the line of constant w²L."""
+"""``mlp-timing``: time and speed-up over depths (fig. 3 and its kin)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ..mlp_summary import break_even
 from ..mlp_summary import seconds as time_of
 from . import style
 from .drawing import Drawing
+from .mlp_width import over_widths
 
 Record = dict[str, Any]
 #: Of a record: a number, or None where there is none.
 Value = Callable[[Record], float | None]
 
 _PAPER = {"relu": "fig. 3", "tanh": "tanh figure", "sigmoid": "sigmoid figure"}
-_NAMES = {"relu": "ReLU"}
+_SHORT = {"printed": "as printed", "auto": "defaults"}
 #: "fastest" stands for whichever loop took least in a cell.
 FASTEST = "fastest"
 
@@ -33,6 +34,8 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         for way in ("forward", "backward"):
             if any(_times(mine, way).values()):
                 found.append(over_depths(mine, activation, way))
+        widths = over_widths(mine, activation)
+        found += [widths] if widths is not None else []
     return found
 
 
@@ -44,10 +47,11 @@ def _times(records: list[Record], way: str) -> dict[str, bool]:
 
 
 def loop_time(record: Record, way: str, over: str) -> float | None:
-    """Of the loop that is compared with."""
-    names = style.SEQUENTIAL if over == FASTEST else (over,)
-    times = [each for each in (time_of(record, way, name) for name in names) if each is not None]
-    return min(times) if times else None
+    """Of the loop that is compared with; None where one of the loops has no time, which may have been the fastest."""
+    names = [name for name in style.SEQUENTIAL if name in record.get(way, {})] if over == FASTEST else [over]
+    times = [time_of(record, way, name) for name in names]
+    known = [time for time in times if time is not None]
+    return min(known) if known and len(known) == len(times) else None
 
 
 def speedup(record: Record, way: str, column: str, over: str) -> float | None:
@@ -93,8 +97,7 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
                 continue
             column = parallel[side]
             name = "eager loop" if over == "loop" else "fastest loop"
-            short = {"printed": "printed", "auto": "defaults"}[column]
-            style.panel_title(axes, f"{short} over {name}", column)
+            style.panel_title(axes, f"{_SHORT[column]} over {name}", column)
             style.lines(axes, records, "L", "w", colours, _ratio(way, column, over))
             style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])
             style.powers_of_two(axes, depths)
@@ -106,10 +109,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
     style.legend(figure, colours, "width w", place=spare.pop(0) if spare else None)
     for axes in spare:
         axes.set_axis_off()
-    name = _NAMES.get(activation, activation)
     return Drawing(
         f"mlp-timing-{activation}-{way}",
-        f"{way.capitalize()} pass of a deep network, {name}",
+        f"{way.capitalize()} pass of a deep network, {style.activation(activation)}",
         _PAPER.get(activation, "fig. 3"),
         caption(records, way, overs, parallel),
         figure,
@@ -149,34 +151,35 @@ def why_not(records: list[Record], way: str, column: str) -> str:
 
 
 def caption(records: list[Record], way: str, overs: list[str], parallel: list[str]) -> str:
-    """The best speed-ups, where they begin, and how much is missing."""
+    """The best speed-ups, the depths from which on there is one, and how much is missing."""
     said = []
     for over in overs:
         name = "the eager loop" if over == "loop" else "the fastest loop"
-        for column in parallel:
-            known = [(ratio, record) for record in records if (ratio := speedup(record, way, column, over))]
-            if not known:
-                continue
-            best, where = max(known, key=lambda pair: pair[0])
-            by_width: dict[int, dict[int, float]] = {}
-            for ratio, record in known:
-                by_width.setdefault(record["w"], {})[record["L"]] = ratio
-            even = [depth for each in by_width.values() if (depth := break_even(each)) is not None]
-            start = f"ahead from L ≈ {min(even):.0f}" if even else "never ahead at the largest depth"
-            said.append(
-                f"{style.LABELS[column]} over {name}: at best {style.plain(best)}× "
-                f"(L = {where['L']}, w = {where['w']}), {start}"
-            )
-    text = f"The shortest of the repeats of one {way} pass. " + "; ".join(said) + "."
+        best = {column: found for column in parallel if (found := _best(records, way, column, over))}
+        if not best:
+            continue
+        each = [
+            f"{style.plain(ratio)}× {_SHORT[c]} (L = {where['L']}, w = {where['w']})"
+            for c, (ratio, where, _) in best.items()
+        ]
+        even = [f"from L ≈ {depth:.0f}" if depth else "nowhere" for _, _, depth in best.values()]
+        said.append(f"Over {name} at best {' and '.join(each)}; ahead {' and '.join(even)}.")
     holes = Counter(
-        (column, "out of memory" if entry["status"] == "out of memory" else "failed its check or did not run")
-        for record in records
-        for column, entry in record.get(way, {}).items()
-        if not entry.get("seconds")
+        column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")
     )
     if holes:
-        each = [
-            f"{style.LABELS.get(column, column)} in {count} cells ({why})" for (column, why), count in holes.items()
-        ]
-        text += " Not timed: " + ", ".join(each) + "."
-    return text
+        each = [f"{style.LABELS.get(column, column)} in {style.cells(count)}" for column, count in holes.items()]
+        said.append(f"Not timed: {', '.join(each)}.")
+    return " ".join(said)
+
+
+def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, float | None] | None:
+    """The greatest speed-up, where, and the least depth from which on some width stays ahead."""
+    known = [(ratio, record) for record in records if (ratio := speedup(record, way, column, over))]
+    if not known:
+        return None
+    by_width: dict[int, dict[int, float]] = {}
+    for ratio, record in known:
+        by_width.setdefault(record["w"], {})[record["L"]] = ratio
+    even = [depth for each in by_width.values() if (depth := break_even(each)) is not None]
+    return *max(known, key=lambda pair: pair[0]), min(even, default=None)

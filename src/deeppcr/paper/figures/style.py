@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 #: Of text and axes; becomes the colour of the text around the figure.
 INK = "#1b1f24"
@@ -80,7 +80,7 @@ _OWN: dict[str, Any] = {
 def context() -> Iterator[None]:
     """matplotlib's settings while figures are drawn and written: its own defaults, whatever the user has, and ours."""
     kept = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(("backend", "interactive"))}
-    with matplotlib.rc_context({**kept, **_OWN}):
+    with matplotlib.rc_context({**kept, **_OWN}):  # pyright: ignore[reportArgumentType]
         yield
 
 
@@ -92,12 +92,16 @@ def canvas(rows: int, columns: int = 2, *, extra: float = 0.6) -> tuple[Canvas, 
     return figure, [list(row) for row in grid]
 
 
-def ordered(values: Iterable[Any]) -> dict[Any, str]:
+def ordered(values: Iterable[Any], shades_of: str = "plasma") -> dict[Any, str]:
     """Colours for depths or widths, from small to large; light enough for dark pages, dark enough for light ones."""
     found = sorted(set(values))
-    shades = colormaps["plasma"]
+    shades = colormaps[shades_of]
     last = max(len(found) - 1, 1)
     return {value: to_hex(shades(0.1 + 0.72 * number / last)) for number, value in enumerate(found)}
+
+
+def activation(name: str) -> str:
+    return "ReLU" if name == "relu" else name
 
 
 def superscript(number: int) -> str:
@@ -120,8 +124,22 @@ def plain(value: float) -> str:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     exponent = math.floor(math.log10(abs(value)))
     lead = value / 10**exponent
-    lead_text = "" if math.isclose(lead, 1) else f"{lead:.2g}·"
+    lead_text = "" if f"{lead:.2g}" == "1" else f"{lead:.2g}·"
     return f"{lead_text}10{superscript(exponent)}"
+
+
+def decade(value: float) -> str:
+    """A power of ten as such.
+
+    >>> decade(0.001), decade(1.0)
+    ('10⁻³', '1')
+    """
+    exponent = round(math.log10(value))
+    return f"10{superscript(exponent)}" if exponent not in (0, 1) else f"{value:g}"
+
+
+def cells(count: int) -> str:
+    return f"{count} cell{'s' * (count != 1)}"
 
 
 def seconds(value: float) -> str:
@@ -152,9 +170,9 @@ def powers_of_two(axes: Axes, values: Iterable[float], *, which: str = "x", most
     axis.set_minor_formatter(NullFormatter())
 
 
-def decades(axes: Axes, values: Iterable[float], *, form: Any = plain, also: Sequence[float] = ()) -> None:
+def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
     """A log y-axis with ticks at powers of ten, or at 1, 2, 5 where there are few of them; it shows ``also`` too."""
-    found = [value for value in [*values, *also] if value > 0] or [1.0]
+    found, form = [value for value in [*values, *also] if value > 0] or [1.0], plain
     low, high = min(found), max(found)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
@@ -167,6 +185,8 @@ def decades(axes: Axes, values: Iterable[float], *, form: Any = plain, also: Seq
     ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in leads]
     if leads == (1,):
         ticks = [10.0**k for k in range(first, last + 1) if k % every == 0]
+        if low < 1e-3 or high > 1e4:
+            form = decade
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
@@ -207,6 +227,10 @@ def lines(
         axes.plot(where, heights, color=colours[key], marker="o", gid=f"{group}={key}", **options)
 
 
+def clip(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
 def remark(axes: Axes, text: str) -> None:
     """What a panel without data says."""
     axes.text(0.5, 0.5, textwrap.fill(text, 26), transform=axes.transAxes, ha="center", va="center", fontsize=9)
@@ -223,3 +247,22 @@ def legend(figure: Canvas, colours: dict[Any, str], title: str, *, place: Axes |
         return
     rows = math.ceil(len(labels) / most)
     figure.legend(handles, labels, title=title, ncols=math.ceil(len(labels) / rows), loc="outside upper center")
+
+
+def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
+    """A linear y-axis around the values, with few ticks."""
+    found = [value for value in [*values, *also] if math.isfinite(value)] or [0.0]
+    low, high = min(found), max(found)
+    room = 0.06 * (high - low) or max(abs(high) / 10, 1e-3)
+    axes.set_ylim(low - room, high + room)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(round(value, 12))))
+
+
+def number(value: Any) -> float:
+    """As it stands in a result file; NaN for what is not there or not finite, which files give by name."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
+def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
+    axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)

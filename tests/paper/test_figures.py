@@ -1,0 +1,382 @@
+"""What is drawn: the numbers of the result files, whole SVG elements, and something sensible where results have holes."""
+
+import math
+import re
+import sys
+import warnings
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("matplotlib")
+import made_up
+import matplotlib
+
+from deeppcr.paper import figures, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
+from deeppcr.paper.catalogue import EXPERIMENTS
+
+#: Experiments that have nothing to draw.
+WITHOUT: set[str] = set()
+
+DEPTHS, WIDTHS = (2, 64, 2**14), (2, 16, 2**10)  # with the cells that do not fit
+TIMING = replace(mlp_timing.FULL, depths=DEPTHS, widths=WIDTHS, activations=("relu",))
+MEMORY = replace(mlp_memory.FULL, depths=DEPTHS, widths=WIDTHS)
+NEWTON = replace(mlp_newton.FULL, depths=DEPTHS, widths=WIDTHS)
+TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=3)
+COUNTS = replace(resnet_ablations.ITERATIONS, depths=(64, 128), iterations=(0, 1, 3))
+GUESSES = replace(resnet_ablations.GUESS, depths=(64,), iterations=(0, 1, 3))
+
+
+def small() -> list[dict]:
+    return [
+        made_up.mlp_timing_result(TIMING),
+        made_up.mlp_memory_result(MEMORY),
+        made_up.mlp_newton_result(NEWTON),
+        made_up.hardware_result(TIMING),
+        made_up.resnet_training_result(TRAINING, points=30),
+        made_up.ablation_result("resnet-iterations", COUNTS, points=30),
+        made_up.ablation_result("resnet-guess", GUESSES, points=30),
+    ]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict]:
+    return {result["experiment"]: result for result in small()}
+
+
+@pytest.fixture(scope="module")
+def drawings(results) -> dict[str, list[figures.Drawing]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return {name: figures.drawings(result) for name, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def drawn(drawings) -> list[figures.Figure]:
+    with warnings.catch_warnings(), figures.style.context():
+        warnings.simplefilter("error")
+        return [drawing.figure() for each in drawings.values() for drawing in each]
+
+
+def panel(drawing: figures.Drawing, title: str):
+    found = [axes for axes in drawing.canvas.axes if axes.get_title(loc="left") == title]
+    assert len(found) == 1, [axes.get_title(loc="left") for axes in drawing.canvas.axes]
+    return found[0]
+
+
+def line(axes, tag: str) -> tuple[list[float], list[float]]:
+    """The vertices of a line; NaN, where it is broken, as None."""
+    found = [each for each in axes.lines if each.get_gid() == tag]
+    assert len(found) == 1, [each.get_gid() for each in axes.lines]
+    x, y = found[0].get_data()
+    return list(x), [None if math.isnan(value) else value for value in y]
+
+
+def by_name(drawings: list[figures.Drawing], name: str) -> figures.Drawing:
+    return next(drawing for drawing in drawings if drawing.name == name)
+
+
+@pytest.mark.parametrize("experiment", [each.name for each in EXPERIMENTS])
+def test_every_experiment_has_a_figure(experiment, drawings):
+    assert (experiment in WITHOUT) != bool(drawings.get(experiment))
+
+
+def test_an_unknown_experiment_has_none():
+    assert figures.draw({"experiment": "diffusion-timing", "records": []}) == []
+
+
+def test_svg_stands_by_itself_in_a_page(drawn):
+    ids = []
+    for figure in drawn:
+        root = ElementTree.fromstring(figure.svg)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert figure.svg.startswith("<svg ")
+        assert root.attrib["role"] == "img"
+        assert figure.title in root.attrib["aria-label"]
+        assert re.fullmatch(r"0 0 [\d.]+ [\d.]+", root.attrib["viewBox"])
+        assert not {"width", "height"} & set(root.attrib)
+        own = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
+        used = set(re.findall(r"url\(#([^)]+)\)", figure.svg)) | set(re.findall(r'href="#([^"]+)"', figure.svg))
+        assert set(own) == used
+        assert re.findall(r'https?://[^"]*', figure.svg) == ["http://www.w3.org/2000/svg"]
+        tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+        assert not tags & {"style", "metadata", "image", "script"}
+        assert "currentColor" in figure.svg
+        assert figures.style.INK not in figure.svg
+        ids += own
+    assert len(ids) == len(set(ids))
+    assert len({figure.name for figure in drawn}) == len(drawn)
+
+
+def test_axes_have_labels_with_units(drawings, drawn):
+    texts = {
+        figure.name: {element.text for element in ElementTree.fromstring(figure.svg).iter() if element.text}
+        for figure in drawn
+    }
+    for drawing in (each for some in drawings.values() for each in some):
+        shown = [axes for axes in drawing.canvas.axes if axes.axison]
+        assert shown
+        for axes in shown:
+            labels = [label for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
+            assert len(labels) == (1 if axes.get_label() == "<colorbar>" else 2)
+            for label in labels:
+                assert re.search(r"\([^)]+\)$", label), label
+                assert label in texts[drawing.name]
+            for axis in (axes.xaxis, axes.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                assert axes.get_label() == "<colorbar>" or any(low <= tick <= high for tick in axis.get_majorticklocs())
+
+
+def test_same_result_same_bytes(results, drawn, monkeypatch):
+    """Whatever settings matplotlib has, without changing them, and without the global state of pyplot."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
+    monkeypatch.setitem(matplotlib.rcParams, "svg.hashsalt", None)
+    before = {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
+    again = figures.draw(results["resnet-iterations"])
+    assert again == [figure for figure in drawn if figure.name == "resnet-iterations"]
+    assert {key: matplotlib.rcParams[key] for key in before} == before
+
+
+def test_timing_lines_are_the_shortest_repeats(results, drawings):
+    drawing = by_name(drawings["mlp-timing"], "mlp-timing-relu-forward")
+    for title, column in (("eager loop", "loop"), ("DeepPCR as printed", "printed"), ("fused loop", "fused")):
+        for width in WIDTHS:
+            cells = [record for record in results["mlp-timing"]["records"] if record["w"] == width]
+            expected = [min(cell["forward"][column].get("seconds", [math.inf])) for cell in cells]
+            x, y = line(panel(drawing, title), f"w={width}")
+            assert x == list(DEPTHS)
+            assert y == [None if value == math.inf else value for value in expected]
+    assert None in line(panel(drawing, "DeepPCR as printed"), f"w={2**10}")[1]
+
+
+def test_speedups_over_the_eager_and_over_the_fastest_loop(results, drawings):
+    drawing = by_name(drawings["mlp-timing"], "mlp-timing-relu-backward")
+    cells = [record["backward"] for record in results["mlp-timing"]["records"] if record["w"] == 16]
+    times = [{name: min(entry["seconds"]) for name, entry in cell.items() if "seconds" in entry} for cell in cells]
+    _, eager = line(panel(drawing, "as printed over eager loop"), "w=16")
+    assert eager == [each["loop"] / each["printed"] for each in times]
+    _, fastest = line(panel(drawing, "defaults over fastest loop"), "w=16")
+    assert fastest[:2] == [min(each["loop"], each["graph"], each["fused"]) / each["auto"] for each in times[:2]]
+    assert fastest[2] is None, "the graph was not timed: nobody knows the fastest loop"
+    _, even = line(panel(drawing, "defaults over fastest loop"), "guide")
+    assert even == [1, 1]
+    best = [value for width in WIDTHS for value in line(panel(drawing, "as printed over eager loop"), f"w={width}")[1]]
+    assert f"at best {max(value for value in best if value):.3g}× as printed" in drawing.caption
+    assert "loop in a CUDA graph in 3 cells" in drawing.caption
+
+
+def test_slopes_follow_their_laws(drawings):
+    drawing = by_name(drawings["mlp-timing"], "mlp-timing-relu-forward")
+    x, y = line(panel(drawing, "eager loop"), "guide")
+    assert y[-1] / y[0] == pytest.approx(x[-1] / x[0])
+    x, y = line(panel(drawing, "DeepPCR, defaults"), "guide")
+    assert y[-1] / y[0] == pytest.approx(math.log2(x[-1]) / math.log2(x[0]))
+
+
+def test_width_figure_has_the_line_that_the_program_reads_off(results, drawings):
+    from deeppcr.paper.mlp_summary import threshold
+
+    drawing = by_name(drawings["mlp-timing"], "mlp-timing-relu-forward-width")
+    limit = threshold(results["mlp-timing"]["records"], "forward", "printed")["w2L"]
+    axes = panel(drawing, "slow-down, printed")
+    x, y = line(axes, "isoline")
+    assert [a**2 * b for a, b in zip(x, y, strict=True)] == pytest.approx([limit] * 2)
+    (cells,) = axes.collections
+    slow = cells.get_array().reshape(len(DEPTHS), len(WIDTHS))
+    by_cell = {(record["L"], record["w"]): record["forward"]["printed"] for record in results["mlp-timing"]["records"]}
+    assert slow[1, 2] == pytest.approx(by_cell[64, 2**10]["seconds"][1] / by_cell[64, 2]["seconds"][1])
+    assert slow.mask.tolist() == [[False] * 3, [False] * 3, [False, False, True]]
+
+
+def test_isoline_is_read_off_between_widths():
+    from deeppcr.paper.figures.mlp_width import isoline
+
+    found = isoline({4: {2: 8.0, 8: 2.0}, 16: {2: 5.0, 4: 1.0}, 2**10: {2: 1.0}}, 64)
+    assert found == [(2.0, 5.0), (4.0, pytest.approx(4.0))]
+
+
+def test_memory_counts_the_network(results, drawings):
+    (drawing,) = drawings["mlp-memory"]
+    cells = [record for record in results["mlp-memory"]["records"] if record["w"] == 2**10]
+    totals = [
+        [cell["network_bytes"] + cell["peaks"][name].get("bytes", math.nan) for cell in cells]
+        for name in ("loop", "printed")
+    ]
+    assert line(panel(drawing, "loop, memory"), f"w={2**10}")[1] == [value / 2**20 for value in totals[0]]
+    _, ratios = line(panel(drawing, "loop over printed"), f"w={2**10}")
+    assert ratios == [*(a / b for a, b in zip(totals[0][:2], totals[1][:2], strict=True)), None]
+    assert "Out of memory: as printed in 1 cell." in drawing.caption
+
+
+def test_newton_iterations_and_errors(results, drawings):
+    drawing = by_name(drawings["mlp-newton"], "mlp-newton-random")
+    keys = {"activation": "sigmoid", "guess": "random", "w": 16}
+    cells = [r for r in results["mlp-newton"]["records"] if all(r[key] == value for key, value in keys.items())]
+    _, counts = line(panel(drawing, "sigmoid, iterations"), "w=16")
+    assert counts == pytest.approx([sum(cell["iterations"]) / 3 for cell in cells])
+    _, errors = line(panel(drawing, "sigmoid, error of the output"), "w=16")
+    assert errors == [None, *(max(cell["error"]) for cell in cells[1:])], "zero has no place on a log axis"
+
+
+def test_a_cell_that_did_not_converge_is_crossed_out():
+    result = made_up.mlp_newton_result(replace(NEWTON, depths=(8, 16), activations=("relu",), guesses=("random",)))
+    result["records"][1]["results"] = ["CONVERGED", "FINISHED_BY_LOOP", "CONVERGED"]
+    (drawing,) = figures.drawings(result)
+    x, y = line(panel(drawing, "ReLU, iterations"), "not converged")
+    assert (x, y) == ([16], [pytest.approx(sum(result["records"][1]["iterations"]) / 3)])
+    assert "not converged in 1 cell (crosses)" in drawing.caption
+
+
+def test_machines_side_by_side(results, drawings):
+    drawing = by_name(drawings["hardware"], "hardware-relu-forward")
+    cells = [record["forward"]["printed"] for record in results["hardware"]["records"] if record["w"] == 16]
+    for number, machine in enumerate(("NVIDIA A100-SXM4-80GB", "NVIDIA H200")):
+        assert line(panel(drawing, machine), "w=16")[1] == [cell["seconds"][number] for cell in cells]
+    assert line(panel(drawing, "ratio, DeepPCR as printed"), "w=16")[1] == [cell["ratio"] for cell in cells]
+
+
+def test_training_curves(results, drawings):
+    records = [
+        record for record in results["resnet-training"]["records"] if record.get("seed") == 0 and record["L"] == 128
+    ]
+    runs = {mode: run["curves"] for mode, run in records[0]["runs"].items()}
+    both = drawings["resnet-training"]
+    assert [drawing.name.removeprefix("resnet-training-") for drawing in both] == [
+        "time",
+        "loss",
+        "accuracy",
+        "seeds",
+        "newton",
+    ]
+    time, loss, accuracy, seeds, newton = both
+    x, y = line(panel(loss, "DeepPCR"), "L=128")
+    assert y == runs["parallel"]["loss"]
+    assert x[-1] == 3, "epochs"
+    _, apart = line(panel(loss, "sequential − DeepPCR"), "L=128")
+    assert apart == [a - b for a, b in zip(runs["sequential"]["loss"], runs["parallel"]["loss"], strict=True)]
+    _, ratio = line(panel(time, "DeepPCR over CUDA graph"), "L=128")
+    assert ratio[0] == runs["sequential"]["forward_seconds"][0] / runs["parallel"]["forward_seconds"][0]
+    _, dashed = line(panel(time, "CUDA graph (eager: dashed)"), "eager L=128")
+    assert dashed == pytest.approx([128 * 1.1e-4] * 2)
+    tested = [100 * value for value in records[0]["runs"]["sequential"]["test_accuracy"]]
+    assert line(panel(accuracy, "sequential"), "L=128") == ([1, 2, 3], tested)
+    others = [
+        record["runs"]["parallel"]["curves"]["loss"]
+        for record in results["resnet-training"]["records"]
+        if record["L"] == 128 and "seed" in record
+    ]
+    assert line(panel(seeds, "DeepPCR, loss"), "L=128")[1] == pytest.approx(
+        [sum(each) / 2 for each in zip(*others, strict=True)]
+    )
+    assert line(panel(newton, "Newton iterations"), "L=128")[1] == runs["parallel"]["iterations"]
+    assert line(panel(newton, "sequential − DeepPCR"), "L=128")[1] == records[0]["parameter_distance"]
+
+
+def test_fixed_iterations(results, drawings):
+    (drawing,) = drawings["resnet-iterations"]
+    ends = {}
+    for record in results["resnet-iterations"]["records"]:
+        if record["L"] == 64:
+            curves = record["runs"]["parallel"]["curves"]
+            ends[record["iterations"]] = (
+                sum(curves["loss"][-10:]) / 10,
+                sum(curves["forward_seconds"]) / len(curves["forward_seconds"]),
+            )
+    x, y = line(panel(drawing, "loss at the end"), "L=64")
+    assert (x, y) == ([1, 3], [None, pytest.approx(ends[3][0])]), "one iteration diverged"
+    assert line(panel(drawing, "loss at the end"), "diverged L=64")[0] == [1]
+    assert line(panel(drawing, "against the paper's test"), "L=64")[1][1] == pytest.approx(ends[0][1] / ends[3][1])
+    assert f"L = 64: 3 iterations are {ends[0][1] / ends[3][1]:.2g}× as fast" in drawing.caption
+    assert "L = 64 with 1" in drawing.caption
+
+
+def test_guesses(results, drawings):
+    loss, iterations = drawings["resnet-guess"]
+    record = next(r for r in results["resnet-guess"]["records"] if (r["guess"], r["iterations"]) == ("zeros", 0))
+    assert line(panel(loss, "zeros"), "iterations=0")[1] == record["runs"]["parallel"]["curves"]["loss"]
+    assert line(iterations.canvas.axes[0], "zeros")[1] == record["runs"]["parallel"]["curves"]["iterations"]
+
+
+def silent(result: dict) -> list[figures.Figure]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return figures.draw(result)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"depths": (64,)}, {"widths": (16,)}, {"depths": (100,), "widths": (24,)}], ids=["depth", "width", "cell"]
+)
+def test_one_depth_or_width(sizes):
+    timing = made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "printed", "auto"))
+    assert len(silent(timing)) == 2 + (len(sizes) == 1 and "depths" in sizes)
+    assert len(silent(made_up.mlp_memory_result(replace(MEMORY, **sizes)))) == 1
+    assert len(silent(made_up.mlp_newton_result(replace(NEWTON, guesses=("random",), **sizes)))) == 1
+
+
+def test_cpu_columns_and_columns_that_failed():
+    result = made_up.mlp_timing_result(replace(TIMING, depths=(8, 64), widths=(2, 4)), ("loop", "printed", "auto"))
+    for record in result["records"]:
+        record["forward"]["auto"] = {"status": "failed: RuntimeError: no kernel"}
+    forward, _, width = figures.drawings(result)
+    assert "not timed: failed" in " ".join(text.get_text() for text in panel(forward, "DeepPCR, defaults").texts)
+    assert not any("fastest" in axes.get_title(loc="left") for axes in forward.canvas.axes), "there is one loop only"
+    assert "DeepPCR, defaults in 4 cells" in forward.caption
+    assert not any("defaults" in axes.get_title(loc="left") for axes in width.canvas.axes)
+    assert silent(result)
+
+
+def test_nothing_was_timed():
+    timing = made_up.mlp_timing_result(replace(TIMING, depths=(8,), widths=(2,)))
+    for record in timing["records"]:
+        for way in ("forward", "backward"):
+            record[way] = {column: {"status": "out of memory"} for column in record[way]}
+    memory = made_up.mlp_memory_result(replace(MEMORY, depths=(8,), widths=(2,)))
+    for record in memory["records"]:
+        record["peaks"] = {name: {"status": "out of memory"} for name in record["peaks"]}
+    newton = made_up.mlp_newton_result(replace(NEWTON, depths=(8,), widths=(2,)))
+    newton["records"] = [
+        {k: r[k] for k in ("activation", "guess", "L", "w")} | {"status": "out of memory"} for r in newton["records"]
+    ]
+    hardware = made_up.hardware_result(replace(TIMING, depths=(8,), widths=(2,)))
+    for record in hardware["records"]:
+        for way in ("forward", "backward"):
+            record[way] = {column: {"seconds": [None, None], "ratio": None} for column in record[way]}
+    assert [silent(each) for each in (timing, memory, newton, hardware)] == [[]] * 4
+    for result in (timing, memory, newton, hardware):
+        assert silent({**result, "records": []}) == []
+
+
+def test_training_with_holes():
+    """One seed, no eager timing, a run that diverged, another that did at once, numbers that are not finite."""
+    result = made_up.resnet_training_result(replace(TRAINING, depths=(32, 64, 128), seeds=1), points=12)
+    result["records"] = [record for record in result["records"] if "timing" not in record]
+    short = result["records"][1]["runs"]["parallel"]
+    short["curves"] = {name: values[:5] for name, values in short["curves"].items()}
+    short |= {"diverged": 555, "test_accuracy": []}
+    short["curves"]["loss"][-1] = "nan"
+    result["records"][2]["runs"]["sequential"] = {"curves": {}, "test_accuracy": [], "diverged": 3}
+    found = silent(result)
+    assert [figure.name.removeprefix("resnet-training-") for figure in found] == ["time", "loss", "accuracy", "newton"]
+    assert "Diverged: L = 64, seed 0, DeepPCR at step 555." in found[1].caption
+    for record in result["records"]:
+        for run in record["runs"].values():
+            run |= {"curves": {}, "test_accuracy": [], "diverged": 3}
+    assert silent(result) == []
+
+
+def test_trainings_that_all_diverged():
+    """Steps, as nobody knows how many make an epoch."""
+    settings = replace(COUNTS, depths=(64,), iterations=(1,))
+    (figure,) = figures.drawings(made_up.ablation_result("resnet-iterations", settings, points=12))
+    assert panel(figure, "loss curves, L = 64").get_xlabel() == "training (steps)"
+    assert silent(made_up.ablation_result("resnet-guess", replace(GUESSES, iterations=(1,)), points=12))
+
+
+def test_full_size_stays_small():
+    """A page holds dozens of them."""
+    result = made_up.mlp_timing_result(replace(mlp_timing.FULL, activations=("relu",)))
+    for record in result["records"]:
+        del record["backward"]
+    assert max(len(figure.svg) for figure in figures.draw(result)) < 250_000
