@@ -18,9 +18,14 @@ TINY = {
 }
 
 
-def timing_content(*, quick=False, hardware="NVIDIA Imaginary", end="2026-01-02T00:00:00+00:00", scale=1.0, seed=0):
-    """A result of mlp-timing on a GPU that is not there: times by a formula, with a corner that ran out of memory."""
-    settings = store.as_json(asdict(mlp_timing.QUICK if quick else mlp_timing.FULL)) | {"seed": seed}
+def timing_content(*, quick=False, like=None, hardware="NVIDIA Imaginary", end="2026-01-02T00:00:00+00:00", scale=1.0):
+    """A result of mlp-timing on a GPU that is not there: times by a formula, with a corner that ran out of memory.
+
+    Args:
+        like: settings, where they are not those of a quick or a full run
+        scale: of the eager loop's times
+    """
+    settings = store.as_json(asdict(like or (mlp_timing.QUICK if quick else mlp_timing.FULL)))
     records = [
         record(activation, depth, width, hardware, scale)
         for activation in settings["activations"]

@@ -127,10 +127,12 @@ def report(
     """
     from .paper.report import build  # draws: what that needs takes long to import
 
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        path = build(results or [Path("results")], out)
+        with console.status("drawing the figures"):
+            path = build(results or [Path("results")], out)
     except PaperError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]deeppcr:[/] {escape(str(error))}")
+        console.print(f"[bold red]deeppcr:[/] {escape(str(error))}")
         raise typer.Exit(BAD) from None
     print(f"written to {path}")
 

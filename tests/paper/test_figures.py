@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("matplotlib")
-import made_up
 import matplotlib
 
+import made_up
 from deeppcr.paper import figures, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
 

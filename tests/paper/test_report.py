@@ -14,9 +14,25 @@ from typer.testing import CliRunner
 from deeppcr import cli
 from deeppcr.paper import store
 from deeppcr.paper.catalogue import EXPERIMENTS
+from deeppcr.paper.figures import Figure
 from deeppcr.paper.report import claims, page, speedup_map
 from deeppcr.paper.report.collect import Finished, collect
 from small_results import timing_content, write
+
+SVG = """<svg viewBox="0 0 2 1" role="img" aria-label="A line"><defs><path id="line" d="M0 0H2"/><clipPath id="clip">
+<rect width="2" height="1"/></clipPath></defs><use href="#line" clip-path="url(#clip)"/></svg>"""
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    """Figures that cost nothing: what is drawn is tested elsewhere, and on the page in a browser."""
+
+    def draw(content):
+        for record in content["records"]:
+            record["forward"], int(record["L"])  # as the real ones do, it falls over what is damaged
+        return [Figure(f"{content['experiment']}-{number}", "A line", "fig. 3", "It is flat.", SVG) for number in "12"]
+
+    monkeypatch.setattr(page, "draw", draw)
 
 
 def finished(content, tmp_path):
@@ -202,6 +218,7 @@ def test_names_inside_figures_are_unique(tmp_path):
     html = page.make_page([one, other])
     names = re.findall(r'\bid=["\']([^"\']+)', html)
     assert len(names) == len(set(names))
+    assert sum(name.endswith("-clip") for name in names) == 4  # two figures of two machines
     targets = set(re.findall(r"url\(#([^)]+)\)", html)) | set(re.findall(r'href="#([^"]+)"', html))
     assert targets
     assert targets <= set(names)

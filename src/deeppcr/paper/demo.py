@@ -188,7 +188,8 @@ def report(folder: Path, device: torch.device, console: Console, *, tiny: bool) 
             context = Context(device, None, (), None, bars)
             if not is_finished(experiment, context, folder, since):
                 experiment.run(context, folder, quick=True)
-    return build([folder], page)
+    with console.status("drawing the figures"):
+        return build([folder], page)
 
 
 def is_finished(experiment: Experiment, context: Context, folder: Path, since: float) -> bool:
