@@ -7,7 +7,15 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from deeppcr.paper import compare_hardware, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
+from deeppcr.paper import (
+    compare_hardware,
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    resnet_ablations,
+    resnet_training,
+)
 from deeppcr.paper.store import SCHEMA, as_json
 
 COLUMNS = ("loop", "graph", "fused", "printed", "auto")
@@ -110,9 +118,35 @@ def mlp_newton_result(settings: mlp_newton.Settings = mlp_newton.FULL) -> dict[s
     return result("mlp-newton", settings, records)
 
 
-def hardware_result(settings: mlp_timing.Settings = mlp_timing.FULL) -> dict[str, Any]:
+def mlp_gain_result(settings: mlp_gain.Settings = mlp_gain.FULL) -> dict[str, Any]:
+    """Chaotic from gain 2.5 on, where the defaults leave it to the loop; the deepest overflow at the largest gain."""
     records = []
-    for record in mlp_timing_result(settings)["records"]:
+    for activation in settings.activations:
+        for depth in settings.depths:
+            for gain in settings.gains:
+                exponent = math.log(gain / 2.5) if gain > 0.6 or activation != "relu" else None
+                chaotic, overflow = gain > 2.5, gain > 3.9 and depth > 1000
+                count = int(depth * 0.5 * (1 - 2 / gain)) if chaotic else 4
+                good = "NON_FINITE" if overflow else "CONVERGED"
+                record = {"activation": activation, "gain": gain, "L": depth, "w": settings.width}
+                record |= {
+                    "exponents": [exponent] * settings.samples,
+                    "paper": {"iterations": [count] * settings.samples, "results": [good] * settings.samples},
+                    "default": {
+                        "iterations": [3] * settings.samples,
+                        "results": ["FINISHED_BY_LOOP" if chaotic else good] * settings.samples,
+                        "chunk": 16,
+                    },
+                }
+                records.append(record)
+    return result("mlp-gain", settings, records)
+
+
+def hardware_result(
+    settings: mlp_timing.Settings = mlp_timing.FULL, columns: tuple[str, ...] = COLUMNS
+) -> dict[str, Any]:
+    records = []
+    for record in mlp_timing_result(settings, columns)["records"]:
         found = {key: record[key] for key in ("activation", "L", "w")}
         found["machines"] = ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"]
         for way in ("forward", "backward"):
@@ -201,6 +235,7 @@ def full_results() -> dict[str, dict[str, Any]]:
         mlp_timing_result(),
         mlp_memory_result(),
         mlp_newton_result(),
+        mlp_gain_result(),
         hardware_result(),
         resnet_training_result(),
         ablation_result("resnet-iterations", resnet_ablations.ITERATIONS),

@@ -85,6 +85,7 @@ def test_help_says_how_to_begin():
         "--seed",
         "--time-limit",
         "--list",
+        "--set",
         "mlp-timing --quick",
     ):
         assert word in plain
@@ -108,6 +109,59 @@ def test_every_experiment_end_to_end(name, run, tmp_path, device):
     assert content["summary"]
     assert content["records"]
     assert all("failed" not in json.dumps(record) for record in content["records"])
+
+
+def test_settings_are_changed_and_recorded(run, tmp_path):
+    changes = ["--set", "depths=4, 16", "--set", "guesses=random", "--set", "samples=1"]
+    result = run("mlp-newton", "--quick", *changes)
+    assert result.exit_code == 0, result.output
+    (found,) = files(tmp_path / "results")
+    content = store.read(tmp_path / "results" / found)
+    assert (content["settings"]["depths"], content["settings"]["guesses"]) == ([4, 16], ["random"])
+    assert {(record["L"], record["guess"]) for record in content["records"]} == {(4, "random"), (16, "random")}
+    assert all(len(record["iterations"]) == 1 for record in content["records"])
+    # What is gone on with is the run with the same changes.
+    assert run("mlp-newton", "--quick", "--set", "samples=2", "--time-limit", 0).exit_code == cli.AGAIN
+    assert run("mlp-newton", "--quick", "--set", "samples=1", "--time-limit", 0).exit_code == cli.AGAIN
+    assert len([name for name in files(tmp_path / "results") if name.endswith(store.PARTIAL)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "parts"),
+    [
+        ("mlp-timing", "depth=3", ["no setting 'depth'", "depths=2,64 widths=2,4 activations=relu,tanh budget=0.01"]),
+        ("mlp-timing", "depths=a", ["expected a whole number, got 'a'", "depths=2,64"]),
+        ("mlp-timing", "depths=8,0", ["at least 1, got 0"]),
+        ("mlp-timing", "depths=1.5", ["expected a whole number, got '1.5'"]),
+        ("mlp-timing", "budget=nan", ["expected a number of at least 0"]),
+        ("mlp-timing", "depths", ["expected NAME=VALUE"]),
+        ("mlp-timing", "activations=rely", ["expected relu or tanh or sigmoid, got 'rely'"]),
+        ("mlp-timing", "seed=3", ["--seed"]),
+        ("mlp-memory", "chunks=big", ["expected auto, got 'big'"]),
+        ("resnet-training", "depths=10", ["multiples of skip = 4, got 10"]),
+        ("resnet-training", "steps=many", ["expected a whole number"]),
+        ("resnet-training", "batch=999", ["batch: 999 images"]),
+    ],
+)
+def test_settings_that_do_not_exist_or_fit(run, tmp_path, name, change, parts):
+    fails_clearly(run(name, "--quick", "--set", change), *parts)
+    assert files(tmp_path / "results") == []
+
+
+def test_a_training_of_so_many_steps(run, tmp_path):
+    pytest.importorskip("sklearn")
+    changes = ["depths=8", "steps=7", "seeds=1", "dtype=float64", "solver=default", "train=none"]
+    result = run("resnet-training", "--quick", *(part for change in changes for part in ("--set", change)))
+    assert result.exit_code == 0, result.output
+    (found,) = files(tmp_path / "results")
+    content = store.read(tmp_path / "results" / found)
+    assert content["settings"]["train"] is None
+    run_of = content["records"][-1]["runs"]["parallel"]
+    assert run_of["curves"]["step"] == [4, 7]
+    assert len(run_of["test_accuracy"]) == 1
+    (largest,) = content["summary"][0]["loss_difference"]
+    assert largest == max(content["records"][-1]["loss_distance"]) < 1e-9
+    assert f"by more than {largest:.1e}" in result.output
 
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, cli.STOPPED), (cli.OutOfTime, cli.AGAIN)])

@@ -70,6 +70,15 @@ def reproduce(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("results"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Change a setting of the experiment, a list as depths=64,1024; may be given several times. A name that "
+            "it does not have lists those that it has.",
+        ),
+    ] = None,
     time_limit: Annotated[
         float | None,
         typer.Option(metavar="MIN", min=0, help="Stop after so many minutes; the same command goes on from there."),
@@ -79,6 +88,9 @@ def reproduce(
 
     Try [bold]deeppcr reproduce mlp-timing --quick[/] first. A run that is interrupted (Ctrl-C, --time-limit, a power cut)
     leaves what is finished in OUT; the same command goes on from there, on this or another machine.
+
+    [bold]--set[/] makes an experiment smaller or larger: a residual network of 1,024 layers, 300 steps in both modes, is
+    [bold]deeppcr reproduce resnet-training --set depths=1024 --set steps=300 --set seeds=1[/].
     """
     if show_list:
         Console(width=None if sys.stdout.isatty() else 120).print(catalogue())
@@ -98,7 +110,7 @@ def reproduce(
         with watcher, warnings.catch_warnings():
             # What a solve warns about is in the records; between the bars it would only be noise.
             warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-            path, summary = experiment.run(context, out, quick=quick, seed=seed)
+            path, summary = experiment.run(context, out, quick=quick, seed=seed, changes=changes or ())
     except PaperError as error:
         console.print(f"[bold red]deeppcr:[/] {escape(str(error))}")
         raise typer.Exit(BAD) from None

@@ -1,12 +1,14 @@
 """What the experiments measure: references that are right, wrong results that are not timed, memory that runs out."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 import deeppcr
-from deeppcr.paper import mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
+from deeppcr.nn.networks import ACTIVATIONS
+from deeppcr.paper import mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
 from deeppcr.paper.data import Images
 from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
 from deeppcr.paper.memory import peak_bytes
@@ -47,6 +49,34 @@ def test_the_exact_gradients_are_those_of_autograd(activation, device):
             wrong[index] *= 1.1
             assert adjoints.error(wrong, which) == pytest.approx(0.1)
     assert adjoints.error([torch.full_like(each, torch.nan) for each in gradients], 1) == float("inf")
+
+
+@pytest.mark.parametrize("activation", LAYERS)
+@pytest.mark.parametrize("every", [False, True])
+def test_the_backward_loop_by_hand_is_autograd(activation, every, device):
+    network = Network.make(7, 5, device, activation=activation).double().trainable()
+    states = network.loop()
+    loss = torch.stack(states).sum() if every else states[-1].sum()
+    expected = torch.autograd.grad(loss, network.tensors)
+    with torch.no_grad():
+        inputs = ACTIVATIONS[activation][0](torch.stack([network.z0, *states[:-1]]))
+        found = mlp_timing.backward_loop(network, inputs, every=every)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_backward_pass_is_captured_while_eager_ones_are_alive(context):
+    """The streams of their leaves must not become part of the capture."""
+    if context.device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    network = Network.make(64, 4, context.device)
+    backward = mlp_timing.Backward(network, network.exact_states())
+    eager = [backward(name) for name in ("loop", "auto")]
+    for _ in range(3):
+        graph = backward("graph")
+        assert graph.record(TIMING)["status"] == "ok"
+    assert len(eager) == 2
 
 
 @pytest.mark.parametrize("activation", LAYERS)
@@ -160,6 +190,44 @@ def test_iterations_do_not_grow_with_the_depth(activation, guess, context):
         assert max(record["error_float64"]) < 1e-2
 
 
+def test_the_exponent_of_known_layers(device):
+    """Linear layers in effect: tanh of nearly nothing, and ReLU of what is positive."""
+    turn = torch.linalg.qr(torch.randn(12, 5, 5, dtype=torch.float64))[0].to(device)
+    z0, biases = torch.full((1, 5), 1e-9, dtype=torch.float64, device=device), torch.zeros(12, 5, device=device)
+    assert mlp_gain.exponent(Network(z0, 0.5 * turn, biases, "tanh")) == pytest.approx(math.log(0.5))
+    assert mlp_gain.exponent(Network(z0, 1.5 * turn, biases, "tanh")) == pytest.approx(math.log(1.5))
+    diagonal = torch.diag(torch.tensor([3.0, 1.0, 1.0, 1.0, 1.0])).expand(3000, 5, 5).to(device)
+    long = torch.zeros(3000, 5, device=device)  # overflows after 646 layers
+    assert mlp_gain.exponent(Network(z0, diagonal, long)) == pytest.approx(math.log(3), abs=0.01)
+    assert mlp_gain.exponent(Network(-z0, diagonal, long)) is None  # every unit is dead
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_iterations_grow_with_the_depth_where_errors_do(context):
+    settings = mlp_gain.Settings(samples=1)
+    found = {
+        (gain, depth): mlp_gain.measure({"activation": "tanh", "gain": gain, "L": depth, "w": 16}, settings, context)
+        for gain in (1.0, 4.0)
+        for depth in (32, 128)
+    }
+    for depth in (32, 128):
+        (calm,), (wild,) = (found[gain, depth]["exponents"] for gain in (1.0, 4.0))
+        assert calm < 0 < wild
+        assert found[1.0, depth]["paper"]["iterations"][0] <= 6
+        assert found[1.0, depth]["paper"]["results"] == found[1.0, depth]["default"]["results"] == ["CONVERGED"]
+    few, many = (found[4.0, depth]["paper"]["iterations"][0] for depth in (32, 128))
+    assert few > 15
+    assert many > 2 * few
+    assert found[4.0, 128]["default"]["results"] == ["FINISHED_BY_LOOP"]
+    records = [
+        {"activation": "tanh", "gain": gain, "L": depth, "w": 16, **record} for (gain, depth), record in found.items()
+    ]
+    (entry,) = mlp_gain.summarise(records)
+    assert entry["most_iterations_at_default"] <= 6
+    assert entry["positive_from_gain"] == 4.0
+    assert entry["iterations_where_positive"] == {32: few, 128: many}
+
+
 TRAINING = resnet.Settings(depths=(16,), width=8, epochs=2, rate=0.05, window=4, batch=4, seeds=1, data="digits")
 
 
@@ -217,7 +285,8 @@ def test_a_training_that_diverges_ends_there(images, context):
 def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
     def runners():
         return {
-            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(0)) for mode in ("sequential", "parallel")
+            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(TRAINING))
+            for mode in ("sequential", "parallel")
         }
 
     whole = resnet.train(runners(), images, TRAINING, 0, context)

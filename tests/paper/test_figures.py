@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("matplotlib")
-import matplotlib
+import matplotlib.figure
 
 import made_up
-from deeppcr.paper import figures, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
+from deeppcr.paper import figures, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
 
 #: Experiments that have nothing to draw.
@@ -22,7 +22,8 @@ WITHOUT: set[str] = set()
 DEPTHS, WIDTHS = (2, 64, 2**14), (2, 16, 2**10)  # with the cells that do not fit
 TIMING = replace(mlp_timing.FULL, depths=DEPTHS, widths=WIDTHS, activations=("relu",))
 MEMORY = replace(mlp_memory.FULL, depths=DEPTHS, widths=WIDTHS)
-NEWTON = replace(mlp_newton.FULL, depths=DEPTHS, widths=WIDTHS)
+NEWTON = replace(mlp_newton.FULL, guesses=("random",), depths=DEPTHS, widths=WIDTHS)
+GAIN = replace(mlp_gain.FULL, activations=("relu",), gains=(0.5, 1.0, 2.0, 4.0), depths=(64, 1024))
 TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=3)
 COUNTS = replace(resnet_ablations.ITERATIONS, depths=(64, 128), iterations=(0, 1, 3))
 GUESSES = replace(resnet_ablations.GUESS, depths=(64,), iterations=(0, 1, 3))
@@ -33,7 +34,8 @@ def small() -> list[dict]:
         made_up.mlp_timing_result(TIMING),
         made_up.mlp_memory_result(MEMORY),
         made_up.mlp_newton_result(NEWTON),
-        made_up.hardware_result(TIMING),
+        made_up.mlp_gain_result(GAIN),
+        made_up.hardware_result(TIMING, ("loop", "printed")),
         made_up.resnet_training_result(TRAINING, points=30),
         made_up.ablation_result("resnet-iterations", COUNTS, points=30),
         made_up.ablation_result("resnet-guess", GUESSES, points=30),
@@ -211,7 +213,7 @@ def test_memory_counts_the_network(results, drawings):
 
 
 def test_newton_iterations_and_errors(results, drawings):
-    drawing = by_name(drawings["mlp-newton"], "mlp-newton-random")
+    (drawing,) = drawings["mlp-newton"]
     keys = {"activation": "sigmoid", "guess": "random", "w": 16}
     cells = [r for r in results["mlp-newton"]["records"] if all(r[key] == value for key, value in keys.items())]
     _, counts = line(panel(drawing, "sigmoid, iterations"), "w=16")
@@ -221,12 +223,28 @@ def test_newton_iterations_and_errors(results, drawings):
 
 
 def test_a_cell_that_did_not_converge_is_crossed_out():
-    result = made_up.mlp_newton_result(replace(NEWTON, depths=(8, 16), activations=("relu",), guesses=("random",)))
+    result = made_up.mlp_newton_result(replace(NEWTON, depths=(8, 16), activations=("relu",)))
     result["records"][1]["results"] = ["CONVERGED", "FINISHED_BY_LOOP", "CONVERGED"]
     (drawing,) = figures.drawings(result)
     x, y = line(panel(drawing, "ReLU, iterations"), "not converged")
     assert (x, y) == ([16], [pytest.approx(sum(result["records"][1]["iterations"]) / 3)])
     assert "not converged in 1 cell (crosses)" in drawing.caption
+
+
+def test_gain(results, drawings):
+    (drawing,) = drawings["mlp-gain"]
+    cells = [record for record in results["mlp-gain"]["records"] if record["L"] == 1024]
+    counts = [record["paper"]["iterations"][0] for record in cells]
+    x, y = line(panel(drawing, "DeepPCR as printed"), "L=1024")
+    assert (x, y) == ([0.5, 1.0, 2.0, 4.0], [*counts[:3], None]), "at the largest gain the states overflow"
+    assert line(panel(drawing, "DeepPCR as printed"), "not converged L=1024")[0] == [4.0]
+    _, exponents = line(panel(drawing, "Lyapunov exponent"), "L=1024")
+    assert exponents == [None, *(pytest.approx(record["exponents"][0]) for record in cells[1:])]
+    assert line(panel(drawing, "iterations by exponent"), "L=1024") == (exponents[1:3], counts[1:3])
+    assert "from gain 4 on" in drawing.caption
+    assert "at most 4 iterations at every depth" in drawing.caption
+    assert len(silent(made_up.mlp_gain_result(replace(GAIN, gains=(1.0,), depths=(64,), samples=1)))) == 1
+    assert len(silent(made_up.mlp_gain_result(replace(GAIN, gains=(4.0,), depths=(1024,))))) == 1
 
 
 def test_machines_side_by_side(results, drawings):
@@ -312,7 +330,7 @@ def test_one_depth_or_width(sizes):
     timing = made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "printed", "auto"))
     assert len(silent(timing)) == 2 + (len(sizes) == 1 and "depths" in sizes)
     assert len(silent(made_up.mlp_memory_result(replace(MEMORY, **sizes)))) == 1
-    assert len(silent(made_up.mlp_newton_result(replace(NEWTON, guesses=("random",), **sizes)))) == 1
+    assert len(silent(made_up.mlp_newton_result(replace(NEWTON, **sizes)))) == 1
 
 
 def test_cpu_columns_and_columns_that_failed():
@@ -372,6 +390,22 @@ def test_trainings_that_all_diverged():
     (figure,) = figures.drawings(made_up.ablation_result("resnet-iterations", settings, points=12))
     assert panel(figure, "loss curves, L = 64").get_xlabel() == "training (steps)"
     assert silent(made_up.ablation_result("resnet-guess", replace(GUESSES, iterations=(1,)), points=12))
+
+
+def test_trainings_of_which_none_diverged():
+    assert silent(made_up.ablation_result("resnet-iterations", replace(COUNTS, iterations=(0, 3)), points=12))
+
+
+def test_ticks_are_told_apart():
+    """Also where values are nearly equal: no two ticks with one number."""
+    for values in ([2.058, 2.0601], [0.0, 15.0], [-2e-6, 5e-6], [0.3], [88.0, 94.2], [0.0, 0.0]):
+        for scale in (figures.style.free, figures.style.decades):
+            axes = matplotlib.figure.Figure().subplots()
+            scale(axes, values)
+            low, high = axes.get_ylim()
+            ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+            texts = [axes.yaxis.get_major_formatter()(tick) for tick in ticks]
+            assert 2 <= len(set(texts)) == len(ticks) <= 8, (values, texts)
 
 
 def test_full_size_stays_small():

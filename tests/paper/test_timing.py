@@ -1,12 +1,13 @@
 """What is timed is called as often as it is said, in turn; what is compared is compared in earnest."""
 
+import gc
 import math
 import time
 
 import pytest
 import torch
 
-from deeppcr.paper.timing import Timing, capture, hardware, machine, measure, relative_error
+from deeppcr.paper.timing import Timing, capture, hardware, machine, measure, no_collection, relative_error
 
 CPU = torch.device("cpu")
 
@@ -81,3 +82,17 @@ def test_a_replayed_graph_computes_anew(device):
     x.fill_(5)
     replay()
     assert found.tolist() == [10, 10, 10]
+
+
+def test_no_garbage_is_collected_in_a_capture():
+    assert gc.isenabled()
+    with no_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()  # as it was before
+    finally:
+        gc.enable()

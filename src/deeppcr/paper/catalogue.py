@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import compare_hardware, mlp_memory, mlp_newton, mlp_timing, resnet_training
+from . import compare_hardware, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_training
 from .experiment import Experiment
 from .resnet_ablations import GUESS_EXPERIMENT, ITERATIONS_EXPERIMENT
 
@@ -10,6 +10,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     mlp_timing.EXPERIMENT,
     mlp_memory.EXPERIMENT,
     mlp_newton.EXPERIMENT,
+    mlp_gain.EXPERIMENT,
     compare_hardware.EXPERIMENT,
     resnet_training.EXPERIMENT,
     ITERATIONS_EXPERIMENT,

@@ -30,7 +30,7 @@ class Images:
     """Pixels with mean 0 and standard deviation 1 over the training set, and labels.
 
     Attributes:
-        train, test: [N, pixels], float32
+        train, test: [N, pixels]
         train_labels, test_labels: [N]
     """
 
@@ -48,8 +48,9 @@ class Images:
         """The first images only."""
         return Images(self.train[:train], self.train_labels[:train], self.test[:test], self.test_labels[:test])
 
-    def to(self, device: torch.device) -> Images:
-        return Images(*(each.to(device) for each in (self.train, self.train_labels, self.test, self.test_labels)))
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Images:
+        train, test = (each.to(device, dtype) for each in (self.train, self.test))
+        return Images(train, self.train_labels.to(device), test, self.test_labels.to(device))
 
 
 def mnist_folder(data_dir: Path | None) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .settings import override
 from .store import PARTIAL, Store, disk_error
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
@@ -123,18 +124,24 @@ class Experiment:
     lines: Callable[[Any], list[str]] = lambda summary: []
     adapt: Callable[[Any, Context], Any] = lambda settings, context: settings
 
-    def settings(self, context: Context, *, quick: bool, seed: int) -> Any:
-        return self.adapt(replace(self.quick if quick else self.full, seed=seed), context)
+    def settings(self, context: Context, *, quick: bool, seed: int, changes: Sequence[str] = ()) -> Any:
+        chosen = override(self.quick if quick else self.full, changes, self.name)
+        return self.adapt(replace(chosen, seed=seed), context)
 
-    def run(self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0) -> tuple[Path, Any]:
+    def run(
+        self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0, changes: Sequence[str] = ()
+    ) -> tuple[Path, Any]:
         """Measure the cells that are not yet on disk.
 
         Whatever ends it early, what is finished stays in the partial file.
 
+        Args:
+            changes: settings that are other than usual, each ``NAME=VALUE``
+
         Returns:
             the path of the result file, and the summary
         """
-        settings = self.settings(context, quick=quick, seed=seed)
+        settings = self.settings(context, quick=quick, seed=seed, changes=changes)
         cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
         store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
         done = store.done

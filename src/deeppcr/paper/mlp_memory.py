@@ -12,8 +12,9 @@ import deeppcr
 
 from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .memory import peak_bytes
-from .mlp import Network
+from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
+from .settings import setting
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Settings:
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
-    chunks: tuple[int | str, ...] = (16, 64, "auto")
-    activation: str = "relu"
+    chunks: tuple[int | str, ...] = setting((16, 64, "auto"), choices=["auto"])
+    activation: str = setting("relu", choices=LAYERS)
     seed: int = 0
 
 

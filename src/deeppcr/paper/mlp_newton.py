@@ -11,8 +11,11 @@ import torch
 import deeppcr
 
 from .experiment import Cell, Context, Experiment, is_out_of_memory
-from .mlp import Network
+from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
+from .settings import setting
+
+GUESSES = ("repeat-initial", "random")
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class Settings:
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
-    activations: tuple[str, ...] = ("relu", "sigmoid")
-    guesses: tuple[str, ...] = ("repeat-initial", "random")
+    activations: tuple[str, ...] = setting(("relu", "sigmoid"), choices=LAYERS)
+    guesses: tuple[str, ...] = setting(GUESSES, choices=GUESSES)
     samples: int = 3
     seed: int = 0
 

@@ -16,14 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr
+from deeppcr.nn.networks import ACTIVATIONS
 
 from .data import Images, digits, mnist
 from .experiment import Context, OutOfTime
-from .timing import synchronise
+from .settings import setting
+from .store import PaperError
+from .timing import no_collection, synchronise
 
 #: Seconds between checkpoints of a cell.
 CHECKPOINT = 60.0
 CLASSES = 10
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+GUESSES = ("batch-mean", "random", "zeros", "first-layer")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Settings:
 
     Attributes:
         depths: layers between the input and the output layer
+        epochs: of the training
+        steps: the training ends after so many, if there are more in the epochs
         rate: of plain stochastic gradient descent
         window: steps that make one point of a curve
         seeds: runs with seed, seed + 1, ...
@@ -40,28 +47,36 @@ class Settings:
         eager_steps: forward passes of the eager loop that are timed
         iterations: fixed numbers of Newton iterations; 0 stops by the paper's test
         guesses: where Newton starts
+        dtype: "float32" or "float64", in which two trainings that should be the same do not drift apart by rounding
+        solver: "paper" (chunks of 1, its test) or "default" (this library's: its test is stricter)
     """
 
     depths: tuple[int, ...] = (256, 512, 1024)
     width: int = 16
     skip: int = 4
-    activation: str = "relu"
+    activation: str = setting("relu", choices=ACTIVATIONS)
     batch: int = 8
     epochs: int = 8
+    steps: int | None = None
     rate: float = 1e-3
     window: int = 100
     seeds: int = 5
-    data: str = "mnist"
+    data: str = setting("mnist", choices=("mnist", "digits"))
     train: int | None = None
     test: int | None = None
     eager_steps: int = 200
-    iterations: tuple[int, ...] = (0,)
-    guesses: tuple[str, ...] = ("batch-mean",)
+    iterations: tuple[int, ...] = setting((0,), least=0)
+    guesses: tuple[str, ...] = setting(("batch-mean",), choices=GUESSES)
+    dtype: str = setting("float32", choices=DTYPES)
+    solver: str = setting("paper", choices=("paper", "default"))
     seed: int = 0
 
 
 def adapt(settings: Settings, context: Context) -> Settings:
     """Quick runs take MNIST, too, where its folder was given."""
+    uneven = [depth for depth in settings.depths if depth % settings.skip]
+    if uneven:
+        raise PaperError(f"depths: expected multiples of skip = {settings.skip}, got {uneven[0]}")
     return replace(settings, data="mnist") if context.data_dir is not None else settings
 
 
@@ -69,12 +84,16 @@ def images(settings: Settings, context: Context) -> Images:
     """On the device; read once a run."""
     if "images" not in context.cache:
         found = digits() if settings.data == "digits" else mnist(context.data_dir)
-        context.cache["images"] = found.first(settings.train, settings.test).to(context.device)
+        context.cache["images"] = found.first(settings.train, settings.test).to(context.device, DTYPES[settings.dtype])
+        if len(context.cache["images"].train_labels) < settings.batch:
+            raise PaperError(f"batch: {settings.batch} images, but there are fewer to train with")
     return context.cache["images"]
 
 
-def newton(iterations: int) -> deeppcr.Newton:
-    """The paper's method, with its test or with a fixed number of iterations."""
+def newton(settings: Settings, iterations: int = 0) -> deeppcr.Newton:
+    """The paper's method, with its test or with a fixed number of iterations; or the library's defaults."""
+    if settings.solver == "default":
+        return deeppcr.Newton()
     stop = deeppcr.FixedIterations(iterations) if iterations else deeppcr.PaperTest(1e-4, 1e-4)
     return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15)
 
@@ -141,7 +160,7 @@ class Runner:
                 mode="parallel",
                 newton=newton,
             )
-        self.network = network.to(self.device)
+        self.network = network.to(self.device, images.train.dtype)
         self.network.guess = guess
         self.optimiser = torch.optim.SGD(self.network.parameters(), lr=settings.rate)
         self.forward: Callable[[Tensor], Tensor] = self.network
@@ -149,8 +168,10 @@ class Runner:
             self.forward = _LayerByLayer(self.network)
             if mode == "sequential" and self.device.type == "cuda":
                 sample = images.train[: settings.batch].clone()
-                self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
+                with no_collection():
+                    self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
         self.diverged: int | None = None
+        self.loss = math.nan  # of the last step
         self.curves: dict[str, list[Any]] = {}
         self.test_accuracy: list[float] = []
         self._window: dict[str, list[float]] = {}
@@ -170,7 +191,7 @@ class Runner:
         self.optimiser.step()
         synchronise(self.device)
         ended = time.perf_counter()
-        value = loss.item()
+        value = self.loss = loss.item()
         if not math.isfinite(value):
             self.diverged = number
             return
@@ -233,14 +254,18 @@ def train(
     """Train them all on the same batches.
 
     Returns:
-        for every runner its curves, and, where there are two, the largest difference of a parameter at every point
+        for every runner its curves, and, where there are two, for every point the largest difference of a parameter,
+        and the largest difference of the losses of a step since the point before
     """
     per_epoch = len(images.train_labels) // settings.batch
     total = settings.epochs * per_epoch
-    first, distances = 0, []
+    if settings.steps is not None:
+        total = min(total, settings.steps)
+    first, distances, apart = 0, [], []
+    farthest = 0.0
     kept = context.load_checkpoint()
     if kept is not None and set(kept["runners"]) == set(runners):
-        first, distances = kept["step"], kept["distances"]
+        first, distances, apart = kept["step"], kept["distances"], kept["apart"]
         for name, runner in runners.items():
             runner.load(kept["runners"][name])
     order, saved = None, time.monotonic()
@@ -253,7 +278,9 @@ def train(
         x, labels = images.train[picked], images.train_labels[picked]
         for runner in runners.values():
             runner.step(x, labels, step)
-        if index == per_epoch - 1:
+        losses = [runner.loss for runner in runners.values() if runner.diverged is None]
+        farthest = max(farthest, max(losses, default=0.0) - min(losses, default=0.0))
+        if index == per_epoch - 1 or step + 1 == total:
             for runner in runners.values():
                 if runner.diverged is None:
                     runner.test(images)
@@ -263,11 +290,13 @@ def train(
             runner.close_window(step + 1)
         if len(runners) == 2:
             distances.append(distance(*runners.values()))
+            apart.append(farthest)
+            farthest = 0.0
         context.watcher.part((step + 1) / total)
         late = _out_of_time(context)
         if step + 1 < total and (late or time.monotonic() - saved > CHECKPOINT):
             states = {name: runner.state() for name, runner in runners.items()}
-            context.save_checkpoint({"step": step + 1, "distances": distances, "runners": states})
+            context.save_checkpoint({"step": step + 1, "distances": distances, "apart": apart, "runners": states})
             saved = time.monotonic()
             if late:
                 raise OutOfTime
@@ -275,7 +304,7 @@ def train(
             break
     found: dict[str, Any] = {"runs": {name: runner.record() for name, runner in runners.items()}}
     if len(runners) == 2:
-        found["parameter_distance"] = distances
+        found["parameter_distance"], found["loss_distance"] = distances, apart
     return found
 
 

@@ -42,7 +42,7 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     data, seed = images(settings, context), cell["seed"]
-    runner = Runner(settings, cell["L"], seed, data, "parallel", newton(cell["iterations"]), cell["guess"])
+    runner = Runner(settings, cell["L"], seed, data, "parallel", newton(settings, cell["iterations"]), cell["guess"])
     return train({"parallel": runner}, data, settings, seed, context)
 
 

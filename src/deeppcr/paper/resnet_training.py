@@ -37,7 +37,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
         return {"forward_seconds": time_eager(depth, settings, context)}
     runners = {
         "sequential": Runner(settings, depth, cell["seed"], data, "sequential"),
-        "parallel": Runner(settings, depth, cell["seed"], data, "parallel", newton(0)),
+        "parallel": Runner(settings, depth, cell["seed"], data, "parallel", newton(settings)),
     }
     return train(runners, data, settings, cell["seed"], context)
 
@@ -85,8 +85,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry[f"speedup_over_{name}"] = other / parallel if other and parallel else None
         entry["iterations"] = [fmean(run["runs"]["parallel"]["curves"]["iterations"]) for run in runs]
         entry["parameter_distance"] = [run["parameter_distance"][-1] for run in runs]
-        pairs = [[run["runs"][mode]["curves"]["loss"] for mode in ("sequential", "parallel")] for run in runs]
-        entry["loss_difference"] = [max(abs(a - b) for a, b in zip(*pair, strict=False)) for pair in pairs]
+        entry["loss_difference"] = [max(run["loss_distance"]) for run in runs]
         found.append(entry)
     return found
 
@@ -101,9 +100,15 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
         ]
         shown.append(
             f"L = {entry['L']}: forward pass {', '.join(speedups)}; {fmean(entry['iterations']):.1f} iterations; "
-            f"losses differ by at most {max(entry['loss_difference']):.1e}"
+            f"loss of the last steps {_mean(entry['sequential']['loss'])} layer by layer, {_mean(entry['parallel']['loss'])} in parallel; "
+            f"in no step do the losses of the two modes differ by more than {max(entry['loss_difference']):.1e}"
         )
     return shown
+
+
+def _mean(losses: list[float | None]) -> str:
+    known = [loss for loss in losses if loss is not None]
+    return f"{fmean(known):.4f}" if known else "–"
 
 
 _LOOPS = (("eager", "eager loop"), ("fastest_loop", "fastest loop"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -82,18 +84,36 @@ def synchronise(device: torch.device) -> None:
 def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """Record what ``function`` launches on the GPU as a CUDA graph.
 
+    ``function`` must not call autograd's engine: it makes streams of earlier, eager passes wait for the capture, as long
+    as anything of those passes is alive, and that invalidates the capture.
+
     Returns:
         a function that replays it, and what ``function`` returned: tensors that every replay fills anew
     """
-    side = torch.cuda.Stream()  # libraries set themselves up on the first call, which a capture does not allow
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
+    # Libraries set themselves up on the first calls in a stream, which a capture does not allow: so it is the same one.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         found = function()
     return graph.replay, found
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage first, and none inside: what it frees there, another CUDA graph say, would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def relative_error(found: Iterable[Tensor], reference: Iterable[Tensor]) -> float:

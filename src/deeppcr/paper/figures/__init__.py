@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import ablations, hardware, mlp_memory, mlp_newton, mlp_timing, style, training
+from . import ablations, hardware, mlp_gain, mlp_memory, mlp_newton, mlp_timing, style, training
 from .drawing import Drawing, Figure
 
 __all__ = ["Drawing", "Figure", "draw", "drawings"]
@@ -15,6 +15,7 @@ ARTISTS: dict[str, Callable[[dict[str, Any]], list[Drawing]]] = {
     "mlp-timing": mlp_timing.draw,
     "mlp-memory": mlp_memory.draw,
     "mlp-newton": mlp_newton.draw,
+    "mlp-gain": mlp_gain.draw,
     "hardware": hardware.draw,
     "resnet-training": training.draw,
     "resnet-iterations": ablations.iterations,

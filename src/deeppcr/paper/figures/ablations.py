@@ -35,7 +35,7 @@ def _runs(result: dict[str, Any]) -> dict[tuple[int, str], list[Run]]:
 
 def _colours(runs: list[Run]) -> dict[Any, str]:
     """By number of iterations; the run with the paper's test has the ink."""
-    colours = style.ordered((run.label for run in runs if run.label), "viridis")
+    colours = style.ordered((run.label for run in runs if run.label), style.COLD)
     return {**colours, **({0: style.INK} if any(run.label == 0 for run in runs) else {})}
 
 
@@ -105,8 +105,9 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
         for axes, values in lines.items():
             axes.plot(x, values, color=colour, marker="o", gid=f"L={depth}")
         gone = [run.label for run in fixed if run.diverged is not None]
-        crosses = {"linestyle": "none", "marker": "x", "markersize": 6, "clip_on": False, "gid": f"diverged L={depth}"}
-        loss.plot(gone, [0.95] * len(gone), color=colour, transform=loss.get_xaxis_transform(), **crosses)
+        if gone:
+            crosses = {"linestyle": "none", "marker": "x", "markersize": 6, "gid": f"diverged L={depth}"}
+            loss.plot(gone, [0.95] * len(gone), color=colour, transform=loss.get_xaxis_transform(), **crosses)
     for axes in (loss, time, speed):
         axes.set_xlabel("Newton iterations (fixed)")
         axes.set_xticks(counts)

@@ -77,7 +77,10 @@ class Drawing:
         return ElementTree.tostring(root, encoding="unicode")
 
     def _rename(self, root: ElementTree.Element) -> None:
-        """Names that something refers to begin with the figure's, the others go: many figures stand in one page."""
+        """Many figures stand in one page: names begin with the figure's, those that nothing refers to go.
+
+        They are counted, as matplotlib draws them at random.
+        """
         link = f"{{{_XLINK}}}href"
         used: dict[str, str] = {}
 

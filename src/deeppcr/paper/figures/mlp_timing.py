@@ -159,10 +159,10 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
         if not best:
             continue
         each = [
-            f"{style.plain(ratio)}× {_SHORT[c]} (L = {where['L']}, w = {where['w']})"
+            f"{style.plain(ratio)}× {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']}, w = {where['w']})"
             for c, (ratio, where, _) in best.items()
         ]
-        even = [f"from L ≈ {depth:.0f}" if depth else "nowhere" for _, _, depth in best.values()]
+        even = dict.fromkeys(f"from L ≈ {depth:.0f}" if depth else "nowhere" for _, _, depth in best.values())
         said.append(f"Over {name} at best {' and '.join(each)}; ahead {' and '.join(even)}.")
     holes = Counter(
         column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")

@@ -19,7 +19,7 @@ from .drawing import Drawing
 Record = dict[str, Any]
 
 #: Slow-down over the smallest width, in steps of colour.
-LEVELS = (1.0, SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
+LEVELS = (SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def over_widths(records: list[Record], activation: str, way: str = "forward") -> Drawing | None:
@@ -110,7 +110,7 @@ def isoline(ratios: dict[int, dict[int, float]], limit: float) -> list[tuple[flo
 def _shades() -> tuple[ListedColormap, BoundaryNorm, ScalarMappable]:
     shades = colormaps["cividis_r"]
     count = len(LEVELS) + 1
-    colours = ListedColormap([shades(number / (count - 1)) for number in range(count)])
+    colours = ListedColormap([shades(0.15 + 0.85 * number / (count - 1)) for number in range(count)])
     norm = BoundaryNorm(LEVELS, count, extend="both")
     return colours, norm, ScalarMappable(norm, colours)
 
@@ -161,9 +161,5 @@ def caption(limits: dict[str, dict[str, Any]]) -> str:
         else f"nowhere on this grid for {style.LABELS[column]}"
         for column, limit in limits.items()
     ]
-    drawn = (
-        "; that line is dashed in the maps, and dotted in the speed-up"
-        if any(x["w2L"] for x in limits.values())
-        else ""
-    )
+    drawn = "; dashed in the maps" if any(limit["w2L"] for limit in limits.values()) else ""
     return f"The time passes {SLOWED:g} times that of the smallest width {', '.join(said)} (median over depths){drawn}."

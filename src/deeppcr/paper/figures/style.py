@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
@@ -19,6 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 #: Of text and axes; becomes the colour of the text around the figure.
 INK = "#1b1f24"
 WIDTH = 5.8  # inches, for 10 pt letters
+STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
 PANEL = 2.05  # inches, the height of a row of panels
 
 #: One colour for a method in all figures, told apart by all kinds of colour vision (Okabe and Ito).
@@ -40,6 +40,9 @@ LABELS: dict[str, str] = {
     "sequential": "sequential",
     "parallel": "DeepPCR",
 }
+#: Scales for ordered quantities: light enough for dark pages, dark enough for light ones, and lighter from left to right.
+WARM = ("#3f5fd0", "#8450c8", "#b9479c", "#d95757", "#e8952a")
+COLD = ("#5b50c8", "#2a7fb8", "#169b83", "#6cae36", "#c2a21a")
 #: Columns of mlp-timing that go layer by layer, and those that do not.
 SEQUENTIAL = ("loop", "graph", "fused")
 PARALLEL = ("printed", "auto")
@@ -67,7 +70,6 @@ _OWN: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 3,
     "svg.fonttype": "none",  # letters stay letters: they scale, can be searched and read aloud
-    "svg.hashsalt": "deeppcr",
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
@@ -92,12 +94,11 @@ def canvas(rows: int, columns: int = 2, *, extra: float = 0.6) -> tuple[Canvas, 
     return figure, [list(row) for row in grid]
 
 
-def ordered(values: Iterable[Any], shades_of: str = "plasma") -> dict[Any, str]:
-    """Colours for depths or widths, from small to large; light enough for dark pages, dark enough for light ones."""
-    found = sorted(set(values))
-    shades = colormaps[shades_of]
+def ordered(values: Iterable[Any], shades: Sequence[str] = WARM) -> dict[Any, str]:
+    """Colours for depths or widths, from small to large."""
+    found, scale = sorted(set(values)), LinearSegmentedColormap.from_list("ordered", shades)
     last = max(len(found) - 1, 1)
-    return {value: to_hex(shades(0.1 + 0.72 * number / last)) for number, value in enumerate(found)}
+    return {value: to_hex(scale(number / last)) for number, value in enumerate(found)}
 
 
 def activation(name: str) -> str:
@@ -180,13 +181,13 @@ def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) 
     axes.set_ylim(low, high)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     span = math.log10(high / low)
-    leads = (1,) if span > 2 else (1, 2, 5) if span > 0.5 else (1, 1.5, 2, 3, 4, 5, 7)
-    every = math.ceil(span / 5)
-    ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in leads]
-    if leads == (1,):
-        ticks = [10.0**k for k in range(first, last + 1) if k % every == 0]
-        if low < 1e-3 or high > 1e4:
-            form = decade
+    if span > 2:
+        ticks = [10.0**k for k in range(first, last + 1) if k % math.ceil(span / 5) == 0]
+        form = decade if low < 1e-3 or high > 1e4 else plain
+    elif span > 0.7:
+        ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in (1, 2, 5)]
+    else:
+        ticks = [float(tick) for tick in MaxNLocator(4, steps=STEPS).tick_values(low, high)]
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
@@ -255,8 +256,14 @@ def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> 
     low, high = min(found), max(found)
     room = 0.06 * (high - low) or max(abs(high) / 10, 1e-3)
     axes.set_ylim(low - room, high + room)
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(round(value, 12))))
+    ticks = [float(tick) for tick in MaxNLocator(5, steps=STEPS).tick_values(low - room, high + room)]
+    step = ticks[1] - ticks[0]
+    digits = next((count for count in range(7) if math.isclose(step * 10**count, round(step * 10**count))), 7)
+    small = max(map(abs, ticks)) < 1e-3
+    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low - room <= tick <= high + room]))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: plain(round(value / step) * step) if small else f"{value:.{digits}f}")
+    )
 
 
 def number(value: Any) -> float:
