@@ -3,8 +3,11 @@
 import json
 import os
 import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -12,15 +15,16 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from deeppcr import cli
-from deeppcr.paper import store
+from deeppcr.paper import mlp_timing, store
 from deeppcr.paper.catalogue import EXPERIMENTS
+from deeppcr.paper.experiment import Context
 from deeppcr.paper.figures import Figure
 from deeppcr.paper.report import claims, page, speedup_map
 from deeppcr.paper.report.collect import Finished, collect
 from small_results import timing_content, write
 
-SVG = """<svg viewBox="0 0 2 1" role="img" aria-label="A line"><defs><path id="line" d="M0 0H2"/><clipPath id="clip">
-<rect width="2" height="1"/></clipPath></defs><use href="#line" clip-path="url(#clip)"/></svg>"""
+SVG = """<svg viewBox="0 0 2 1" role="img" aria-label="A line"><defs><path id="NAME-line" d="M0 0H2"/><clipPath id="NAME-clip">
+<rect width="2" height="1"/></clipPath></defs><use href="#NAME-line" clip-path="url(#NAME-clip)"/></svg>"""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +34,8 @@ def drawn(monkeypatch):
     def draw(content):
         for record in content["records"]:
             record["forward"], int(record["L"])  # as the real ones do, it falls over what is damaged
-        return [Figure(f"{content['experiment']}-{number}", "A line", "fig. 3", "It is flat.", SVG) for number in "12"]
+        names = [f"{content['experiment']}-{number}" for number in "12"]
+        return [Figure(name, "A line", "fig. 3", "It is flat.", SVG.replace("NAME", name)) for name in names]
 
     monkeypatch.setattr(page, "draw", draw)
 
@@ -85,38 +90,63 @@ def test_the_committed_results_can_be_read(tmp_path):
     assert "core-" not in out.read_text()
 
 
+def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_path):
+    write(tmp_path, timing_content(end="2026-01-02T00:00:00+00:00"), "paper.json")
+    smaller = timing_content(like=replace(mlp_timing.FULL, depths=(64,)), end="2026-05-02T00:00:00+00:00")
+    write(tmp_path, smaller, "smaller.json")
+    write(tmp_path, timing_content(quick=True, end="2026-06-02T00:00:00+00:00"), "quick.json")
+    assert kept(tmp_path) == [("paper.json", False)]
+    (tmp_path / "paper.json").unlink()
+    assert kept(tmp_path) == [("smaller.json", False)]
+    assert "changed: depths" in page.make_page(collect([tmp_path]))
+
+
+def settings_of(name, quick=False, **changes):
+    (experiment,) = [each for each in EXPERIMENTS if each.name == name]
+    made = replace(experiment.quick if quick else experiment.full, **changes)
+    return {"experiment": name, "quick": quick, "settings": store.as_json(asdict(made))}
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("content", "expected"),
     [
-        ({}, "deeppcr reproduce mlp-timing --device cuda"),
-        ({"quick": True}, "deeppcr reproduce mlp-timing --quick --device cuda"),
-        ({"settings": {"seed": 3}}, "deeppcr reproduce mlp-timing --device cuda --seed 3"),
+        (settings_of("mlp-timing"), "mlp-timing --device cuda"),
+        (settings_of("mlp-timing", quick=True), "mlp-timing --quick --device cuda"),
+        (settings_of("mlp-newton", seed=3), "mlp-newton --device cuda --seed 3"),
+        (settings_of("hardware", files=("a.json", "b c.json")), "hardware a.json 'b c.json'"),
         (
-            {"experiment": "hardware", "settings": {"files": ["a.json", "b c.json"], "seed": 0}},
-            "deeppcr reproduce hardware a.json 'b c.json'",
+            settings_of("resnet-training", depths=(64, 256), train=None, test=10),
+            "resnet-training --device cuda --set depths=64,256 --set test=10",
         ),
-        (
-            {"experiment": "resnet-guess", "quick": True, "settings": {"data": "mnist", "seed": 0}},
-            "deeppcr reproduce resnet-guess --quick --device cuda --data-dir DIR",
-        ),
+        (settings_of("resnet-guess", quick=True, data="mnist"), "resnet-guess --quick --device cuda --set data=mnist"),
     ],
 )
-def test_the_command_that_made_it(tmp_path, changes, expected):
-    assert finished({**timing_content(), **changes}, tmp_path).command == expected
+def test_the_command_that_made_it(tmp_path, content, expected):
+    result = finished({**timing_content(), **content}, tmp_path)
+    assert result.command == f"deeppcr reproduce {expected}"
+    # And it makes those settings.
+    changes = [f"{name}={value}" for name, value in result.changes.items()]
+    context = Context(torch.device("cpu"), files=tuple(map(Path, content["settings"].get("files", ()))))
+    seed = content["settings"]["seed"]
+    made = result.experiment.settings(context, quick=result.quick, seed=seed, changes=changes)
+    assert store.as_json(asdict(made)) == content["settings"]
 
 
 def test_what_a_figure_is_read_with(tmp_path):
     content = timing_content()
     result = finished(content, tmp_path)
-    assert result.unlike_today == []
     (line,) = result.conditions
     for part in ("NVIDIA Imaginary", "CUDA 13.0", "torch 2.13.0", "deeppcr 0.1.0", "2026-01-01", "abc1234"):
         assert part in line
-    content["settings"]["budget"] = 99.0
-    assert result.unlike_today == ["budget"]
-    assert "Run with other budget" in page.make_page([result])
     content["sessions"].append({**content["sessions"][0], "commit": "fff9999"})
     assert len(result.conditions) == 2
+    assert all(line in page.make_page([result]) for line in result.conditions)
+
+
+def test_a_result_of_an_experiment_that_is_no_more(tmp_path):
+    content = {**timing_content(), "experiment": "of-yesterday", "settings": {"seed": 1}}
+    html = page.make_page([finished(content, tmp_path)])
+    assert "deeppcr reproduce of-yesterday --device cuda --seed 1" in re.sub("</?b>", "", html)
 
 
 # The table

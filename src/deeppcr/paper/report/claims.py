@@ -120,6 +120,19 @@ def newton_iterations(result: Finished) -> list[Ours]:
     return found
 
 
+def iterations_by_gain(result: Finished) -> list[Ours]:
+    found = []
+    for entry in result.summary:
+        name, most = activation_name(entry["activation"]), entry["most_iterations_at_default"]
+        if most is not None:
+            found.append(Ours(f"at most {most}", f"{name}, weights as PyTorch makes them"))
+        if counts := entry["iterations_where_positive"]:
+            depth = max(counts)
+            where = f"{name}, mean at L = {depth:,} for weights scaled by {entry['positive_from_gain']:g} and more"
+            found.append(Ours(f"{counts[depth]:.0f}", f"{where}: there the layers amplify errors"))
+    return found
+
+
 def output_error(result: Finished) -> list[Ours]:
     found = []
     for entry, records in _newton(result):
@@ -319,6 +332,13 @@ CLAIMS = (
         "§4.4, fig. 8",
         "mlp-newton",
         newton_iterations,
+    ),
+    Claim(
+        "Newton iterations, whatever the weights",
+        "roughly independent",
+        "of the configuration, of L in particular; §4.4",
+        "mlp-gain",
+        iterations_by_gain,
     ),
     Claim(
         "Error of the output against the loop",

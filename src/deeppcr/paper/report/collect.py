@@ -1,4 +1,4 @@
-"""Which results a report shows: of each experiment on each machine the newest, and quick ones only where there is no other."""
+"""Which results a report shows: of each experiment on each machine the newest, and quick ones where there are no others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 from ..catalogue import EXPERIMENTS
 from ..experiment import Experiment
+from ..settings import show
 from ..store import PARTIAL, PaperError, as_json, read
 
+QUICK = "quick run, small sizes: shows that it works"
 _FIRST = "deeppcr reproduce mlp-timing --quick"
 
 
@@ -62,6 +64,19 @@ class Finished:
         return self.experiment.summarise(self.records) if self.experiment else None
 
     @property
+    def changes(self) -> dict[str, str]:
+        """Settings that are other than this version's for such a run, as they are given on the command line."""
+        if self.experiment is None:
+            return {}
+        usual = as_json(asdict(self.experiment.quick if self.quick else self.experiment.full))
+        mine, by_options = self.content["settings"], {"seed", "files", "threads"}
+        return {
+            name: show(mine[name])
+            for name in usual
+            if name not in by_options and name in mine and mine[name] != usual[name]
+        }
+
+    @property
     def command(self) -> str:
         """The command that measures this again."""
         settings, words = self.content["settings"], ["deeppcr", "reproduce", self.name]
@@ -70,11 +85,18 @@ class Finished:
             words.append("--quick")
         if not settings.get("files"):  # two files are compared, wherever
             words += ["--device", self.content["device"]]
-        if self.quick and settings.get("data") == "mnist":  # quick runs take other images, unless told
-            words += ["--data-dir", "DIR"]
         if settings.get("seed"):
             words += ["--seed", str(settings["seed"])]
+        for name, value in self.changes.items():
+            words += ["--set", f"{name}={value}"]
         return shlex.join(words)
+
+    @property
+    def remark(self) -> str:
+        """What has to be said of its sizes; nothing where they are the paper's."""
+        if self.quick:
+            return QUICK
+        return f"changed: {', '.join(self.changes)}" if self.changes else ""
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -84,16 +106,6 @@ class Finished:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
             raise PaperError(f"{self.path}: damaged, its records cannot be read ({why}); move it away") from error
-
-    @property
-    def unlike_today(self) -> list[str]:
-        """Settings in which it differs from what the command would use today."""
-        if self.experiment is None:
-            return []
-        today = as_json(asdict(self.experiment.quick if self.quick else self.experiment.full))
-        given = {"seed", "data", "files", "threads"}  # by the command line, or by what it is given
-        settings = self.content["settings"]
-        return [name for name in today if name not in given and settings.get(name) != today[name]]
 
     @property
     def conditions(self) -> list[str]:
@@ -132,7 +144,8 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
         raise PaperError(f"{named}: no finished results of `deeppcr reproduce` there; run {_FIRST} first")
     names = [each.name for each in EXPERIMENTS]
     newest: dict[tuple[str, str], Finished] = {}
-    for result in sorted(found, key=lambda each: (not each.quick, each.date, each.path.name)):
+    # The last one stays: a full one, of those one whose settings nobody changed, of those the newest.
+    for result in sorted(found, key=lambda each: (not each.quick, not each.changes, each.date, each.path.name)):
         newest[result.name, result.hardware] = result
     full = {result.name for result in newest.values() if not result.quick}
     kept = [result for result in newest.values() if not (result.quick and result.name in full)]

@@ -15,10 +15,8 @@ import deeppcr
 from ..figures import Figure, draw
 from ..store import now
 from .claims import Row, rows
-from .collect import Finished
+from .collect import QUICK, Finished
 from .speedup_map import map_data
-
-QUICK = "quick run, small sizes: shows that it works"
 
 
 def make_page(results: Sequence[Finished]) -> str:
@@ -126,8 +124,9 @@ def _row(row: Row) -> str:
         ours = (
             f"<ul class='ours'>{''.join(items)}</ul>" if row.ours else "<span class='quiet'>not in these results</span>"
         )
-        quick = " <span class='tag'>quick run</span>" if result.quick else ""
-        where = f"<a href='#{_slug(result.name)}'>{escape(result.hardware)}</a>{quick}"
+        short = "quick run" if result.quick else result.remark
+        tag = f" <span class='tag'>{escape(short)}</span>" if short else ""
+        where = f"<a href='#{_slug(result.name)}'>{escape(result.hardware)}</a>{tag}"
     return (
         f"<tr><th scope='row'>{escape(claim.what)}</th><td data-label='Paper'>{paper}</td>"
         f"<td data-label='Ours'>{ours}</td><td data-label='Where'>{where}</td></tr>\n"
@@ -201,16 +200,14 @@ def _figure(figure: Figure, result: Finished, prefix: str) -> str:
 
 def _made(result: Finished) -> str:
     """The command, and what it ran on."""
-    other = result.unlike_today
-    differs = f" <span>Run with other {escape(', '.join(other))} than that command takes today.</span>" if other else ""
     # Words that stay whole: a line does not end inside --device.
     command = " ".join(f"<b>{escape(word)}</b>" for word in result.command.split(" "))
     where = "".join(f"<span>{escape(each)}</span>" for each in result.conditions)
-    return f"<div class='made'><code>{command}</code>{where}{differs}</div>"
+    return f"<div class='made'><code>{command}</code>{where}</div>"
 
 
 def _tag(result: Finished) -> str:
-    return f" <span class='tag'>{QUICK}</span>" if result.quick else ""
+    return f" <span class='tag'>{escape(result.remark)}</span>" if result.remark else ""
 
 
 def _footer(results: Sequence[Finished]) -> str:
@@ -218,7 +215,8 @@ def _footer(results: Sequence[Finished]) -> str:
     return f"""<footer>
 <h2>What this page was made from</h2>
 <ul>{files}</ul>
-<p class="quiet">Of each experiment on each machine the newest result, and quick ones only where there is no full one.
+<p class="quiet">Of each experiment on each machine the newest result with the paper's settings, else the newest with others; quick ones
+only where there are no others.
 <code>deeppcr report</code> makes the page anew.</p>
 </footer>"""
 
