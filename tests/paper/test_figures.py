@@ -323,14 +323,22 @@ def silent(result: dict) -> list[figures.Figure]:
         return figures.draw(result)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"depths": (64,)}, {"widths": (16,)}, {"depths": (100,), "widths": (24,)}], ids=["depth", "width", "cell"]
-)
-def test_one_depth_or_width(sizes):
-    timing = made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "printed", "auto"))
-    assert len(silent(timing)) == 2 + (len(sizes) == 1 and "depths" in sizes)
-    assert len(silent(made_up.mlp_memory_result(replace(MEMORY, **sizes)))) == 1
+def test_one_depth():
+    sizes = {"depths": (64,)}
+    assert len(silent(made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "printed", "auto")))) == 3
     assert len(silent(made_up.mlp_newton_result(replace(NEWTON, **sizes)))) == 1
+
+
+def test_one_width_and_one_cell():
+    """Nothing to see over widths; and neither the depth nor the width need be a power of two."""
+    timing = made_up.mlp_timing_result(replace(TIMING, widths=(16,)), ("loop", "printed", "auto"))
+    assert [drawing.name for drawing in figures.drawings(timing)] == [
+        "mlp-timing-relu-forward",
+        "mlp-timing-relu-backward",
+    ]
+    sizes = {"depths": (100,), "widths": (24,)}
+    assert len(silent(made_up.mlp_timing_result(replace(TIMING, **sizes), ("loop", "auto")))) == 2
+    assert len(silent(made_up.mlp_memory_result(replace(MEMORY, **sizes)))) == 1
 
 
 def test_cpu_columns_and_columns_that_failed():
