@@ -207,7 +207,7 @@ def test_every_figure_is_there_with_its_command_and_hardware(page, made):
                 caption: figure.querySelector('figcaption').textContent};
     })""")
     assert [(each["section"], each["name"]) for each in shown] == [(name, figure) for name, _, figure in names]
-    commands = {result.name: result.command for result in results if result.content["device"] == "cpu"}
+    commands = {(result.name, result.content["hardware"]["device"]): result.command for result in results}
     for each, (experiment, hardware, _) in zip(shown, names, strict=True):
         assert each["width"] > 300
         assert each["height"] > 100
@@ -216,12 +216,7 @@ def test_every_figure_is_there_with_its_command_and_hardware(page, made):
         assert hardware.replace("(R)", "").replace("(TM)", "") in each["made"]
         assert "torch" in each["made"]
         assert "commit" in each["made"]
-        expected = (
-            commands[experiment]
-            if hardware != "NVIDIA Imaginary"
-            else "deeppcr reproduce mlp-timing --quick --device cuda"
-        )
-        assert each["command"] == expected
+        assert each["command"] == commands[experiment, hardware]
 
 
 def test_names_are_unique_and_references_lead_somewhere(page):

@@ -105,7 +105,9 @@ class Finished:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise PaperError(f"{self.path}: damaged, its records cannot be read ({why}); move it away") from error
+            raise PaperError(
+                f"{self.path}: damaged, or of another version: its records cannot be read ({why}); move it away"
+            ) from error
 
     @property
     def conditions(self) -> list[str]:
