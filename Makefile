@@ -26,7 +26,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, demo and bench"
 
-demo: $(call extra,paper) ## parallelise a deep network's forward and backward pass, and print one table
+demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (two minutes)
 	@$(PY) -m deeppcr.paper.demo $(ARGS)
 
 # The coverage threshold holds for the whole suite only, so not where ARGS may select a part of it.
@@ -57,7 +57,7 @@ bench: $(call extra,paper) ## compare, then time, then write results/
 	@$(PY) benchmarks/run.py $(ARGS)
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) .venv.lock site build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
+	rm -rf demo-results $(VENV) .venv.lock site build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Stamps are written last: what was interrupted is done again. A pip that is killed half-way leaves the environment

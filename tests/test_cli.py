@@ -20,18 +20,7 @@ from typer.testing import CliRunner
 from deeppcr import cli
 from deeppcr.paper import compare_hardware, lock, store
 from deeppcr.paper.catalogue import EXPERIMENTS
-
-#: Smaller still than quick: what is tested here is that they run and what they write.
-TINY = {
-    "mlp-timing": {"depths": (2, 64), "widths": (2, 4), "activations": ("relu", "tanh"), "budget": 0.01, "most": 3},
-    "mlp-memory": {"depths": (64, 256), "widths": (4,)},
-    "mlp-newton": {"depths": (8, 64), "widths": (4,)},
-    "mlp-gain": {"depths": (8, 16), "gains": (1.0, 4.0), "activations": ("relu", "tanh")},
-    "hardware": {},
-    "resnet-training": {"depths": (8, 16), "train": 80, "test": 40, "window": 4, "eager_steps": 3, "epochs": 1},
-    "resnet-iterations": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
-    "resnet-guess": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
-}
+from small_results import TINY
 
 
 @pytest.fixture(autouse=True)

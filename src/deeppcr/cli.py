@@ -1,4 +1,4 @@
-"""The command ``deeppcr``: run the paper's experiments."""
+"""The command ``deeppcr``: run the paper's experiments, and make a page of the results."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-    )
     from rich.table import Table
-    from rich.text import Text
 except ImportError:
     raise SystemExit("deeppcr: the command needs its extra: pip install 'deeppcr[paper]'") from None
 
@@ -31,6 +21,7 @@ import torch
 
 import deeppcr
 
+from .paper.bars import Bars
 from .paper.catalogue import EXPERIMENTS
 from .paper.experiment import Context, OutOfTime
 from .paper.store import PaperError
@@ -133,6 +124,31 @@ def reproduce(
     print(f"written to {path}")
 
 
+@app.command()
+def report(
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Folder with result files; may be given several times. Default: results."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("report.html"),
+) -> None:
+    """Build one HTML page from the results: the paper's figures and ours side by side, and a map of the speed-up.
+
+    The page needs nothing but a browser. Of each experiment on each machine it shows the newest finished result, and
+    quick ones only where there is no full one.
+    """
+    from .paper.report import build  # draws: what that needs takes long to import
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        with console.status("drawing the figures"):
+            path = build(results or [Path("results")], out)
+    except PaperError as error:
+        console.print(f"[bold red]deeppcr:[/] {escape(str(error))}")
+        raise typer.Exit(BAD) from None
+    print(f"written to {path}")
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name, if it is there; by default a GPU if there is one."""
     if not name:
@@ -164,68 +180,6 @@ def catalogue() -> Table:
 def command_line() -> str:
     """The command as it was given, to be given again."""
     return shlex.join(["deeppcr", *sys.argv[1:]])
-
-
-class TimeLeft(ProgressColumn):
-    """Time left, by the pace of this session: what an earlier one finished cost nothing now."""
-
-    def render(self, task: Task) -> Text:
-        since, begun = task.fields.get("since"), task.fields.get("begun", 0.0)
-        if task.finished or since is None or task.total is None or task.completed <= begun:
-            return Text("–:–– left")
-        seconds = (time.monotonic() - since) * (task.total - task.completed) / (task.completed - begun)
-        return Text(f"{seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f} left")
-
-
-class Bars:
-    """A bar over all cells, and one for the cell at hand where it takes long."""
-
-    def __init__(self, console: Console):
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeLeft(),
-        )
-        # Redrawn between measurements only: a thread that does it all the time would take its share of what is measured.
-        self.progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
-        self.cells = self.finished = 0
-        self._all = self._part = None
-
-    def __enter__(self) -> Bars:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def begin(self, cells: int, finished: int) -> None:
-        self.cells, self.finished = cells, finished
-        fields = {"since": time.monotonic(), "begun": finished}
-        self._all = self.progress.add_task("cells", total=cells, completed=finished, **fields)
-        if finished:
-            self.progress.console.print(f"going on: {finished} of {cells} cells are there already")
-        self.progress.refresh()
-
-    def cell(self, name: str) -> None:
-        assert self._all is not None
-        self.progress.update(self._all, description=escape(name), refresh=True)
-
-    def part(self, fraction: float) -> None:
-        """How much of the cell at hand is done; bars of less than a cell appear once there is something to show."""
-        if self._part is None:
-            fields: Any = {"since": time.monotonic(), "begun": 100 * fraction}
-            self._part = self.progress.add_task("  this cell, %", total=100, completed=int(100 * fraction), **fields)
-        self.progress.update(self._part, completed=int(100 * fraction), refresh=True)
-
-    def end(self, name: str) -> None:
-        assert self._all is not None
-        if self._part is not None:
-            self.progress.remove_task(self._part)
-            self._part = None
-        self.finished += 1
-        self.progress.update(self._all, advance=1, refresh=True)
 
 
 def main() -> None:

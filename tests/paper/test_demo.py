@@ -11,7 +11,14 @@ import torch
 import deeppcr
 
 pytest.importorskip("rich")
-from deeppcr.paper import demo
+pytest.importorskip("matplotlib")
+from deeppcr.paper import demo, store
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """The demo writes to where it is called."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +33,7 @@ def lines_of(output: str, word: str) -> list[str]:
     return [line for line in output.splitlines() if f" {word} " in line and " × " in line]
 
 
-def test_prints_one_table_with_every_case(device, capsys):
+def test_prints_one_table_with_every_case_and_the_path_of_a_page(device, capsys, tmp_path):
     assert demo.main(["--quick", "--device", device.type]) == 0
     output = capsys.readouterr().out
     for heading in ("network", "device", "pass", "loop", "parallel", "speed-up", "Newton", "iterations", "error"):
@@ -35,7 +42,10 @@ def test_prints_one_table_with_every_case(device, capsys):
     assert demo.SETTING in output
     assert "The loop wins" in output
     assert torch.__version__ in output
-    assert max(map(len, output.splitlines())) <= 100
+    assert max(map(len, output.splitlines()[:-1])) <= 100
+    assert output.splitlines()[-1] == str(tmp_path / "demo-results" / "report.html")
+    page = (tmp_path / "demo-results" / "report.html").read_text()
+    assert all(name in page for name in demo.TINY)
     table, _, _ = output.partition("Parallel: ")
     for direction in ("forward", "backward"):
         rows = lines_of(table, direction)
@@ -56,6 +66,64 @@ def test_runs_as_a_module():
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, env={**os.environ, **paths})
     assert done.returncode == 0, done.stderr
     assert "speed-up" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("report.html")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The names of the experiments that are run; the table before them is left out."""
+    ran = []
+    measure = demo.Experiment.run
+
+    def run(self, *arguments, **settings):
+        ran.append(self.name)
+        return measure(self, *arguments, **settings)
+
+    monkeypatch.setattr(demo.Experiment, "run", run)
+    monkeypatch.setattr(demo, "QUICK", ())
+    return ran
+
+
+def test_a_demo_that_was_finished_starts_afresh(runs, tmp_path):
+    for _ in range(2):
+        assert demo.main(["--quick", "--device", "cpu"]) == 0
+    assert runs == 2 * list(demo.TINY)
+
+
+def test_a_demo_that_was_interrupted_goes_on(runs, tmp_path, monkeypatch, capsys):
+    class Interrupting(demo.Bars):
+        """Ctrl-C in the second experiment, after two of its cells."""
+
+        def end(self, name):
+            super().end(name)
+            if len(runs) == 2 and self.finished == 2:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "Bars", Interrupting)
+        assert demo.main(["--quick", "--device", "cpu"]) == 130
+    assert "goes on from there" in capsys.readouterr().err
+    assert not (tmp_path / "demo-results" / "report.html").exists()
+    assert demo.main(["--quick", "--device", "cpu"]) == 0
+    first, second = demo.TINY
+    assert runs == [first, second, second]
+    assert "2 of 16 cells are there already" in capsys.readouterr().err
+    assert (tmp_path / "demo-results" / "report.html").exists()
+
+
+def test_results_of_other_settings_are_not_taken_for_finished(runs, tmp_path):
+    assert demo.main(["--quick", "--device", "cpu"]) == 0
+    (tmp_path / "demo-results" / "report.html").unlink()
+    for path in (tmp_path / "demo-results").glob("mlp-newton-*.json"):
+        store.write(path, {**store.read(path), "settings": {}})
+    assert demo.main(["--quick", "--device", "cpu"]) == 0
+    assert runs == [*demo.TINY, "mlp-newton"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(runs, tmp_path, capsys):
+    (tmp_path / "demo-results").write_text("a file")
+    assert demo.main(["--quick", "--device", "cpu"]) == 1
+    assert "no report: demo-results" in capsys.readouterr().err
 
 
 def wrong_states(solution):
@@ -81,6 +149,7 @@ def test_a_failed_check_is_never_timed_and_sets_the_exit_code(broken, device, ca
     assert table.count("FAILED") == 2 * len(demo.QUICK)
     assert "none of the 0 cases" in rest
     assert rest.count("FAILED") == 2 * len(demo.QUICK)
+    assert "report.html" not in rest
 
 
 def test_gradients_are_checked_by_themselves(capsys, monkeypatch):

@@ -1,18 +1,26 @@
-"""``python -m deeppcr.paper.demo``: a deep network forward and backward, by the loop and in parallel, in one table."""
+"""``python -m deeppcr.paper.demo``: a deep network forward and backward, by the loop and in parallel, in one table.
+
+Then the quick version of some of the paper's experiments, and a page of their results.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import deeppcr
 
+from .catalogue import EXPERIMENTS
+from .experiment import Context, Experiment
 from .mlp import Network, slope
+from .store import PARTIAL, PaperError, as_json, read
 from .timing import capture, hardware, measure, relative_error
 
 try:
@@ -24,12 +32,22 @@ try:
 except ImportError as error:
     raise ImportError("the demo needs rich: pip install 'deeppcr[paper]', or run `make demo`") from error
 
+from .bars import Bars
+
 #: (L, w): layers and width. The last one is there because the loop wins it on a CPU.
 NETWORKS = ((16_384, 2), (16_384, 4), (16_384, 8), (16_384, 16), (1_024, 64))
 QUICK = ((256, 4), (64, 16))
 
 SOLVER = deeppcr.Newton(chunk=16, jacobian=deeppcr.GivenJacobian(slope, exact=True))
 SETTING = "Parallel: solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))"
+
+#: What the report shows: quick runs that take about a minute together on two CPU cores.
+REPORTED = ("mlp-timing", "mlp-memory", "mlp-newton", "resnet-training")
+#: With --quick smaller still, and no others.
+TINY = {
+    "mlp-timing": {"depths": (4, 64), "widths": (2, 8), "activations": ("relu",), "budget": 0.02},
+    "mlp-newton": {"depths": (4, 64), "widths": (2, 8), "samples": 1},
+}
 
 #: Relative; ten times the tolerance of the solve in float32. What is further off is not timed.
 TOLERANCE = 1e-4
@@ -153,14 +171,49 @@ def conditions(devices: Sequence[torch.device]) -> str:
     )
 
 
+def report(folder: Path, device: torch.device, console: Console, *, tiny: bool) -> Path:
+    """Run the experiments and make the page; what was finished since the last page is not run again."""
+    from .report import build  # draws: what that needs takes long to import
+
+    page = folder / "report.html"
+    since = page.stat().st_mtime if page.exists() else 0.0
+    experiments = [each for each in EXPERIMENTS if each.name in (TINY if tiny else REPORTED)]
+    for number, experiment in enumerate(experiments, 1):
+        if tiny:
+            experiment = replace(experiment, quick=replace(experiment.quick, **TINY[experiment.name]))
+        console.print(f"experiment {number} of {len(experiments)}: {experiment.name} --quick", highlight=False)
+        with Bars(console) as bars, warnings.catch_warnings():
+            # What a solve warns about is in the records.
+            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+            context = Context(device, None, (), None, bars)
+            if not is_finished(experiment, context, folder, since):
+                experiment.run(context, folder, quick=True)
+    with console.status("drawing the figures"):
+        return build([folder], page)
+
+
+def is_finished(experiment: Experiment, context: Context, folder: Path, since: float) -> bool:
+    """A run with these settings has ended since then."""
+    wanted = as_json(asdict(experiment.settings(context, quick=True, seed=0))), context.device.type
+    for path in folder.glob(f"{experiment.name}-*.json"):
+        if path.stat().st_mtime > since and not path.name.endswith(PARTIAL):
+            content = read(path)
+            if (content["settings"], content["device"]) == wanted:
+                return True
+    return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit code is 0 where every check held."""
+    """Run the demo; the exit code is 0 where every check held and the page was made."""
     parser = argparse.ArgumentParser(prog="python -m deeppcr.paper.demo", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "all"), default="all", help="all: a GPU too if there is one"
     )
     parser.add_argument("--quick", action="store_true", help="tiny networks, in seconds: it works, not how fast it is")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-results"), help="folder of the report and its results (demo-results)"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
@@ -174,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [Row(*network, device, way) for device in devices for network in networks for way in ("forward", "backward")]
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Redrawn between cases only: a thread that does it all the time would take its share of what is measured.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
+    errors = Console(stderr=True, soft_wrap=True)
+    with Progress(*columns, console=errors, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("", total=len(rows))
         for row in rows:
             progress.update(task, description=row.name, refresh=True)
@@ -187,7 +241,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = [row for row in rows if row.failure]
     for row in failed:
         console.print(f"[bold red]FAILED[/] {row.name}: {escape(row.failure)}", highlight=False)
-    return 1 if failed else 0
+    if failed:  # what is wrong there would be wrong in the experiments, too
+        return 1
+    try:
+        path = report(options.out, devices[-1], errors, tiny=options.quick)
+    except PaperError as error:
+        errors.print(f"[bold red]no report:[/] {escape(str(error))}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        errors.print(
+            f"interrupted; what is finished is in {escape(str(options.out))}, the same command goes on from there"
+        )
+        return 130
+    print(f"The page of these results, for a browser:\n{path.resolve()}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def override(settings: Any, changes: Sequence[str], experiment: str) -> Any:
                 raise ValueError(f"there is no setting {name!r}")
             settings = replace(settings, **{name: _parse(text, kinds[name], declared[name].metadata)})
         except ValueError as error:
-            known = " ".join(f"{key}={_show(getattr(usual, key))}" for key in declared if key != "seed")
+            known = " ".join(f"{key}={show(getattr(usual, key))}" for key in declared if key != "seed")
             raise PaperError(f"--set {change}: {error}. The settings of {experiment}: {known}") from None
     return settings
 
@@ -81,8 +81,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """As it is written on the command line."""
-    if isinstance(value, tuple):
-        return ",".join(map(_show, value))
+    if isinstance(value, (tuple, list)):  # a list in a result file
+        return ",".join(map(show, value))
     return "none" if value is None else str(value)

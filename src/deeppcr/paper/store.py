@@ -63,15 +63,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
+    """A result file, all or nothing."""
+    # NaN is no JSON: as_json has given it a name.
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """All or nothing: the file is replaced in one step, after its content has reached the disk."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            # NaN is no JSON: as_json has given it a name.
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from . import style
 from .drawing import Drawing
@@ -259,6 +260,8 @@ def _both(
     difference.set_ylabel("difference (nats)" if spread is not None else "difference (points)")
     for axes in (left, right, difference):
         axes.set_xlabel(x_label)
+        if spread is None:  # a point an epoch
+            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     style.legend(figure, colours, "depth L", place=place)
     return figure
 
@@ -283,6 +286,7 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
         below.set_ylabel("accuracy (%)")
         above.set_xlabel(clock.label)
         below.set_xlabel("training (epochs)")
+        below.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     for row, values in zip(grid, every, strict=True):
         for axes in row:
             style.free(axes, values)
@@ -316,7 +320,7 @@ def _span(axes: Axes, x: list[float], curves: list[list[float]], colour: str, de
 
 def newton(pairs: list[Pair], clock: Clock) -> Drawing:
     """Fig. 8 right: iterations during training, and how far the parameters of the two trainings are apart."""
-    figure, grid = style.canvas(1, extra=0.9)
+    figure, grid = style.canvas(1, extra=1.2)
     left, right = grid[0]
     colours = style.ordered(pair.depth for pair in pairs)
     counts, apart = [], []

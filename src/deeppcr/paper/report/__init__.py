@@ -1,0 +1,18 @@
+"""One page from the results: the paper's figures and ours side by side, and where the parallel solve pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..store import write_text
+from .collect import collect
+from .page import make_page
+
+__all__ = ["build"]
+
+
+def build(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page of all finished results in the folders; an old page is replaced in one step, or stays."""
+    write_text(out, make_page(collect(folders)))
+    return out
