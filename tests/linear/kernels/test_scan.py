@@ -12,6 +12,8 @@ import torch
 
 from deeppcr import linear
 
+# Where products overflow, NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
@@ -20,7 +22,7 @@ from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 1000)
 #: small tiles and chunks, so that short systems have many of them
-SMALL = diagonal.Plan(steps=2, groups=8, channels=4, tiles=2, warps=1)
+SMALL = diagonal.Plan(steps=4, groups=8, channels=16, tiles=1, warps=1)
 SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
 STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
 
@@ -49,7 +51,9 @@ class Kernel:
         return kernel_of(type(couplings)).solve_coupled(couplings, rhs, reverse=reverse)
 
 
-def system(structure, length, batch=(), width=6, size=2, *, device, dtype=torch.float32, coupling_batch=None, reverse=False):
+def system(
+    structure, length, batch=(), width=6, size=2, *, device, dtype=torch.float32, coupling_batch=None, reverse=False
+):
     """Couplings and right-hand side of any sign, yet no state is a difference: each is right to its own last digits.
 
     With signs s_t for every entry, ``s_t A s_{t-1}`` and ``s_t b`` have the solution ``s_t z``; A, b, z positive.
@@ -66,8 +70,9 @@ def system(structure, length, batch=(), width=6, size=2, *, device, dtype=torch.
     else:
         s = signs.unflatten(-1, (width // size, size))
         entries = (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch, width // size, size, size)) / size
-        to, start = (s[:-1], s[1:]) if reverse else (s[1:], s[:-1])
-        data = to.unsqueeze(-1) * entries * start.unsqueeze(-2)
+        data = s[1:].unsqueeze(-1) * entries * s[:-1].unsqueeze(-2)
+    if reverse:
+        data, rhs = data.flip(0), rhs.flip(0)
     return structure(data.to(device, dtype)), rhs.to(device, dtype)
 
 
@@ -83,13 +88,26 @@ def assert_right(actual, couplings, rhs, reverse, rtol=1e-5):
 
 @every_structure
 @either_way
-@pytest.mark.parametrize("small", [False, True], ids=["planned", "small chunks"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_length(structure, length, small, reverse, device):
-    if structure is linear.BlockDiagonal and length > 100 and not small and device.type == "cpu":
-        pytest.skip("slow to interpret")
+def test_every_length(structure, length, reverse, device):
     couplings, rhs = system(structure, length, (2,), device=device, reverse=reverse)
-    assert_right(Kernel(small).solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+    assert_right(in_small_chunks(couplings, rhs, reverse), couplings, rhs, reverse)
+
+
+@either_way
+@pytest.mark.parametrize(
+    ("structure", "length"),
+    [
+        (linear.Diagonal, 1),
+        (linear.Diagonal, 65),
+        (linear.Diagonal, 1000),
+        (linear.Scalar, 65),
+        (linear.BlockDiagonal, 40),
+    ],
+)
+def test_as_planned(structure, length, reverse, device):
+    couplings, rhs = system(structure, length, (2,), device=device, reverse=reverse)
+    assert_right(Kernel().solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
 
 
 @every_structure
@@ -103,18 +121,16 @@ def test_a_long_system(structure, reverse, device):
         assert_right(Kernel().solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
 
 
-@pytest.mark.parametrize("structure", [linear.Diagonal, linear.Scalar])
 @either_way
 @pytest.mark.parametrize("channels", [1, 2, 3, 5, 16, 17, 64])
-def test_every_number_of_channels(structure, channels, reverse, device):
-    couplings, rhs = system(structure, 65, (), channels, device=device, reverse=reverse)
+def test_every_number_of_channels(channels, reverse, device):
+    couplings, rhs = system(linear.Diagonal, 35, (), channels, device=device, reverse=reverse)
     assert_right(diagonal.solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
     assert_right(diagonal.run(couplings, rhs, reverse, SMALL), couplings, rhs, reverse)
 
 
 @either_way
-@pytest.mark.parametrize("count", [1, 3, 17])
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize(("size", "count"), [*((size, 3) for size in range(1, 9)), (2, 1), (3, 17)])
 def test_every_size_of_block(size, count, reverse, device):
     couplings, rhs = system(linear.BlockDiagonal, 12, (), size * count, size, device=device, reverse=reverse)
     assert_right(block_diagonal.run(couplings, rhs, reverse, SMALL_BLOCKS), couplings, rhs, reverse)
@@ -168,7 +184,9 @@ def test_inputs_may_lie_anywhere(structure, place, reverse, device):
 @either_way
 def test_transposed_blocks(reverse, device):
     couplings, rhs = system(linear.BlockDiagonal, 33, (2,), 6, 3, device=device, reverse=not reverse)
-    assert_right(block_diagonal.run(couplings.transpose(), rhs, reverse, SMALL_BLOCKS), couplings.transpose(), rhs, reverse)
+    assert_right(
+        block_diagonal.run(couplings.transpose(), rhs, reverse, SMALL_BLOCKS), couplings.transpose(), rhs, reverse
+    )
 
 
 @pytest.mark.gpu
@@ -216,12 +234,14 @@ def test_the_same_system_has_the_same_solution(structure, device):
 @pytest.mark.parametrize("hole", [1, 40])
 def test_products_may_overflow(structure, hole, small, reverse, device):
     # From a coupling of 0 and no terms the state is 0, and stays 0 while the product of 1e10s overflows.
-    couplings, rhs = system(structure, 65, (3,), device=device, reverse=reverse)
+    couplings, rhs = system(structure, 65, (3,), device=device)
     couplings.data[hole] = 0
     couplings.data[hole + 1 : hole + 21] = 1e10
-    couplings.data[hole + 1 : hole + 21, 1] = 0.5  # one row of the batch has nothing to repair
-    rhs[hole - 1 : hole + 22] = 0
+    couplings.data[hole + 1 : hole + 21, 1] = 0.1  # one row of the batch has nothing to repair
+    rhs[hole + 1 : hole + 22] = 0
     rhs[hole + 3 : hole + 6, 1] = 1.0
+    if reverse:
+        couplings, rhs = structure(couplings.data.flip(0)), rhs.flip(0)
     assert torch.isfinite(expected(couplings, rhs, reverse)).all()
     actual = Kernel(small).solve_coupled(couplings, rhs, reverse=reverse)
     assert_right(actual, couplings, rhs, reverse)
@@ -241,7 +261,9 @@ def test_a_solution_that_overflows_stays_infinite_from_there_on(structure, devic
 @every_structure
 @either_way
 def test_gradients(structure, reverse, device):
-    couplings, rhs = system(structure, 20, (2,), device=device, reverse=reverse, dtype=torch.float64, coupling_batch=(1,))
+    couplings, rhs = system(
+        structure, 20, (2,), device=device, reverse=reverse, dtype=torch.float64, coupling_batch=(1,)
+    )
     initial = torch.rand(2, 6, dtype=torch.float64, device=device)
     blocks = torch.cat([couplings.data[:1], couplings.data])
 

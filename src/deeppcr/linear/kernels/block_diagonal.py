@@ -14,6 +14,9 @@ nothing to do where there is none.
 Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
 """
 
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -33,8 +36,8 @@ SHORTEST_CHUNK = 32
 BUSY_LANES = 1024
 #: lanes of a program, its warps and the steps it reads ahead
 LANES, WARPS, STAGES = 64, 2, 3
-#: marks a program of the repair looks at in one go
-REPAIR_MARKS = 64
+#: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
+REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 4
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,14 @@ def _solve(data: Tensor, terms: Tensor, reverse: bool, plan_: Plan, *, outermost
         **tile,
     )
     if outermost:  # what is not finite further in spoils the chunk that starts from it
-        _repair[(triton.cdiv(channels, 32),)](
+        _repair[(triton.cdiv(channels, REPAIR_LANES),)](
             *system,
             *(states, z_start, z_step, marks),
             *(length, channels, inner, plan_.chunk, chunks),
             **layout,
-            LANES=32,
+            LANES=REPAIR_LANES,
             MARKS=REPAIR_MARKS,
+            STAGES=REPAIR_STAGES,
             num_warps=1,
         )
     return states
@@ -232,7 +236,7 @@ def _repair(
     c_ptr, c_start, c_step, c_outer, b_ptr, b_start, b_step, b_outer,
     z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
     C_INNER: tl.constexpr, C_ROW: tl.constexpr, C_COLUMN: tl.constexpr, B_INNER: tl.constexpr, B_ENTRY: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, MARKS: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
     channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -251,7 +255,7 @@ def _repair(
     known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
     before = z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place)
     state = tl.load(before, mask=(channel < known)[None, :] & (entry < SIZE), other=0)
-    for step in range(begin, length):
+    for step in tl.range(begin, length, num_stages=STAGES):
         time = step + tl.zeros([LANES], tl.int32)
         state = _advance(
             state, c_ptr, c_place, c_step, b_ptr, b_place, b_step, time, length, exists, exists,

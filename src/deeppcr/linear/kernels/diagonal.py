@@ -17,6 +17,9 @@ marked channels by forward substitution, from their first marked chunk on, and h
 Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
 """
 
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -40,8 +43,8 @@ WARPS = 4
 STAGES = 3
 #: one sweep is enough from this many programs a multiprocessor on; chunks are made until there are that many
 ONE_SWEEP_PROGRAMS, CHUNKED_PROGRAMS = 0.9, 4.0
-#: channels and marks a program of the repair looks at
-REPAIR_CHANNELS, REPAIR_MARKS = 32, 64
+#: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
+REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 8
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
             *(length, channels, inner, plan.chunk, chunks),
             CHANNELS=REPAIR_CHANNELS,
             MARKS=REPAIR_MARKS,
+            STAGES=REPAIR_STAGES,
             num_warps=1,
         )
     return states
@@ -267,7 +271,7 @@ def _sweep(
 def _repair(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
     z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
-    CHANNELS: tl.constexpr, MARKS: tl.constexpr,
+    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -279,14 +283,15 @@ def _repair(
             marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists & (part < chunks), other=0
         )  # fmt: skip
         first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
-    begin = tl.min(first, 0).to(tl.int64) * chunk
+    begin = tl.min(first, 0) * chunk
 
     a_place = _places(a_start, a_outer, a_inner, channel, inner)
     b_place = _places(b_start, b_outer, b_inner, channel, inner)
     z_place = z_start + channel.to(tl.int64)
     known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
-    state = tl.load(z_ptr + ((begin - 1) * z_step + z_place), mask=channel < known, other=0)
-    for time in range(begin, length):
+    state = tl.load(z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place), mask=channel < known, other=0)
+    for step in tl.range(begin, length, num_stages=STAGES):
+        time = step + tl.zeros([CHANNELS], tl.int32)
         a, b = _load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
         state = a * state + b
-        tl.store(z_ptr + (time * z_step + z_place), state, mask=exists)
+        tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), state, mask=exists)
