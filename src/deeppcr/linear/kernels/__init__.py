@@ -1,0 +1,1 @@
+"""Triton kernels, one file a structure. Imported only when used: nothing else needs Triton."""

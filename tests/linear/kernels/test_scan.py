@@ -1,0 +1,335 @@
+"""The scans for diagonal, scalar and block-diagonal couplings against forward substitution in float64.
+
+On a CPU the kernels are interpreted, and so the systems are small; ``--device=cuda`` runs the real thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from deeppcr import linear
+
+# Where products overflow, NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+pytest.importorskip("numpy")  # which the interpreter needs
+
+from deeppcr.linear.kernels import block_diagonal, diagonal  # noqa: E402  (imports Triton)
+from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
+
+LENGTHS = (1, 2, 3, 63, 64, 65, 1000)
+#: small tiles and chunks, so that short systems have many of them
+SMALL = diagonal.Plan(steps=4, groups=8, channels=16, tiles=1, warps=1)
+SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
+STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
+
+either_way = pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reverse"])
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+
+
+def kernel_of(structure):
+    return block_diagonal if structure is linear.BlockDiagonal else diagonal
+
+
+def in_small_chunks(couplings, rhs, reverse):
+    kernel = kernel_of(type(couplings))
+    return kernel.run(couplings, rhs, reverse, SMALL_BLOCKS if kernel is block_diagonal else SMALL)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A solver for ``linear.solve`` made of the kernels, in small chunks or as planned."""
+
+    small: bool = False
+
+    def solve_coupled(self, couplings, rhs, *, reverse=False):
+        if self.small:
+            return in_small_chunks(couplings, rhs, reverse)
+        return kernel_of(type(couplings)).solve_coupled(couplings, rhs, reverse=reverse)
+
+
+def system(
+    structure, length, batch=(), width=6, size=2, *, device, dtype=torch.float32, coupling_batch=None, reverse=False
+):
+    """Couplings and right-hand side of any sign, yet no state is a difference: each is right to its own last digits.
+
+    With signs s_t for every entry, ``s_t A s_{t-1}`` and ``s_t b`` have the solution ``s_t z``; A, b, z positive.
+    """
+    coupling_batch = batch if coupling_batch is None else coupling_batch
+    signs = torch.randn(length, *(1,) * len(batch), width).sign()
+    rhs = signs * (0.1 + torch.rand(length, *batch, width))
+    if structure is linear.Scalar:
+        signs = signs[..., 0]
+        rhs = rhs.abs() * signs[..., None]
+        data = signs[1:] * (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch)) * signs[:-1]
+    elif structure is linear.Diagonal:
+        data = signs[1:] * (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch, width)) * signs[:-1]
+    else:
+        s = signs.unflatten(-1, (width // size, size))
+        entries = (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch, width // size, size, size)) / size
+        data = s[1:].unsqueeze(-1) * entries * s[:-1].unsqueeze(-2)
+    if reverse:
+        data, rhs = data.flip(0), rhs.flip(0)
+    return structure(data.to(device, dtype)), rhs.to(device, dtype)
+
+
+def expected(couplings, rhs, reverse):
+    full = type(couplings)(couplings.data.double())
+    return linear.ForwardSubstitution().solve_coupled(full, rhs.double(), reverse=reverse)
+
+
+def assert_right(actual, couplings, rhs, reverse, rtol=1e-5):
+    assert actual.dtype == rhs.dtype
+    torch.testing.assert_close(actual.double(), expected(couplings, rhs, reverse), rtol=rtol, atol=0)
+
+
+@every_structure
+@either_way
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length(structure, length, reverse, device):
+    couplings, rhs = system(structure, length, (2,), device=device, reverse=reverse)
+    assert_right(in_small_chunks(couplings, rhs, reverse), couplings, rhs, reverse)
+
+
+@either_way
+@pytest.mark.parametrize(
+    ("structure", "length"),
+    [
+        (linear.Diagonal, 1),
+        (linear.Diagonal, 65),
+        (linear.Diagonal, 1000),
+        (linear.Scalar, 65),
+        (linear.BlockDiagonal, 40),
+    ],
+)
+def test_as_planned(structure, length, reverse, device):
+    couplings, rhs = system(structure, length, (2,), device=device, reverse=reverse)
+    assert_right(Kernel().solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+
+
+@every_structure
+@either_way
+@pytest.mark.gpu
+def test_a_long_system(structure, reverse, device):
+    if device.type != "cuda":
+        pytest.skip("too long to interpret")
+    for batch in ((), (40,), (300,)):
+        couplings, rhs = system(structure, 16_384, batch, device=device, reverse=reverse)
+        assert_right(Kernel().solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+
+
+@either_way
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 16, 17, 64])
+def test_every_number_of_channels(channels, reverse, device):
+    couplings, rhs = system(linear.Diagonal, 35, (), channels, device=device, reverse=reverse)
+    assert_right(diagonal.solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+    assert_right(diagonal.run(couplings, rhs, reverse, SMALL), couplings, rhs, reverse)
+
+
+@either_way
+@pytest.mark.parametrize(("size", "count"), [*((size, 3) for size in range(1, 9)), (2, 1), (3, 17)])
+def test_every_size_of_block(size, count, reverse, device):
+    couplings, rhs = system(linear.BlockDiagonal, 12, (), size * count, size, device=device, reverse=reverse)
+    assert_right(block_diagonal.run(couplings, rhs, reverse, SMALL_BLOCKS), couplings, rhs, reverse)
+
+
+def test_larger_blocks_are_refused():
+    with pytest.raises(ValueError, match="up to 8 x 8, got 9 x 9"):
+        block_diagonal.solve_coupled(linear.BlockDiagonal(torch.zeros(1, 1, 9, 9)), torch.zeros(2, 9))
+
+
+@every_structure
+def test_float64(structure, device):
+    couplings, rhs = system(structure, 65, (2,), device=device, dtype=torch.float64)
+    assert_right(Kernel(small=True).solve_coupled(couplings, rhs), couplings, rhs, False, rtol=1e-13)
+
+
+@every_structure
+@either_way
+@pytest.mark.parametrize("coupling_batch", [(1, 1), (2, 1), (1, 3)], ids=str)
+def test_couplings_broadcast(structure, coupling_batch, reverse, device):
+    couplings, rhs = system(structure, 33, (2, 3), device=device, reverse=reverse, coupling_batch=coupling_batch)
+    assert couplings.batch_shape == coupling_batch
+    assert_right(Kernel(small=True).solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+
+
+def strided(tensor):
+    """The same values, every other element of a larger tensor, dimensions laid out backwards, not from its start."""
+    backwards = tensor.permute(*reversed(range(tensor.ndim)))
+    room = torch.full((2 * tensor.numel() + 3,), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    spread = room[3::2].unflatten(0, backwards.shape).copy_(backwards)
+    return spread.permute(*reversed(range(tensor.ndim)))
+
+
+def offset(tensor):
+    """The same values in a tensor that starts and whose rows start at odd places."""
+    room = torch.full((tensor.shape[0] + 1, tensor[0].numel() + 1), float("nan")).to(tensor)
+    rows = room[1:, 1:].unflatten(-1, tensor.shape[1:])
+    return rows.copy_(tensor)
+
+
+@every_structure
+@either_way
+@pytest.mark.parametrize("place", [strided, offset])
+def test_inputs_may_lie_anywhere(structure, place, reverse, device):
+    couplings, rhs = system(structure, 33, (3,), device=device, reverse=reverse)
+    moved, moved_rhs = structure(place(couplings.data)), place(rhs)
+    assert not moved_rhs.is_contiguous()
+    assert_right(Kernel(small=True).solve_coupled(moved, moved_rhs, reverse=reverse), couplings, rhs, reverse)
+
+
+@either_way
+def test_transposed_blocks(reverse, device):
+    couplings, rhs = system(linear.BlockDiagonal, 33, (2,), 6, 3, device=device, reverse=not reverse)
+    assert_right(
+        block_diagonal.run(couplings.transpose(), rhs, reverse, SMALL_BLOCKS), couplings.transpose(), rhs, reverse
+    )
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    if device.type != "cuda":
+        pytest.skip("takes 17 GB")
+    for structure in (linear.Diagonal, linear.BlockDiagonal):
+        couplings, rhs = system(structure, 4, (), 2, device=device)
+        far = torch.empty(2**31 + 64, device=device)
+        far_rhs = far.as_strided(rhs.shape, (2**30 - 8, 1))[:3].copy_(rhs[:3])
+        far_data = torch.empty_like(far).as_strided(couplings.data.shape, (2**30 - 8, *couplings.data.stride()[1:]))
+        far_couplings = structure(far_data.copy_(couplings.data)[:2])
+        for reverse in (False, True):
+            actual = Kernel().solve_coupled(far_couplings, far_rhs, reverse=reverse)
+            assert_right(actual, couplings[:2], rhs[:3], reverse)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Memory that nobody has written to holds NaN, and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@every_structure
+@either_way
+def test_no_memory_is_read_before_it_is_written(structure, reverse, device, poisoned_memory):
+    assert torch.empty(3, device=device).isnan().all()
+    couplings, rhs = system(structure, 65, (2,), device=device, reverse=reverse)
+    for small in (False, True):
+        assert_right(Kernel(small).solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
+
+
+@every_structure
+def test_the_same_system_has_the_same_solution(structure, device):
+    couplings, rhs = system(structure, 65, (5,), device=device)
+    first, second = (Kernel(small=True).solve_coupled(couplings, rhs) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@every_structure
+@either_way
+@pytest.mark.parametrize("small", [False, True], ids=["planned", "small chunks"])
+@pytest.mark.parametrize("hole", [1, 40])
+def test_products_may_overflow(structure, hole, small, reverse, device):
+    # From a coupling of 0 and no terms the state is 0, and stays 0 while the product of 1e10s overflows.
+    couplings, rhs = system(structure, 65, (3,), device=device)
+    couplings.data[hole] = 0
+    couplings.data[hole + 1 : hole + 21] = 1e10
+    couplings.data[hole + 1 : hole + 21, 1] = 0.1  # one row of the batch has nothing to repair
+    rhs[hole + 1 : hole + 22] = 0
+    rhs[hole + 3 : hole + 6, 1] = 1.0
+    if reverse:
+        couplings, rhs = structure(couplings.data.flip(0)), rhs.flip(0)
+    assert torch.isfinite(expected(couplings, rhs, reverse)).all()
+    actual = Kernel(small).solve_coupled(couplings, rhs, reverse=reverse)
+    assert_right(actual, couplings, rhs, reverse)
+
+
+@every_structure
+def test_a_solution_that_overflows_stays_infinite_from_there_on(structure, device):
+    couplings, rhs = system(structure, 60, (2,), device=device)
+    couplings.data[20:40, 0] = 1e10
+    reference = linear.ForwardSubstitution().solve_coupled(couplings, rhs)
+    actual = Kernel(small=True).solve_coupled(couplings, rhs)
+    assert not torch.isfinite(actual[30:, 0]).any()
+    torch.testing.assert_close(actual[:21], reference[:21])
+    torch.testing.assert_close(actual[:, 1], reference[:, 1])
+
+
+@every_structure
+@either_way
+def test_gradients(structure, reverse, device):
+    couplings, rhs = system(
+        structure, 20, (2,), device=device, reverse=reverse, dtype=torch.float64, coupling_batch=(1,)
+    )
+    initial = torch.rand(2, 6, dtype=torch.float64, device=device)
+    blocks = torch.cat([couplings.data[:1], couplings.data])
+
+    def gradients(solver):
+        leaves = [tensor.clone().requires_grad_() for tensor in (blocks, rhs, initial)]
+        states = linear.solve(structure(leaves[0]), *leaves[1:], reverse=reverse, solver=solver)
+        return states, *torch.autograd.grad(states.square().sum(), leaves)
+
+    torch.testing.assert_close(gradients(Kernel(small=True)), gradients(linear.ForwardSubstitution()))
+
+
+def test_nothing_to_solve(device):
+    for couplings in (linear.Diagonal(torch.zeros(2, 0, 3)), linear.BlockDiagonal(torch.zeros(2, 0, 1, 3, 3))):
+        on_device = type(couplings)(couplings.data.to(device))
+        assert Kernel().solve_coupled(on_device, torch.zeros(3, 0, 3, device=device)).shape == (3, 0, 3)
+
+
+class TestChannels:
+    """What the kernels are told about batches: two strides, and no copy where two are enough."""
+
+    def merge(self, *tensors):
+        inner, found = as_channels(list(tensors), tensors[0].ndim - 1)
+        copied = [channels.tensor is not tensor for channels, tensor in zip(found, tensors, strict=True)]
+        return inner, [(channels.outer_stride, channels.inner_stride) for channels in found], copied
+
+    def test_a_batch_laid_out_in_one_piece_is_one_dimension(self):
+        assert self.merge(torch.zeros(5, 2, 3, 4)) == (24, [(0, 1)], [False])
+
+    def test_broadcast_couplings_are_not_copied(self):
+        rhs, data = torch.zeros(5, 2, 3, 4), torch.zeros(5, 1, 3, 4).expand(5, 2, 3, 4)
+        assert self.merge(data, rhs) == (12, [(0, 1), (12, 1)], [False, False])
+
+    def test_one_number(self):
+        assert self.merge(torch.zeros(5, 1, 1)) == (1, [(0, 0)], [False])
+
+    def test_only_what_does_not_fit_is_copied(self):
+        rhs, data = torch.zeros(5, 2, 3, 4), torch.zeros(5, 2, 1, 4).expand(5, 2, 3, 4)
+        assert self.merge(data, rhs) == (24, [(0, 1), (0, 1)], [True, False])
+
+
+class TestPlan:
+    @pytest.mark.parametrize("length", [1, 7, 1000, 16_384, 2**20])
+    @pytest.mark.parametrize("channels", [1, 2, 17, 256, 2048, 10**6])
+    def test_tiles_are_whole_and_cover_every_channel(self, length, channels):
+        chosen = diagonal.plan(length, channels)
+        for size in (chosen.steps, chosen.groups, chosen.channels, chosen.warps):
+            assert size & (size - 1) == 0
+            assert size > 0
+        assert chosen.tiles >= 1
+        assert chosen.steps * chosen.groups * chosen.channels >= 32 or length < 32
+
+    def test_many_channels_are_swept_once(self):
+        chosen = diagonal.plan(16_384, 2048)
+        assert chosen.chunk >= 16_384
+        assert chosen.channels == 16
+
+    @pytest.mark.parametrize(("length", "channels"), [(2**20, 1), (16_384, 16), (65_536, 256)])
+    def test_few_channels_are_cut_in_time(self, length, channels):
+        chosen = diagonal.plan(length, channels)
+        programs = -(-length // chosen.chunk) * -(-channels // chosen.channels)
+        assert 64 <= programs <= 1024
+
+    def test_what_lies_between_chunks_is_swept_once(self):
+        assert diagonal.plan(512, 1, one_sweep=True).chunk >= 512
+
+    def test_blocks_have_longer_chunks_the_more_there_are(self):
+        assert block_diagonal.plan(16_384, 1).chunk == block_diagonal.SHORTEST_CHUNK
+        assert block_diagonal.plan(16_384, 10**6).chunk == 16_384
+        assert block_diagonal.plan(3, 1).chunk == 3
