@@ -2,6 +2,7 @@
 
 from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
 from .forward import ForwardSubstitution
+from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
 from .solve import Auto, LinearSolver, solve, solve_coupled
@@ -14,6 +15,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "ForwardSubstitution",
+    "Fused",
     "Hierarchical",
     "LinearSolver",
     "Scalar",

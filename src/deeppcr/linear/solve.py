@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .blocks import Blocks, Diagonal, Scalar
 from .forward import ForwardSubstitution
+from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
 
@@ -36,6 +37,8 @@ class Auto:
 
     def choose(self, couplings: Blocks) -> tuple[LinearSolver, str]:
         length = len(couplings) + 1
+        if Fused().refusal(couplings) is None and not _is_traced(couplings.data):
+            return Fused(), "there are kernels for these blocks"
         if length <= 8:
             return ForwardSubstitution(), f"{length} steps are too few to parallelise"
         cpu = couplings.data.device.type == "cpu"
@@ -74,7 +77,7 @@ def solve(
         rhs: [L, *batch, D], the ``b_l``
         initial: [*batch, D], ``z_0`` (with ``reverse``: ``z_{L+1}``); None means zero
         reverse: solve ``z_l = A_l z_{l+1} + b_l`` instead, from the last step to the first
-        solver: Auto(), ForwardSubstitution(), PCR() or Hierarchical()
+        solver: Auto(), Fused(), ForwardSubstitution(), PCR() or Hierarchical()
 
     Returns:
         [L, *batch, D]
@@ -87,7 +90,9 @@ def solve(
     """
     _check(blocks, rhs, initial)
     if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
-        raise TypeError(f"solver: expected Auto(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}")
+        raise TypeError(
+            f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
+        )
     result_dtype = rhs.dtype
     if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
@@ -203,7 +208,11 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):
         couplings = structure(data)
+        if isinstance(solver, Auto):
+            solver = solver.choose(couplings)[0]
         solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
+        if isinstance(solver, Fused):  # which looks at that by itself, and without asking the host
+            return solution
         if values_can_be_read(solution) and not torch.isfinite(solution).all():
             solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
         return solution

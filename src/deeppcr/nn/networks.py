@@ -6,8 +6,10 @@ Shapes: B rows, w the width, L layers (steps of the solve), s layers inside a sk
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -16,12 +18,16 @@ from torch import Tensor, nn
 from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
+from ..linear.solve import in_functorch
 from ..newton import Newton
-from ..solution import Solution
+from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
+from ..stopping import UpdateTest
 
 Mode = Literal["parallel", "sequential", "auto"]
 _MODES = ("parallel", "sequential", "auto")
+#: The kernels hold a layer in the registers of one program; one program walks a row.
+_NARROW, _MOST_ROWS = 64, 4096
 
 
 def _relu_slope(z: Tensor) -> Tensor:
@@ -80,8 +86,8 @@ class _Network(nn.Module):
         self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)
-        #: how the last parallel pass went (its states are not kept)
-        self.solution: Solution | None = None
+        self._report: Any = None
+        self._solution: Solution | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,13 +113,71 @@ class _Network(nn.Module):
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(self.weight.dtype)
-            if chosen == "sequential":
-                states, z = [], hidden
-                for x in zip(self.weight.unbind(), self.bias.unbind(), strict=True):
-                    z = self._step(z, x)
-                    states.append(z)
-                return torch.stack(states)
-            return self._solve(hidden)
+            if self._has_kernels(hidden, chosen):
+                run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
+                return run(hidden, chosen)
+            return self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+
+    def _loop(self, hidden: Tensor) -> Tensor:
+        states, z = [], hidden
+        for x in zip(self.weight.unbind(), self.bias.unbind(), strict=True):
+            z = self._step(z, x)
+            states.append(z)
+        return torch.stack(states)
+
+    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+        if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
+            return False
+        if self.weight.shape[-1] > _NARROW or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
+            return False
+        if mode == "sequential":
+            return hidden.shape[0] <= _MOST_ROWS
+        newton, usual = self.newton, Newton()
+        return (
+            isinstance(newton.stop, UpdateTest)
+            and (newton.jacobian, newton.linear, newton.max_iterations) == (usual.jacobian, usual.linear, usual.max_iterations)
+            and newton.chunk != 1
+            and self.guess == RepeatInitial()
+        )
+
+    def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
+        from .fused import Apply, Layers, Report  # with Triton, which takes a second to import
+
+        skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
+        chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
+        atol, rtol = self.newton.tolerances(hidden.dtype)
+        layers = Layers(
+            skip=skip,
+            residual=self.weight.ndim == 4,
+            activation=str(self.activation),
+            atol=atol,
+            rtol=rtol,
+            chunk=None if chunk == "auto" else chunk,
+        )
+        guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
+        reports: list[Report | None] = []
+        with torch.cuda.device(hidden.device):
+            states = Apply.apply(self.weight, self.bias, hidden, guess, layers, reports)
+        report = reports[0]
+        if mode == "parallel":
+            self._report, self._solution = report, None
+            if report is not None and report.finished:
+                warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
+            self._keep_activations(states, finite=report is None or not report.finished)
+        return states
+
+    def _keep_activations(self, states: Tensor, *, finite: bool) -> None:
+        if self.warm_start and self.training:
+            torch.mean(states.detach(), 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
+            self._warm = finite or bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
+
+    @property
+    def solution(self) -> Solution | None:
+        """How the last parallel pass went; its states are not kept."""
+        if self._solution is None and self._report is not None:
+            self._solution = self._report.solution()
+        return self._solution
 
     def _solve(self, hidden: Tensor) -> Tensor:
         solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
@@ -121,12 +185,9 @@ class _Network(nn.Module):
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
         solution = solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=guess)
-        states = solution.states
-        if self.warm_start and self.training:
-            self.activations = states.detach().mean(1)
-            self._warm = bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
-        self.solution = replace(solution, states=None)
-        return states
+        self._keep_activations(solution.states, finite=False)
+        self._report, self._solution = None, replace(solution, states=None)
+        return solution.states
 
     def _choose_mode(self, hidden: Tensor) -> Mode:
         """A simple rule: in parallel where many narrow steps leave the hardware idle otherwise."""

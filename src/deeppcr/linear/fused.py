@@ -1,0 +1,69 @@
+"""The solver made of Triton kernels; its plain references are the other solvers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockDiagonal, Blocks, Dense
+
+#: the widest dense blocks, and the largest of block-diagonal ones
+_DENSE, _SMALL = 256, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """Fused kernels on a GPU: reduce chunks, solve for their starts, substitute back, in float32.
+
+    Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones. Where a product of
+    blocks overflows although the solution does not, the kernels find out by themselves and go step by step.
+
+    >>> import torch
+    >>> from deeppcr import linear
+    >>> Fused().refusal(linear.Scalar(torch.full((3,), 0.5)))
+    'the kernels need a CUDA device, the blocks are on cpu'
+    """
+
+    def refusal(self, couplings: Blocks) -> str | None:
+        """Why there is no kernel for these blocks, or None."""
+        data = couplings.data
+        if not data.is_cuda:
+            return f"the kernels need a CUDA device, the blocks are on {data.device.type}"
+        if data.dtype != torch.float32:
+            return f"the kernels work in float32, the blocks are {data.dtype}"
+        if isinstance(couplings, Dense) and data.shape[-1] > _DENSE:
+            return f"there are kernels for widths up to {_DENSE}, the blocks have {data.shape[-1]}"
+        if isinstance(couplings, BlockDiagonal) and data.shape[-1] > _SMALL:
+            return f"there are kernels for small blocks up to {_SMALL}, these have {data.shape[-1]}"
+        if not _has_triton():
+            return "the kernels need Triton, which is not installed"
+        return None
+
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
+        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
+        refusal = self.refusal(couplings)
+        if refusal is not None:
+            raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")
+        with torch.cuda.device(rhs.device):
+            return _kernels(type(couplings)).solve_coupled(couplings, rhs, reverse=reverse)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels(structure: type[Blocks]) -> Any:
+    """The module with the kernels of a structure: imported when it is first used, since that takes a second."""
+    if structure is Dense:
+        from .kernels import dense as found
+    elif structure is BlockDiagonal:
+        from .kernels import block_diagonal as found
+    else:
+        from .kernels import diagonal as found
+    return found

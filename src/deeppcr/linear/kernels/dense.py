@@ -1,0 +1,359 @@
+"""Dense blocks: reduce chunks to one equation each, solve for their starts (recursively), substitute back.
+
+Shapes: S = L - 1 steps in N chunks of C, B rows, w the width. In the order of the recurrence, step k takes the state
+before it to ``A_k z + b_k``; the known state stands before step 0. ``reverse`` only changes where step k lies in memory,
+and transposed blocks only swap two strides, so neither copies anything.
+
+Up to ``NARROW`` a block fits the registers of one program. Wider ones are multiplied tile by tile, the columns of a
+product shared among programs: they never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import Blocks
+from .launch import aligned, launch
+
+#: the widest block that one program holds in its registers
+NARROW = 64
+#: the widest block there is a kernel for
+WIDEST = 256
+#: so few steps are taken one after the other
+_TOP = 32
+#: columns of a product of wide blocks that one program takes
+_COLUMNS = 32
+#: Sizes that a kernel is not compiled for anew: a program waits for memory, not for arithmetic on them.
+_SIZES = ["rows", "steps", "chunks", "chunk_steps"]
+
+
+@triton.jit
+def multiply(block, product, PRECISION: tl.constexpr):
+    """``block @ product``, square tiles; "sum" where they are too narrow for the matrix units."""
+    if PRECISION == "sum":
+        return tl.sum(block[:, :, None] * product[None, :, :], 1)
+    else:
+        return tl.dot(block, product, input_precision=PRECISION)
+
+
+@triton.jit
+def is_finite(values):
+    return tl.sum((tl.abs(values) < float("inf")).to(tl.int32), 0) == values.shape[0]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _reduce(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
+    products, starts, rows, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Chunk c of a row, as one equation: its product of blocks [N-1, B, w, w], and its term to starts[c + 1]."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    block = blocks + block_first + row.to(tl.int64) * block_row + i[:, None] * block_i + i[None, :] * block_j
+    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row + i * rhs_i
+    product = (i[:, None] == i[None, :]).to(tl.float32)
+    term = tl.zeros((PADDED,), tl.float32)
+    for step in tl.range(chunk * chunk_steps, chunk * chunk_steps + chunk_steps, num_stages=STAGES):
+        a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
+        b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
+        term = tl.sum(a * term[None, :], 1) + b
+        product = multiply(a, product, PRECISION)
+    out = (chunk * rows + row).to(tl.int64)
+    tl.store(products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
+    tl.store(starts + (out + rows) * WIDTH + i, term, mask=inside)
+    if chunk == 0:
+        known = tl.load(vector - rhs_step, mask=inside, other=0.0)
+        tl.store(starts + row * WIDTH + i, known, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _substitute(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
+    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From the start of every chunk its other states. Where the last start is not finite, a product overflowed although
+    the solution may not: then the first program takes all steps of its row one after the other."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    block = blocks + block_first + row.to(tl.int64) * block_row + i[:, None] * block_i + i[None, :] * block_j
+    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row + i * rhs_i
+    state = states + state_first + row.to(tl.int64) * state_row + i
+
+    last_start = tl.load(starts + ((chunks - 1) * rows + row).to(tl.int64) * WIDTH + i, mask=inside, other=0.0)
+    first = chunk * chunk_steps
+    # The state after a chunk is the next one's start: whoever starts there writes it.
+    last = tl.where(chunk == chunks - 1, steps, first + chunk_steps - 1)
+    if not is_finite(last_start):
+        last = tl.where(chunk == 0, steps, first - 1)
+    if last >= first:
+        z = tl.load(starts + (chunk * rows + row).to(tl.int64) * WIDTH + i, mask=inside, other=0.0)
+        tl.store(state + (first - 1).to(tl.int64) * state_step, z, mask=inside)
+        for step in tl.range(first, last, num_stages=STAGES):
+            a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
+            b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
+            z = tl.sum(a * z[None, :], 1) + b
+            tl.store(state + tl.cast(step, tl.int64) * state_step, z, mask=inside)
+
+
+@triton.jit
+def _tile(block, top, left, block_i, block_j, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    i, j = top + tl.arange(0, HALF), left + tl.arange(0, HALF)
+    inside = (i[:, None] < WIDTH) & (j[None, :] < WIDTH)
+    return tl.load(block + i[:, None] * block_i + j[None, :] * block_j, mask=inside, other=0.0)
+
+
+@triton.jit
+def _half(vector, top, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    i = top + tl.arange(0, HALF)
+    return tl.load(vector + i, mask=i < WIDTH, other=0.0)[:, None]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _reduce_wide(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    scales, scale_first, scale_step, scale_row,
+    products, rows, chunk_steps,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a chunk's product of blocks, [N-1, B, w, w], in two halves.
+
+    SCALE: "none", or blocks are ``A diag(s)`` ("columns") or ``diag(s) A`` ("rows") with s from ``scales``.
+    """
+    column_blocks: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    chunk = tl.program_id(0) // (rows * column_blocks)
+    row = tl.program_id(0) // column_blocks % rows
+    j = tl.program_id(0) % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, HALF)
+    block = blocks + block_first + row.to(tl.int64) * block_row
+    scale = scales + scale_first + row.to(tl.int64) * scale_row
+    upper = (i[:, None] == j[None, :]).to(tl.float32)
+    lower = (HALF + i[:, None] == j[None, :]).to(tl.float32)
+    for step in tl.range(chunk * chunk_steps, chunk * chunk_steps + chunk_steps, num_stages=STAGES):
+        at = block + tl.cast(step, tl.int64) * block_step
+        scaled = scale + tl.cast(step, tl.int64) * scale_step
+        if SCALE == "columns":
+            upper = upper * _half(scaled, 0, WIDTH, HALF)
+            lower = lower * _half(scaled, HALF, WIDTH, HALF)
+        above = tl.dot(_tile(at, 0, 0, block_i, block_j, WIDTH, HALF), upper, input_precision=PRECISION)
+        above = tl.dot(_tile(at, 0, HALF, block_i, block_j, WIDTH, HALF), lower, above, input_precision=PRECISION)
+        below = tl.dot(_tile(at, HALF, 0, block_i, block_j, WIDTH, HALF), upper, input_precision=PRECISION)
+        below = tl.dot(_tile(at, HALF, HALF, block_i, block_j, WIDTH, HALF), lower, below, input_precision=PRECISION)
+        if SCALE == "rows":
+            above = above * _half(scaled, 0, WIDTH, HALF)
+            below = below * _half(scaled, HALF, WIDTH, HALF)
+        upper, lower = above, below
+    product = products + (chunk * rows + row).to(tl.int64) * WIDTH * WIDTH + j[None, :]
+    tl.store(product + i[:, None] * WIDTH, upper, mask=(i[:, None] < WIDTH) & (j[None, :] < WIDTH))
+    tl.store(product + (HALF + i)[:, None] * WIDTH, lower, mask=((HALF + i)[:, None] < WIDTH) & (j[None, :] < WIDTH))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _substitute_wide(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
+    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    TERMS: tl.constexpr,
+):  # fmt: skip
+    """``_substitute`` tile by tile. TERMS: start every chunk from zero, and write its end to the next one's start."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i, all_j = tl.arange(0, TILE), tl.arange(0, PADDED)
+    inside = all_j < WIDTH
+    block = blocks + block_first + row.to(tl.int64) * block_row
+    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row
+    state = states + state_first + row.to(tl.int64) * state_row
+    start = starts + (chunk * rows + row).to(tl.int64) * WIDTH
+
+    first = chunk * chunk_steps
+    if TERMS:
+        last = first + chunk_steps
+        tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, tl.zeros((PADDED,), tl.float32), mask=inside)
+        if chunk == 0:
+            known = tl.load(vector - rhs_step + all_j * rhs_i, mask=inside, other=0.0)
+            tl.store(start + all_j, known, mask=inside)
+    else:
+        last = tl.where(chunk == chunks - 1, steps, first + chunk_steps - 1)
+        final = tl.load(starts + ((chunks - 1) * rows + row).to(tl.int64) * WIDTH + all_j, mask=inside, other=0.0)
+        if not is_finite(final):
+            last = tl.where(chunk == 0, steps, first - 1)
+        if last >= first:
+            z = tl.load(start + all_j, mask=inside, other=0.0)
+            tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, z, mask=inside)
+    tl.debug_barrier()
+    for step in range(first, last):
+        at = tl.cast(step, tl.int64)
+        z = tl.load(state + (at - 1) * state_step + all_j, mask=inside, other=0.0)
+        for top in range(0, WIDTH, TILE):
+            rows_inside = top + i < WIDTH
+            a = tl.load(
+                block + at * block_step + (top + i)[:, None] * block_i + all_j[None, :] * block_j,
+                mask=rows_inside[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            b = tl.load(vector + at * rhs_step + (top + i) * rhs_i, mask=rows_inside, other=0.0)
+            found = tl.sum(a * z[None, :], 1) + b
+            if TERMS and step == last - 1:
+                tl.store(start + rows * WIDTH + top + i, found, mask=rows_inside)
+            else:
+                tl.store(state + at * state_step + top + i, found, mask=rows_inside)
+        tl.debug_barrier()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a width is laid out in a program; what is best was measured (docs/performance.md)."""
+
+    width: int
+
+    @property
+    def padded(self) -> int:
+        return triton.next_power_of_2(self.width)
+
+    @property
+    def warps(self) -> int:
+        return 1 if self.padded <= 16 else 4 if self.padded <= 64 else 8
+
+    @property
+    def precision(self) -> str:
+        """Of products: three TF32 products make one of float32's grade, on the matrix units."""
+        return "sum" if self.padded < 16 else "tf32x3"
+
+    @property
+    def stages(self) -> int:
+        """Blocks on their way to a program."""
+        return 4 if self.padded <= 32 else 2
+
+
+def chunk_length(steps: int, width: int) -> int:
+    """C: few dependent steps in all levels together, and no more chunks than there is room for at once."""
+    if steps <= _TOP:
+        return max(steps, 1)
+    if steps <= 32 * _TOP:
+        return triton.next_power_of_2(-(-steps // _TOP))
+    return 32 if width <= 32 else 64
+
+
+def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
+    """See ``ForwardSubstitution.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
+    length, width = rhs.shape[0], rhs.shape[-1]
+    rows = rhs.shape[1:-1].numel()
+    vectors = aligned(rhs.reshape(length, rows, width))
+    blocks = aligned(_flatten_batch(couplings.data, rhs.shape[1:-1]))
+    states = torch.empty((length, rows, width), dtype=rhs.dtype, device=rhs.device)
+    solve_chain(Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(states, 1, reverse), chunk)
+    return states.view(rhs.shape)
+
+
+class Chain:
+    """Tensors [S or S + 1, B, ...] in the order of the recurrence.
+
+    Args:
+        tensor: along its first dimension
+        known: how many entries lie before step 0: 0 or 1
+        reverse: whether the last entry is the first in the order of the recurrence
+
+    Attributes:
+        steps: how many there are, without the known one
+        arguments: of a kernel: the tensor, the element where step 0 begins, elements from one step to the next, strides
+        integers: those that kernels are specialised on
+    """
+
+    __slots__ = ("arguments", "integers", "known", "reverse", "steps", "tensor")
+
+    def __init__(self, tensor: Tensor, known: int, reverse: bool):
+        self.tensor, self.known, self.reverse = tensor, known, reverse
+        self.steps = tensor.shape[0] - known
+        strides = tensor.stride()
+        first, step = ((self.steps - 1) * strides[0], -strides[0]) if reverse else (known * strides[0], strides[0])
+        self.integers = (first, step, *strides[1:])
+        self.arguments = (tensor, *self.integers)
+
+    def before_first(self) -> Tensor:
+        """The known state, [B, w]."""
+        return self.tensor[-1 if self.reverse else 0]
+
+
+def solve_in_place(products: Tensor, vectors: Tensor) -> None:
+    """``vectors`` [N, B, w] become the states of the chain with blocks ``products`` [N - 1, B, w, w], both contiguous."""
+    chain = Chain(vectors, 1, False)
+    solve_chain(Chain(products, 0, False), chain, chain)
+
+
+def solve_chain(blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = None) -> None:
+    """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
+
+    Args:
+        blocks: S blocks, in the order of the recurrence
+        rhs, states: S + 1 vectors each
+        chunk: steps in a chunk, if not chosen by width and length
+    """
+    steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
+    shape = Shape(width)
+    chunk = chunk_length(steps, width) if chunk is None else min(chunk, max(steps, 1))
+    chunks = max(1, -(-steps // chunk))
+    if chunks == 1:
+        starts = aligned(rhs.before_first().contiguous())
+    else:
+        starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
+        solve_in_place(_reduce_chunks(blocks, rhs, starts, chunk, shape), starts)
+    arguments = (*blocks.arguments, *rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
+    integers = (blocks.integers, rhs.integers, states.integers)
+    if width <= NARROW:
+        constants = (width, shape.padded, shape.stages)
+        launch(_substitute, chunks * rows, arguments, constants, warps=shape.warps, integers=integers)
+    else:
+        constants = (width, shape.padded, 16, False)
+        launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=integers)
+
+
+def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape) -> Tensor:
+    """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
+    (chunks, rows, width), integers = starts.shape, (blocks.integers, rhs.integers)
+    if width <= NARROW:
+        products = torch.empty((chunks - 1, rows, width, width), dtype=starts.dtype, device=starts.device)
+        arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
+        constants = (width, shape.padded, shape.precision, shape.stages)
+        launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=shape.warps, integers=integers)
+        return products
+    scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
+    arguments = (*blocks.arguments, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk)
+    constants = (width, shape.padded, 16, True)
+    launch(
+        _substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=(integers, scratch.integers)
+    )  # fmt: skip
+    return multiply_wide(blocks, None, "none", chunks - 1, chunk)
+
+
+def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int) -> Tensor:
+    """The products of the blocks of each chunk, [chunks, B, w, w]; the blocks are scaled on the way."""
+    tensor, (rows, width) = blocks.tensor, blocks.tensor.shape[1:3]
+    products = torch.empty((chunks, rows, width, width), dtype=tensor.dtype, device=tensor.device)
+    given = scales.arguments[:-1] if scales is not None else (tensor, 0, 0, 0)
+    half = triton.next_power_of_2(width) // 2
+    arguments = (*blocks.arguments, *given, products, rows, chunk)
+    programs = chunks * rows * -(-width // _COLUMNS)
+    constants = (width, half, _COLUMNS, scale, "tf32x3")
+    integers = (blocks.integers, given[1:])
+    launch(_reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
+    return products
+
+
+def _flatten_batch(data: Tensor, batch: torch.Size) -> Tensor:
+    """[S, *batch or broadcast, w, w] to [S, B, w, w]; what is the same for all rows is not copied."""
+    inner, rows = data.shape[1:-2], batch.numel()
+    if inner.numel() == 1:
+        return data.reshape(data.shape[0], 1, *data.shape[-2:]).expand(-1, rows, -1, -1)
+    return data.expand(data.shape[0], *batch, *data.shape[-2:]).reshape(data.shape[0], rows, *data.shape[-2:])

@@ -1,0 +1,269 @@
+"""Triton kernels for networks of narrow layers: multiple shooting forward, the adjoint backward.
+
+Shapes: T layers in ``blocks`` blocks of SKIP layers (an MLP: T blocks of one), N chunks of blocks, B rows, w the
+width. ``x`` [T + 1, B, w] holds the input of every layer and the last output; a chunk's first entry is its start.
+
+Newton's unknowns are the starts of the chunks. One pass rolls all chunks out from their starts and notes by how much
+each misses the next one's start (``misses`` [N + 1, B, w], of which 1 to N - 1 are used); with the products of the
+Jacobians [N, B, w, w] (the last is not used) that is a bidiagonal system for the corrections of the starts. It is solved in groups of chunks: every
+group's product and term, then from these the correction before each group, then those inside.
+
+What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
+its largest miss. From the last two corrections every program of the next pass sees whether its row is done, so nobody
+has to ask the host.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..linear.kernels.dense import is_finite, multiply
+
+#: Sizes that a kernel is not compiled for anew.
+_SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "group_chunks"]
+#: A start is far away when it is this many times larger than the state it should continue.
+_FAR = tl.constexpr(10.0)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """The activation and its derivative; what is not a number stays so."""
+    if ACTIVATION == "relu":
+        value = tl.where(z <= 0, 0.0, z)
+        slope = tl.where(z > 0, 1.0, 0.0)
+    elif ACTIVATION == "sigmoid":
+        value = 1 / (1 + tl.exp(-z))
+        slope = value * (1 - value)
+    else:
+        square = z * z
+        series = -5.70498872745e-3 * square + 2.06390887954e-2
+        series = series * square - 5.37397155531e-2
+        series = series * square + 1.33314422036e-1
+        series = series * square - 3.33332819422e-1
+        large = 1 - 2 / (tl.exp(2 * tl.abs(z)) + 1)  # which loses the digits of small values
+        value = tl.where(tl.abs(z) < 0.625, z + z * square * series, tl.where(z < 0, -large, large))
+        slope = 1 - value * value
+    return value, slope
+
+
+@triton.jit
+def settled(found, passes, row, rows):
+    """Whether the last of so many passes left a row within the tolerance: see ``Progress.error_left``.
+
+    A pass that finds its row settled does nothing and leaves its number zero: the row stays settled.
+    """
+    done = False
+    if passes >= 2:
+        before = tl.load(found + (passes - 2) * 2 * rows + row)
+        last = tl.load(found + (passes - 1) * 2 * rows + row)
+        to_come = last * tl.maximum(last / (before - last), 1.0)
+        done = (last <= 0.01) | ((last < before) & (to_come <= 1.0))
+    return done
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def roll(
+    weights, biases, starts, x, products, misses, found, rows, first_block, blocks, passes, chunk_blocks,
+    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Roll a chunk out from its start. PRODUCT: with the product of its Jacobians.
+
+    WHOLE: one chunk from ``first_block`` to the end, and nothing but ``x``.
+    """
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    if not settled(found, passes, row, rows):
+        z = tl.load(starts + (chunk * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        if PRODUCT:
+            product = (i[:, None] == i[None, :]).to(tl.float32)
+        first = first_block + chunk * chunk_blocks
+        last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
+        state = x + tl.cast(row, tl.int64) * WIDTH + i
+        tl.store(state + tl.cast(first, tl.int64) * SKIP * rows * WIDTH, z, mask=inside)
+        for block in tl.range(first, last, num_stages=STAGES):
+            before = z
+            if PRODUCT:
+                product_before = product
+            for k in tl.static_range(SKIP):
+                layer = tl.cast(block, tl.int64) * SKIP + k
+                w = tl.load(
+                    weights + layer * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0
+                )  # fmt: skip
+                b = tl.load(biases + layer * WIDTH + i, mask=inside, other=0.0)
+                value, slope = activate(z, ACTIVATION)
+                if PRODUCT:
+                    product = multiply(w * slope[None, :], product, PRECISION)
+                z = tl.sum(w * value[None, :], 1) + b
+                if RESIDUAL and k == SKIP - 1:
+                    z += before
+                    if PRODUCT:
+                        product += product_before
+                # The state after a chunk is the next one's start: that one writes it.
+                tl.store(
+                    state + (layer + 1) * rows * WIDTH, z,
+                    mask=inside & ((k < SKIP - 1) | (block < last - 1) | (last == blocks)),
+                )  # fmt: skip
+        if not WHOLE:
+            after = (chunk + 1) * rows + row
+            if last < blocks:
+                if PRODUCT:
+                    out = tl.cast(after - rows, tl.int64) * WIDTH * WIDTH
+                    tl.store(products + out + i[:, None] * WIDTH + i[None, :], product, mask=square)
+                start = tl.load(starts + after * WIDTH + i, mask=inside, other=0.0)
+                tl.store(misses + after * WIDTH + i, z - start, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def gather(
+    products, misses, group_products, group_terms, found, rows, passes, group_chunks,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One equation for a group of chunks: from the correction before it to the one after it. The last group needs none."""
+    group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    if not settled(found, passes, row, rows):
+        term = tl.zeros((PADDED,), tl.float32)
+        if PRODUCT:
+            product = (i[:, None] == i[None, :]).to(tl.float32)
+        for chunk in tl.range(group * group_chunks, group * group_chunks + group_chunks, num_stages=STAGES):
+            at = tl.cast(chunk, tl.int64) * rows + row
+            p = tl.load(products + at * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0)
+            term = tl.sum(p * term[None, :], 1) + tl.load(misses + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+            if PRODUCT:
+                product = multiply(p, product, PRECISION)
+        out = group * rows + row
+        tl.store(group_terms + out * WIDTH + i, term, mask=inside)
+        if PRODUCT:
+            tl.store(group_products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def spread(
+    products, misses, group_products, group_terms, starts, found, rows, chunks, passes, group_chunks, atol, rtol,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Correct the starts of a group of chunks, and note the largest correction as the number of this pass."""
+    group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    tile = i[:, None] * WIDTH + i[None, :]
+    if not settled(found, passes, row, rows):
+        delta = tl.zeros((PADDED,), tl.float32)
+        for earlier in tl.range(0, group, num_stages=STAGES):
+            at = earlier * rows + row
+            p = tl.load(group_products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
+            delta = tl.sum(p * delta[None, :], 1) + tl.load(group_terms + at * WIDTH + i, mask=inside, other=0.0)
+        largest, missed = 0.0, 0.0
+        last = tl.minimum(group * group_chunks + group_chunks, chunks)
+        for chunk in tl.range(group * group_chunks, last, num_stages=STAGES):
+            at = tl.cast(chunk, tl.int64) * rows + row
+            start = tl.load(starts + at * WIDTH + i, mask=inside, other=0.0)
+            miss = tl.load(misses + at * WIDTH + i, mask=inside & (chunk > 0), other=0.0)
+            size = tl.max(tl.abs(start + delta), 0)
+            change = tl.max(tl.abs(delta), 0)
+            # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
+            reached = tl.max(tl.abs(start + miss), 0)
+            sane = is_finite(start + delta) & (size <= _FAR * reached + atol)
+            tl.store(starts + at * WIDTH + i, tl.where(sane, start + delta, start + miss), mask=inside)
+            ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
+            largest = tl.maximum(largest, tl.where(is_finite(delta) & (ratio == ratio), ratio, float("inf")))
+            off = tl.max(tl.abs(miss), 0)
+            missed = tl.maximum(missed, tl.where(is_finite(miss), off, float("inf")))
+            # Behind the last chunk lies memory that nobody wrote, and nobody asks for what comes of it.
+            p = tl.load(products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
+            after = tl.load(misses + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+            delta = tl.sum(p * delta[None, :], 1) + after
+        tl.atomic_max(found + passes * 2 * rows + row, largest)
+        tl.atomic_max(found + passes * 2 * rows + rows + row, missed)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def adjoint_reduce(
+    weights, x, gradients, products, starts, rows, blocks, chunk_blocks,
+    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One equation for a chunk: from the adjoint of its last block's output to that of the chunk before it.
+
+    Chunks are counted from the end: program q takes the q-th from the end, and writes starts[q + 1].
+    """
+    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    chunks = (blocks + chunk_blocks - 1) // chunk_blocks
+    first = (chunks - 1 - q) * chunk_blocks
+    last = tl.minimum(first + chunk_blocks, blocks)
+    product = (i[:, None] == i[None, :]).to(tl.float32)
+    term = tl.zeros((PADDED,), tl.float32)
+    for back in tl.range(1, last - first + 1, num_stages=STAGES):
+        block = tl.cast(last - back, tl.int64)
+        product_before = product
+        term_before = term
+        for k in tl.static_range(SKIP):
+            layer = block * SKIP + (SKIP - 1 - k)
+            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
+            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
+            slope = activate(z, ACTIVATION)[1]
+            product = multiply(w * slope[:, None], product, PRECISION)
+            term = tl.sum(w * term[None, :], 1) * slope
+        if RESIDUAL:
+            product += product_before
+            term += term_before
+        term += tl.load(gradients + ((block - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+    out = tl.cast(q * rows + row, tl.int64)
+    tl.store(products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
+    tl.store(starts + (out + rows) * WIDTH + i, term, mask=inside)
+    if q == 0:
+        known = tl.load(gradients + (tl.cast(blocks - 1, tl.int64) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        tl.store(starts + row * WIDTH + i, known, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def adjoint_substitute(
+    weights, x, gradients, starts, adjoints, initial, rows, blocks, chunk_blocks,
+    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From the adjoint at the end of every chunk those of all its layers' outputs [T, B, w], and of the initial state.
+
+    Where the last start is not finite, a product overflowed although the adjoints may not: then the first program takes
+    all blocks of its row one after the other. WHOLE: there is one chunk.
+    """
+    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    chunks = 1 if WHOLE else (blocks + chunk_blocks - 1) // chunk_blocks
+    first = 0 if WHOLE else (chunks - 1 - q) * chunk_blocks
+    last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
+    if not WHOLE:
+        final = tl.load(starts + ((chunks - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        if not is_finite(final):
+            first = tl.where(q == 0, 0, last)
+    adjoint = tl.load(starts + (q * rows + row) * WIDTH + i, mask=inside, other=0.0)
+    for back in tl.range(1, last - first + 1, num_stages=STAGES):
+        block = tl.cast(last - back, tl.int64)
+        before = adjoint
+        for k in tl.static_range(SKIP):
+            layer = block * SKIP + (SKIP - 1 - k)
+            tl.store(adjoints + (layer * rows + row) * WIDTH + i, adjoint, mask=inside)
+            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
+            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
+            adjoint = tl.sum(w * adjoint[None, :], 1) * activate(z, ACTIVATION)[1]
+        if RESIDUAL:
+            adjoint += before
+        before_first = tl.cast(block == 0, tl.int64)
+        gradient = tl.load(gradients + ((block - 1 + before_first) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        adjoint += tl.where(block == 0, 0.0, gradient)
+    if (first == 0) & (last > first):
+        tl.store(initial + row * WIDTH + i, adjoint, mask=inside)
