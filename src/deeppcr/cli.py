@@ -91,6 +91,7 @@ def reproduce(
 
     [bold]--set[/] makes an experiment smaller or larger: a residual network of 1,024 layers, 300 steps in both modes, is
     [bold]deeppcr reproduce resnet-training --set depths=1024 --set steps=300 --set seeds=1[/].
+    With [bold]--set dtype=float64 --set solver=default[/] neither rounding nor the paper's loose test drive the two apart.
     """
     if show_list:
         Console(width=None if sys.stdout.isatty() else 120).print(catalogue())

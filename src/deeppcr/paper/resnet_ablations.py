@@ -84,7 +84,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
                 "iterations": count
                 or (f"{entry['mean_iterations']:.1f} by the test" if entry["mean_iterations"] else None),
                 "loss": "diverged" if entry["diverged"] is not None else None if loss is None else f"{loss:.3f}",
-                "speed of the test's": f"{ratio:.2g}x" if ratio and count else None,
+                "speed-up over the test": f"{ratio:.2g}x" if ratio and count else None,
             }
         )
     return table(rows)
