@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
+REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
+if not REQUIRED:
+    for name in ("rich", "matplotlib", "sklearn"):
+        pytest.importorskip(name)
 import torch
 from filelock import FileLock
 
@@ -35,7 +36,7 @@ WAYS = ("forward", "backward")
 
 def missing(what):
     message = f"{what} is missing: apt-get install chromium chromium-driver, pip install selenium"
-    if os.environ.get("DEEPPCR_BROWSER") == "required":
+    if REQUIRED:
         pytest.fail(message, pytrace=False)
     pytest.skip(message)
 
@@ -84,7 +85,7 @@ def make(folder, page):
     page.write_text(html, encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium():
     try:
         from selenium import webdriver
