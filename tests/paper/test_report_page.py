@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 
+# ruff: noqa: E402 -- where the browser is required, a missing package is an error, not a reason to skip
 REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
 if not REQUIRED:
     for name in ("rich", "matplotlib", "sklearn"):
@@ -31,7 +32,6 @@ from small_results import TINY, timing_content, write
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: A machine that does not exist, with the paper's sizes: a large map, with cells that ran out of memory.
 IMAGINARY = replace(mlp_timing.FULL, activations=("relu", "sigmoid"))
-WAYS = ("forward", "backward")
 
 
 def missing(what):
