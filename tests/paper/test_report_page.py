@@ -14,9 +14,11 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
+# ruff: noqa: E402 -- where the browser is required, a missing package is an error, not a reason to skip
+REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
+if not REQUIRED:
+    for name in ("rich", "matplotlib", "sklearn"):
+        pytest.importorskip(name)
 import torch
 from filelock import FileLock
 
@@ -30,12 +32,11 @@ from small_results import TINY, timing_content, write
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: A machine that does not exist, with the paper's sizes: a large map, with cells that ran out of memory.
 IMAGINARY = replace(mlp_timing.FULL, activations=("relu", "sigmoid"))
-WAYS = ("forward", "backward")
 
 
 def missing(what):
     message = f"{what} is missing: apt-get install chromium chromium-driver, pip install selenium"
-    if os.environ.get("DEEPPCR_BROWSER") == "required":
+    if REQUIRED:
         pytest.fail(message, pytrace=False)
     pytest.skip(message)
 
@@ -84,7 +85,7 @@ def make(folder, page):
     page.write_text(html, encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium():
     try:
         from selenium import webdriver
