@@ -22,7 +22,7 @@ from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 1000)
 #: small tiles and chunks, so that short systems have many of them
-SMALL = diagonal.Plan(steps=4, groups=8, channels=16, tiles=1, warps=1)
+SMALL = diagonal.Plan(steps=4, groups=4, channels=16, tiles=2, warps=1)
 SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
 STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
 
@@ -245,6 +245,17 @@ def test_products_may_overflow(structure, hole, small, reverse, device):
     assert torch.isfinite(expected(couplings, rhs, reverse)).all()
     actual = Kernel(small).solve_coupled(couplings, rhs, reverse=reverse)
     assert_right(actual, couplings, rhs, reverse)
+
+
+def test_a_product_may_overflow_within_a_tile_and_not_up_to_its_end(device):
+    # Four groups with these products: joined in pairs, all four are finite, but the second with the third is not.
+    data, rhs = torch.ones(63, 1, device=device), torch.zeros(64, 1, device=device)
+    rhs[0] = 1
+    for group, factor in enumerate((1e-30, 1e30, 1e30, 1e-30)):
+        data[4 * group + 1] = factor
+    plan = diagonal.Plan(steps=4, groups=8, channels=1, tiles=2, warps=1)
+    actual = diagonal.run(linear.Diagonal(data), rhs, False, plan)
+    assert_right(actual, linear.Diagonal(data), rhs, False)
 
 
 @every_structure

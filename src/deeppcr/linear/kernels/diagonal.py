@@ -37,7 +37,9 @@ GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
 #: Q C: neighbouring channels times groups, about 4 to a thread
 GROUPS_IN_TILE = 512
 #: the most channels a program takes: a row of them is read at once, and 8 float32 are the smallest read of memory
-MOST_CHANNELS, FEWEST_CHANNELS = 32, 8
+MOST_CHANNELS, FEWEST_CHANNELS, CHUNKED_CHANNELS = 32, 8, 16
+#: tiles of short systems are not cut further than this
+FEWEST_GROUPS = 8
 WARPS = 4
 #: tiles in flight at once
 STAGES = 3
@@ -74,15 +76,21 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
         one_sweep: do not cut time into chunks
     """
     steps = GROUP_STEPS if channels > 1 else GROUP_STEPS_ALONE
-    width = min(triton.next_power_of_2(channels), MOST_CHANNELS)
-    while width > FEWEST_CHANNELS and triton.cdiv(channels, width) < ONE_SWEEP_PROGRAMS * processors:
+    widest = min(triton.next_power_of_2(channels), MOST_CHANNELS)
+    busy = ONE_SWEEP_PROGRAMS * processors
+    width = widest
+    while width > FEWEST_CHANNELS and triton.cdiv(channels, width) < busy:
         width //= 2
+    cut = triton.cdiv(channels, width) < busy and not one_sweep
+    if cut:  # then programs are made of time, and rows may be wider
+        width = min(widest, CHUNKED_CHANNELS)
+    blocks = triton.cdiv(channels, width)
     groups = min(GROUPS_IN_TILE // width, triton.next_power_of_2(triton.cdiv(length, steps)))
+    while cut and groups > FEWEST_GROUPS and blocks * triton.cdiv(length, steps * groups) < busy:
+        groups //= 2
     warps = max(1, min(WARPS, groups * width * WARPS // GROUPS_IN_TILE))
-    blocks, tiles = triton.cdiv(channels, width), triton.cdiv(length, steps * groups)
-    chunks = 1
-    if not one_sweep and blocks < ONE_SWEEP_PROGRAMS * processors:
-        chunks = min(tiles, triton.cdiv(int(CHUNKED_PROGRAMS * processors), blocks))
+    tiles = triton.cdiv(length, steps * groups)
+    chunks = min(tiles, triton.cdiv(int(CHUNKED_PROGRAMS * processors), blocks)) if cut else 1
     return Plan(steps, groups, width, triton.cdiv(tiles, chunks), warps)
 
 
