@@ -193,11 +193,12 @@ def is_batched(tensor: Tensor) -> bool:
 
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
-    return not (
-        torch.compiler.is_compiling()
-        or is_batched(tensor)
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    return not (_is_traced(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for others: while compiling, or under a transform."""
+    return torch.compiler.is_compiling() or is_batched(tensor)
 
 
 class _Solve(torch.autograd.Function):

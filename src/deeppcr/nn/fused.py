@@ -64,12 +64,12 @@ class Report:
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
-        corrections = self.found[: 2 * self.rounds, 0].tolist()
+        found = self.found[: 2 * self.rounds].tolist()
         taken = []
         for row in range(self.found.shape[-1]):
             done = 0
             for k in range(1, 2 * self.rounds):
-                before, last = corrections[k - 1][row], corrections[k][row]
+                before, last = found[k - 1][0][row], found[k][0][row]
                 close = last < before and last * max(last / (before - last), 1.0) <= 1.0
                 if last <= 0.01 or close:
                     done = k + 1
@@ -101,11 +101,28 @@ class Report:
         )
 
 
+def apply(
+    weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, reports: list[Report | None]
+) -> Tensor:
+    """The states after every block, [blocks, B, w]; ``Apply`` says of what. How it went is added to ``reports``."""
+    if initial.is_cuda and initial.device.index != torch.cuda.current_device():
+        with torch.cuda.device(initial.device):
+            return apply(weight, bias, initial, guess, layers, reports)
+    if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
+        return Apply.apply(weight, bias, initial, guess, layers, reports)
+    weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
+    x, report = run(weight, bias, initial, guess, layers)
+    reports.append(report)
+    return x[layers.skip :: layers.skip]
+
+
 class Apply(torch.autograd.Function):
     """The states after every block as a function of weights [blocks, skip, w, w], biases and the initial state [B, w]."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, box: list):
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, box: list
+    ):
         ctx.layers = layers
         weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
         x, report = run(weight, bias, initial, guess, layers)
@@ -139,7 +156,9 @@ class Apply(torch.autograd.Function):
 _ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 
 
-def run(weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers) -> tuple[Tensor, Report | None]:
+def run(
+    weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers
+) -> tuple[Tensor, Report | None]:
     """``x``, and for a parallel pass how it went.
 
     Args:
@@ -156,8 +175,9 @@ def run(weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, lay
     constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
 
     def whole(start: Tensor, first: int, found: Tensor, passes: int) -> None:
-        arguments = (weight, bias, start, x, x, x, found, rows, first, blocks, passes, blocks)
-        launch(kernels.roll, rows, arguments, (*constants, False, "", True, shape.stages), warps=shape.warps)
+        arguments = (weight, bias, start, 0, x, x, found, rows, first, blocks, passes, blocks, 0, 0)
+        warps, stages = shape.without
+        launch(kernels.roll, rows, arguments, (*constants, False, "", True, stages), warps=warps)
 
     if chunks == 1:
         whole(initial, 0, x, 0)
@@ -165,28 +185,27 @@ def run(weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, lay
 
     group = 2 ** math.ceil(math.log2(chunks) / 2)
     groups = -(-chunks // group)
-    starts = _starts(initial, guess, chunk, chunks)
-    products = torch.empty((chunks, rows, width, width), **options)
-    misses = torch.empty((chunks + 1, rows, width), **options)
-    group_products = torch.empty((groups, rows, width, width), **options)
-    group_terms = torch.empty((groups, rows, width), **options)
+    start, start_step = (initial, 0) if guess is None else (_starts(initial, guess, chunk, chunks), rows * width)
+    size = (chunks + groups) * width * (width + 1) + (chunks + 1) * width
+    workspace = torch.empty(size * rows, **options)
     captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     most = _CAPTURED_ROUNDS if captured else _ROUNDS
-    found = torch.zeros((2 * most, 2, rows), **options)
+    found = torch.empty((2 * most, 2, rows), **options)
 
     def one_pass(passes: int) -> None:
         product = passes % 2 == 0
         how = (product, shape.precision)
-        arguments = (weight, bias, starts, x, products, misses, found, rows, 0, blocks, passes, chunk)
-        launch(kernels.roll, chunks * rows, arguments, (*constants, *how, False, shape.stages), warps=shape.warps)
-        arguments = (products, misses, group_products, group_terms, found, rows, passes, group)
-        constants_of_groups = (width, shape.padded, *how, shape.stages)
-        launch(kernels.gather, (groups - 1) * rows, arguments, constants_of_groups, warps=shape.warps)
+        warps, stages = shape.with_products if product else shape.without
         arguments = (
-            products, misses, group_products, group_terms, starts, found, rows, chunks, passes, group,
-            layers.atol, layers.rtol,
+            weight, bias, start, start_step, x, workspace, found,
+            rows, 0, blocks, passes, chunk, chunks, groups,
         )  # fmt: skip
-        launch(kernels.spread, groups * rows, arguments, (width, shape.padded, shape.stages), warps=shape.warps)
+        launch(kernels.roll, chunks * rows, arguments, (*constants, *how, False, stages), warps=warps)
+        arguments = (workspace, found, rows, passes, group, chunks, groups)
+        launch(kernels.gather, (groups - 1) * rows, arguments, (width, shape.padded, *how, stages), warps=warps)
+        warps, stages = shape.without
+        arguments = (*arguments, layers.atol, layers.rtol)
+        launch(kernels.spread, groups * rows, arguments, (width, shape.padded, stages), warps=warps)
 
     report = Report(layers, blocks, chunk, found, most)
     for rounds in range(1, most + 1):
@@ -205,12 +224,11 @@ def run(weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, lay
 
 def _starts(initial: Tensor, guess: Tensor | None, chunk: int, chunks: int) -> Tensor:
     """The first states of all chunks, [N, B, w]."""
-    rows, width = initial.shape
     if guess is None:
         return initial.repeat(chunks, 1, 1)
     picked = guess[chunk - 1 : (chunks - 1) * chunk : chunk]
     if picked.ndim == 2:
-        picked = picked.unsqueeze(1).expand(-1, rows, -1)
+        picked = picked.unsqueeze(1).expand(-1, initial.shape[0], -1)
     return torch.cat([initial.unsqueeze(0), picked])
 
 
@@ -228,10 +246,11 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
         starts = torch.empty((chunks, rows, width), dtype=x.dtype, device=x.device)
         products = torch.empty((chunks - 1, rows, width, width), dtype=x.dtype, device=x.device)
         arguments = (weight, x, gradients, products, starts, rows, blocks, chunk)
-        how = (*constants, shape.precision, shape.stages)
-        launch(kernels.adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=shape.warps)
+        warps, stages = shape.with_products
+        how = (*constants, shape.precision, stages)
+        launch(kernels.adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
         dense.solve_in_place(products, starts)
     arguments = (weight, x, gradients, starts, adjoints, initial, rows, blocks, chunk)
-    how = (*constants, chunks == 1, shape.stages)
-    launch(kernels.adjoint_substitute, chunks * rows, arguments, how, warps=shape.warps)
+    warps, stages = shape.without
+    launch(kernels.adjoint_substitute, chunks * rows, arguments, (*constants, chunks == 1, stages), warps=warps)
     return adjoints, initial

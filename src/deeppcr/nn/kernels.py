@@ -8,10 +8,14 @@ each misses the next one's start (``misses`` [N + 1, B, w], of which 1 to N - 1 
 Jacobians [N, B, w, w] (the last is not used) that is a bidiagonal system for the corrections of the starts. It is solved in groups of chunks: every
 group's product and term, then from these the correction before each group, then those inside.
 
-What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
+All this lies in one ``workspace``: see ``parts``. What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
 its largest miss. From the last two corrections every program of the next pass sees whether its row is done, so nobody
 has to ask the host.
 """
+
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ import triton.language as tl
 from ..linear.kernels.dense import is_finite, multiply
 
 #: Sizes that a kernel is not compiled for anew.
-_SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "group_chunks"]
+_SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step"]
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
 
@@ -48,6 +52,16 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def parts(workspace, rows, chunks, groups, WIDTH: tl.constexpr):
+    """products [N, B, w, w], those of the groups [G, B, w, w], misses [N + 1, B, w], terms [G, B, w], starts [N, B, w]."""
+    group_products = workspace + tl.cast(chunks * rows, tl.int64) * (WIDTH * WIDTH)
+    misses = group_products + tl.cast(groups * rows, tl.int64) * (WIDTH * WIDTH)
+    group_terms = misses + (chunks + 1) * rows * WIDTH
+    starts = group_terms + groups * rows * WIDTH
+    return workspace, group_products, misses, group_terms, starts
+
+
+@triton.jit
 def settled(found, passes, row, rows):
     """Whether the last of so many passes left a row within the tolerance: see ``Progress.error_left``.
 
@@ -64,21 +78,32 @@ def settled(found, passes, row, rows):
 
 @triton.jit(do_not_specialize=_SIZES)
 def roll(
-    weights, biases, starts, x, products, misses, found, rows, first_block, blocks, passes, chunk_blocks,
+    weights, biases, initial, initial_step, x, workspace, found,
+    rows, first_block, blocks, passes, chunk_blocks, chunks, groups,
     SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Roll a chunk out from its start. PRODUCT: with the product of its Jacobians.
 
+    The first pass starts from ``initial``, whose entries lie ``initial_step`` apart: 0 where one state serves all chunks.
     WHOLE: one chunk from ``first_block`` to the end, and nothing but ``x``.
     """
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
+    products, _, misses, _, starts = parts(workspace, rows, chunks, groups, WIDTH)
+    if (chunk == 0) & (not WHOLE):  # before anybody adds to it; a pass that does nothing leaves zeros too
+        tl.store(found + passes * 2 * rows + row, 0.0)
+        tl.store(found + passes * 2 * rows + rows + row, 0.0)
     if not settled(found, passes, row, rows):
-        z = tl.load(starts + (chunk * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        source, source_step = starts, rows * WIDTH
+        if WHOLE or passes == 0:
+            source, source_step = initial, initial_step
+        z = tl.load(source + chunk * source_step + row * WIDTH + i, mask=inside, other=0.0)
+        if not WHOLE:
+            tl.store(starts + (chunk * rows + row) * WIDTH + i, z, mask=inside)
         if PRODUCT:
             product = (i[:, None] == i[None, :]).to(tl.float32)
         first = first_block + chunk * chunk_blocks
@@ -114,13 +139,13 @@ def roll(
                 if PRODUCT:
                     out = tl.cast(after - rows, tl.int64) * WIDTH * WIDTH
                     tl.store(products + out + i[:, None] * WIDTH + i[None, :], product, mask=square)
-                start = tl.load(starts + after * WIDTH + i, mask=inside, other=0.0)
+                start = tl.load(source + (chunk + 1) * source_step + row * WIDTH + i, mask=inside, other=0.0)
                 tl.store(misses + after * WIDTH + i, z - start, mask=inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gather(
-    products, misses, group_products, group_terms, found, rows, passes, group_chunks,
+    workspace, found, rows, passes, group_chunks, chunks, groups,
     WIDTH: tl.constexpr, PADDED: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -129,6 +154,7 @@ def gather(
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
+    products, group_products, misses, group_terms, _ = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         term = tl.zeros((PADDED,), tl.float32)
         if PRODUCT:
@@ -147,7 +173,7 @@ def gather(
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    products, misses, group_products, group_terms, starts, found, rows, chunks, passes, group_chunks, atol, rtol,
+    workspace, found, rows, passes, group_chunks, chunks, groups, atol, rtol,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Correct the starts of a group of chunks, and note the largest correction as the number of this pass."""
@@ -156,6 +182,7 @@ def spread(
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
     tile = i[:, None] * WIDTH + i[None, :]
+    products, group_products, misses, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         delta = tl.zeros((PADDED,), tl.float32)
         for earlier in tl.range(0, group, num_stages=STAGES):

@@ -27,7 +27,7 @@ from ..stopping import UpdateTest
 Mode = Literal["parallel", "sequential", "auto"]
 _MODES = ("parallel", "sequential", "auto")
 #: The kernels hold a layer in the registers of one program; one program walks a row.
-_NARROW, _MOST_ROWS = 64, 4096
+NARROW, _MOST_ROWS = 64, 4096
 
 
 def _relu_slope(z: Tensor) -> Tensor:
@@ -53,6 +53,8 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 
 class _Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
+
+    activations: Tensor  # [L, w], the batch mean of the last training step's states
 
     def __init__(
         self,
@@ -111,11 +113,11 @@ class _Network(nn.Module):
         if chosen == "auto":
             chosen = self._choose_mode(hidden)
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
+        hidden = hidden.to(self.weight.dtype)
+        if self._has_kernels(hidden, chosen):
+            run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
+            return run(hidden, chosen)
         with torch.autocast(hidden.device.type, enabled=False):
-            hidden = hidden.to(self.weight.dtype)
-            if self._has_kernels(hidden, chosen):
-                run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
-                return run(hidden, chosen)
             return self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
 
     def _loop(self, hidden: Tensor) -> Tensor:
@@ -129,20 +131,21 @@ class _Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        if self.weight.shape[-1] > _NARROW or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
+        if self.weight.shape[-1] > NARROW or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
             return False
         if mode == "sequential":
             return hidden.shape[0] <= _MOST_ROWS
         newton, usual = self.newton, Newton()
         return (
             isinstance(newton.stop, UpdateTest)
-            and (newton.jacobian, newton.linear, newton.max_iterations) == (usual.jacobian, usual.linear, usual.max_iterations)
+            and (newton.jacobian, newton.linear, newton.max_iterations)
+            == (usual.jacobian, usual.linear, usual.max_iterations)
             and newton.chunk != 1
             and self.guess == RepeatInitial()
         )
 
     def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
-        from .fused import Apply, Layers, Report  # with Triton, which takes a second to import
+        from .fused import Layers, Report, apply  # with Triton, which takes a second to import
 
         skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
         chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
@@ -157,8 +160,7 @@ class _Network(nn.Module):
         )
         guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
         reports: list[Report | None] = []
-        with torch.cuda.device(hidden.device):
-            states = Apply.apply(self.weight, self.bias, hidden, guess, layers, reports)
+        states = apply(self.weight, self.bias, hidden, guess, layers, reports)
         report = reports[0]
         if mode == "parallel":
             self._report, self._solution = report, None

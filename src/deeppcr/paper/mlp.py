@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.networks import ACTIVATIONS
+from deeppcr.nn.networks import ACTIVATIONS, MLP
 
 #: Networks with more weights than this are drawn on the device itself: on a CPU that would take minutes.
 _MANY = 2**28
@@ -106,6 +106,14 @@ class Network:
         """All states at once."""
         step = LAYERS[self.activation][0]
         return deeppcr.solve(step, self.z0, (self.weights, self.biases), solver=solver, guess=guess)
+
+    def module(self) -> MLP:
+        """The same layers as a module, between an input and an output layer that nobody uses."""
+        depth, width = self.biases.shape
+        module = MLP(1, width, 1, 1, self.activation, device=self.z0.device)
+        module.weight, module.bias = torch.nn.Parameter(self.weights), torch.nn.Parameter(self.biases)
+        module.activations = module.activations.new_zeros(depth, width)
+        return module
 
     @torch.no_grad()
     def exact_states(self) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 from .table import table
 
+#: Sequential code, from the slowest to the strongest.
+BASELINES = ("loop", "graph", "fused")
 #: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.
 SLOWED = 2.0
 
@@ -70,7 +72,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
         for way in ("forward", "backward"):
             for column in ("printed", "auto"):
                 entry: dict[str, Any] = {"activation": activation, "direction": way, "column": column}
-                for over in ("loop", "graph"):
+                for over in BASELINES:
                     ratios = [(speedup(record, way, column, over), record) for record in mine]
                     known = [(ratio, record) for ratio, record in ratios if ratio is not None]
                     if not known:
@@ -99,7 +101,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 def lines(summary: dict[str, Any]) -> list[str]:
     rows = []
     for entry in summary["entries"]:
-        for over in ("loop", "graph"):
+        for over in BASELINES:
             against = entry.get(f"over_{over}")
             if against is None:
                 continue

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.networks import ACTIVATIONS
+from deeppcr.nn.networks import ACTIVATIONS, NARROW, Mode
 
 from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
 from .mlp import Network
@@ -23,6 +23,8 @@ from .settings import setting
 from .timing import capture, measure, relative_error
 
 DIRECTIONS = ("forward", "backward")
+#: How ``deeppcr.nn.MLP`` runs in the columns that are made of it.
+MODES: dict[str, Mode] = {"fused": "sequential", "auto": "parallel"}
 #: Weights from which on what is left over is cleared away at once: that takes longer than timing a small network.
 _LARGE = 2**24
 
@@ -62,8 +64,11 @@ def solver(network: Network, column: str) -> deeppcr.Newton:
     return deeppcr.Newton(chunk="auto", jacobian=network.jacobian)
 
 
-def columns(device: torch.device) -> tuple[str, ...]:
-    return ("loop", "graph", "printed", "auto") if device.type == "cuda" else ("loop", "printed", "auto")
+def columns(device: torch.device, width: int) -> tuple[str, ...]:
+    """``fused``: layer by layer in one kernel; ``printed``: the paper's method; ``auto``: ``deeppcr.nn.MLP`` in parallel."""
+    if device.type == "cpu":
+        return ("loop", "printed", "auto")
+    return ("loop", "graph", *(("fused",) if width <= NARROW else ()), "printed", "auto")
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
@@ -83,11 +88,11 @@ def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        missing = {column: {"status": "out of memory"} for column in columns(device)}
+        missing = {column: {"status": "out of memory"} for column in columns(device, cell["w"])}
         return {way: dict(missing) for way in DIRECTIONS}
     found: dict[str, Any] = {}
     for way, prepare in (("forward", Forward(network, exact)), ("backward", Backward(network, exact))):
-        found[way] = time_columns(prepare, columns(device), settings, device)
+        found[way] = time_columns(prepare, columns(device, cell["w"]), settings, device)
         if network.weights.numel() >= _LARGE:
             release(device)
     return found
@@ -178,11 +183,16 @@ class Forward:
             replay()
             error = relative_error([torch.stack(states)], [self.exact])
             return Column(replay, error, "forward_tolerance", keep=states)
-        newton = solver(network, name)
-        solution = network.parallel(newton)
-        error = relative_error([solution.states], [self.exact])
-        run = torch.no_grad()(lambda: network.parallel(newton))
-        return Column(run, error, "forward_tolerance", solution)
+        if name == "printed":
+            newton = solver(network, name)
+            solution = network.parallel(newton)
+            error = relative_error([solution.states], [self.exact])
+            return Column(torch.no_grad()(lambda: network.parallel(newton)), error, "forward_tolerance", solution)
+        module = network.module()
+        states = module.hidden_states(network.z0, MODES[name])
+        error = relative_error([states], [self.exact])
+        run = torch.no_grad()(lambda: module.hidden_states(network.z0, MODES[name]))
+        return Column(run, error, "forward_tolerance", module.solution)
 
 
 class Backward:
@@ -193,22 +203,27 @@ class Backward:
         self.reference = Adjoints(network, exact)
 
     def __call__(self, name: str) -> Column:
-        network, solution = self.network, None
+        network, solution, tensors = self.network, None, self.network.tensors
         if name == "graph":
             return self.graph()
         if name == "loop":
-            states = network.loop()
-            every, last = torch.stack(states).sum(), states[-1].sum()
-        else:
+            loop = network.loop()
+            states, last = torch.stack(loop), loop[-1].sum()
+        elif name == "printed":
             solution = network.parallel(solver(network, name))
-            every, last = solution.states.sum(), solution.states[-1].sum()
+            states, last = solution.states, solution.states[-1].sum()
+        else:
+            module = network.module()
+            states, solution = module.hidden_states(network.z0, MODES[name]), module.solution
+            last, tensors = states[-1].sum(), (network.z0, module.weight, module.bias)
+        every = states.sum()
 
         def gradients(loss: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(loss, network.tensors, retain_graph=True)
+            return torch.autograd.grad(loss, tensors, retain_graph=True)
 
         # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too.
         error = max(self.reference.error(gradients(last), 0), self.reference.error(gradients(every), 1))
-        del every
+        del every, states
         return Column(lambda: gradients(last), error, "backward_tolerance", solution)
 
     @torch.no_grad()

@@ -8,6 +8,10 @@ Up to ``NARROW`` a block fits the registers of one program. Wider ones are multi
 product shared among programs: they never meet.
 """
 
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,9 +40,10 @@ _SIZES = ["rows", "steps", "chunks", "chunk_steps"]
 def multiply(block, product, PRECISION: tl.constexpr):
     """``block @ product``, square tiles; "sum" where they are too narrow for the matrix units."""
     if PRECISION == "sum":
-        return tl.sum(block[:, :, None] * product[None, :, :], 1)
+        found = tl.sum(block[:, :, None] * product[None, :, :], 1)
     else:
-        return tl.dot(block, product, input_precision=PRECISION)
+        found = tl.dot(block, product, input_precision=PRECISION)
+    return found
 
 
 @triton.jit
@@ -223,18 +228,20 @@ class Shape:
         return triton.next_power_of_2(self.width)
 
     @property
-    def warps(self) -> int:
-        return 1 if self.padded <= 16 else 4 if self.padded <= 64 else 8
-
-    @property
     def precision(self) -> str:
-        """Of products: three TF32 products make one of float32's grade, on the matrix units."""
-        return "sum" if self.padded < 16 else "tf32x3"
+        """Of products. On the matrix units, three TF32 products make one of float32's grade; narrow blocks gain nothing
+        there, and the narrowest do not fit them."""
+        return "sum" if self.padded < 16 else "ieee" if self.padded <= 32 else "tf32x3"
 
     @property
-    def stages(self) -> int:
-        """Blocks on their way to a program."""
-        return 4 if self.padded <= 32 else 2
+    def with_products(self) -> tuple[int, int]:
+        """Warps of a program that multiplies blocks, and blocks on their way to it."""
+        return (1, 4) if self.padded <= 8 else (2, 4) if self.padded <= 32 else (4, 1)
+
+    @property
+    def without(self) -> tuple[int, int]:
+        """The same where blocks only meet vectors."""
+        return (1, 4) if self.padded <= 16 else (1, 6) if self.padded <= 32 else (4, 4)
 
 
 def chunk_length(steps: int, width: int) -> int:
@@ -312,8 +319,8 @@ def solve_chain(blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = No
     arguments = (*blocks.arguments, *rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
-        constants = (width, shape.padded, shape.stages)
-        launch(_substitute, chunks * rows, arguments, constants, warps=shape.warps, integers=integers)
+        warps, stages = shape.without
+        launch(_substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
     else:
         constants = (width, shape.padded, 16, False)
         launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=integers)
@@ -325,8 +332,9 @@ def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape:
     if width <= NARROW:
         products = torch.empty((chunks - 1, rows, width, width), dtype=starts.dtype, device=starts.device)
         arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
-        constants = (width, shape.padded, shape.precision, shape.stages)
-        launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=shape.warps, integers=integers)
+        warps, stages = shape.with_products
+        constants = (width, shape.padded, shape.precision, stages)
+        launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
         return products
     scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
     arguments = (*blocks.arguments, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk)
@@ -345,7 +353,7 @@ def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, 
     half = triton.next_power_of_2(width) // 2
     arguments = (*blocks.arguments, *given, products, rows, chunk)
     programs = chunks * rows * -(-width // _COLUMNS)
-    constants = (width, half, _COLUMNS, scale, "tf32x3")
+    constants = (width, half, _COLUMNS, scale, "tf32x3", 1)
     integers = (blocks.integers, given[1:])
     launch(_reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
     return products
