@@ -38,16 +38,27 @@ class Jacobian:
         """Values [N, B, D] and N blocks, at the states ``previous`` [N, B, D] before ``steps``."""
         raise NotImplementedError
 
-    def linearise(self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Blocks]:
+    def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks | None:
+        """The blocks alone, where they do not need the values; None where both come together."""
+        return None
+
+    def linearise(
+        self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0, ends: Tensor | None = None
+    ) -> tuple[Tensor, Blocks]:
         """Roll all chunks out, each from its own start, with the product of their Jacobians.
 
         Args:
             starts: [chunks, B, D], the states before chunks ``first``, ``first + 1``, ...
+            ends: the states after the chunks, where they are known
 
         Returns:
             the states after the chunks, [chunks, B, D], and one block a chunk. The block of a ragged last chunk is
             that of its own steps.
         """
+        if chunk == 1 and ends is not None:
+            blocks = self.blocks_at(sequence, starts, range(first, sequence.length))
+            if blocks is not None:
+                return ends, blocks
         current, product, ended = starts, None, []
         for steps in sequence.chunk_steps(chunk, first):
             if product is not None and len(steps) < len(current):
@@ -92,13 +103,15 @@ class DenseJacobian(Jacobian):
         values, pushed = zip(*parts, strict=True)
         return torch.cat(values), Dense(torch.cat([_as_blocks(each) for each in pushed]))
 
-    def linearise(self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Dense]:
+    def linearise(
+        self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0, ends: Tensor | None = None
+    ) -> tuple[Tensor, Dense]:
         # The columns of the product are pushed through the steps as tangents: no step's own Jacobian is ever
         # formed, and what a step merely passes on (with_history) costs nothing.
         if chunk == 1:
             return self.evaluate(sequence, starts, range(first, sequence.length))
         every = sequence.chunk_steps(chunk, first)
-        ends, blocks = [], []
+        reached, blocks = [], []
         for part in self.slices(sequence, len(starts)):
             current, tangents = starts[part], _identity(sequence)
             last = []
@@ -110,9 +123,9 @@ class DenseJacobian(Jacobian):
                     last.append((current[len(steps) :], _as_blocks(tangents[len(steps) :])))
                     current, tangents = current[: len(steps)], tangents[: len(steps)]
                 current, tangents = sequence.push(current, tangents, steps)
-            ends += [current, *(state for state, _ in last)]
+            reached += [current, *(state for state, _ in last)]
             blocks += [_as_blocks(tangents), *(block for _, block in last)]
-        return torch.cat(ends), Dense(torch.cat(blocks))
+        return torch.cat(reached), Dense(torch.cat(blocks))
 
     def slices(self, sequence: Sequence, count: int) -> list[slice]:
         """How many of ``count`` steps (or chunks) are done at a time to keep to the memory budget."""
@@ -303,7 +316,9 @@ class GivenJacobian(Jacobian):
         return "given"
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
-        values = sequence.values(previous, steps)
+        return sequence.values(previous, steps), self.blocks_at(sequence, previous, steps)
+
+    def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks:
         layout = sequence.layout
         if isinstance(self.blocks, Blocks):
             if len(self.blocks) != sequence.length:
@@ -331,4 +346,4 @@ class GivenJacobian(Jacobian):
                 f"jacobian: the blocks are {found.data.dtype} on {found.data.device}, the states {layout.dtype} on {layout.device}"
             )
         core = found.data.shape[2:]
-        return values, type(found)(found.data.expand(len(steps), layout.rows, *core))
+        return type(found)(found.data.expand(len(steps), layout.rows, *core))

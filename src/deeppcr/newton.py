@@ -202,14 +202,16 @@ class _Iteration:
         progress = self.progress
         tested = not isinstance(self.newton.stop, FixedIterations)
         while True:
-            fresh = None
+            fresh = seen = None
             if progress.count and tested:
                 # After an update: was it enough? With true Jacobians a look at the residual is far cheaper than
                 # linearising again; otherwise linearising is all there is. (A graph through the iterations is built
                 # of whole ones only.)
                 fresh = None if self.newton.quadratic else self.linearise()
                 if fresh is not None or not torch.is_grad_enabled():
-                    self.look(self.evaluate() if fresh is None else fresh[0])
+                    values, looked_at = self.evaluate() if fresh is None else fresh[0], self.ends
+                    self.look(values)
+                    seen = values if self.ends is looked_at else None
             if not progress.active.any() or progress.count >= progress.limit:
                 break
             hopeless = progress.why_hopeless() if tested else None
@@ -221,7 +223,7 @@ class _Iteration:
             if self.first >= progress.chunks:  # all of it is exact: further iterations would change nothing
                 break
             if fresh is None:
-                self.update(*self.linearise())
+                self.update(*self.linearise(None if seen is None else seen[passed:]))
             else:
                 self.update(fresh[0][passed:], fresh[1][passed:])
         if not tested:
@@ -236,8 +238,9 @@ class _Iteration:
     def evaluate(self) -> Tensor:
         return self.sequence.roll_out(self.starts(), self.chunk, self.first)[0]
 
-    def linearise(self) -> tuple[Tensor, Blocks]:
-        return self.newton.jacobian.linearise(self.sequence, self.starts(), self.chunk, self.first)
+    def linearise(self, ends: Tensor | None = None) -> tuple[Tensor, Blocks]:
+        """The chunks' ends as they come out, given where they are known, and the Jacobians."""
+        return self.newton.jacobian.linearise(self.sequence, self.starts(), self.chunk, self.first, ends)
 
     def update(self, values: Tensor, blocks: Blocks) -> None:
         """One iteration: solve the linearised system and apply the update.
@@ -298,7 +301,8 @@ class _Iteration:
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = progress.ratio(delta, ends)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
-                self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
+                if done.any():
+                    self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import Blocks
+from .blocks import Blocks, Dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class PCR:
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
         """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
+        if isinstance(couplings, Dense) and couplings.batch_shape == rhs.shape[1:-1]:
+            return _solve_dense(couplings.data, rhs, reverse)
         length, stride = rhs.shape[0], 1
         while stride < length:
             # Row l now depends on row l - stride; rows below stride are solved and need no block any more, so
@@ -43,3 +45,22 @@ class PCR:
                 couplings = far.compose(near) if reverse else near.compose(far)
             stride *= 2
         return rhs
+
+
+def _solve_dense(data: Tensor, rhs: Tensor, reverse: bool) -> Tensor:
+    """The same with the batch in the first dimension: a third of the calls, which on a GPU are what a round costs."""
+    width, rows = rhs.shape[-1], rhs.shape[1:-1].numel()
+    blocks, vectors = data.reshape(-1, width, width), rhs.reshape(-1, width, 1)
+    length, stride = vectors.shape[0], rows
+    while stride < length:
+        if reverse:
+            moved = torch.baddbmm(vectors[:-stride], blocks, vectors[stride:])
+            vectors = torch.cat([moved, vectors[-stride:]])
+        else:
+            moved = torch.baddbmm(vectors[stride:], blocks, vectors[:-stride])
+            vectors = torch.cat([vectors[:stride], moved])
+        if 2 * stride < length:
+            near, far = blocks[stride:], blocks[:-stride]
+            blocks = torch.bmm(far, near) if reverse else torch.bmm(near, far)
+        stride *= 2
+    return vectors.reshape(rhs.shape)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .blocks import Blocks, Diagonal, Scalar
 from .forward import ForwardSubstitution
@@ -137,7 +138,15 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
+    if _is_constant(couplings.data, rhs):  # autograd's bookkeeping takes longer than a small system
+        return _Solve.forward(couplings.data, rhs, type(couplings), solver, reverse)
     return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
+
+
+def _is_constant(*tensors: Tensor) -> bool:
+    """Whether nobody differentiates in these tensors, nor transforms them."""
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return not (recorded or is_batched(tensors[0]) or forward_ad._current_level >= 0)
 
 
 def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
