@@ -18,9 +18,8 @@ from ..linear.kernels.launch import aligned, launch
 from ..solution import Plan, Result, Solution
 from . import kernels
 
-#: Rounds, of two passes each, before the rest is taken one layer after the other: inside a CUDA graph of the caller,
-#: where the host cannot be asked whether another is needed, and elsewhere.
-_CAPTURED_ROUNDS = 3
+#: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
+#: where the host cannot be asked whether another is needed, there are fewer.
 _ROUNDS = 8
 
 
@@ -81,7 +80,7 @@ class Report:
         taken = self.passes_taken()
         results = tuple(Result.CONVERGED if passes else Result.FINISHED_BY_LOOP for passes in taken)
         device = self.found.device
-        exact = [self.blocks if passes else min(self.blocks, 2 * self.rounds * self.chunk) for passes in taken]
+        exact = [self.blocks if passes else min(self.blocks, self.rounds * self.chunk) for passes in taken]
         worst = max(results, key=lambda result: result.severity)
         last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
         residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
@@ -156,6 +155,95 @@ class Apply(torch.autograd.Function):
 _ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 
 
+class _Narrow:
+    """The passes over a network whose layers fit the registers of one program."""
+
+    captured_rounds = 3
+
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, chunk: int):
+        self.weight, self.bias, self.x, self.layers, self.chunk = weight, bias, x, layers, chunk
+        self.rows, self.width = x.shape[1:]
+        self.blocks = weight.shape[0]
+        self.chunks = -(-self.blocks // chunk)
+        self.shape = dense.Shape(self.width)
+        self.constants = (layers.skip, layers.residual, layers.activation, self.width, self.shape.padded)
+
+    def prepare(self, initial: Tensor, initial_step: int, found: Tensor) -> None:
+        """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
+        self.initial, self.initial_step, self.found = initial, initial_step, found
+        self.group = 2 ** math.ceil(math.log2(self.chunks) / 2)
+        self.groups = -(-self.chunks // self.group)
+        size = (self.chunks + self.groups) * self.width * (self.width + 1) + (self.chunks + 1) * self.width
+        self.workspace = torch.empty(size * self.rows, dtype=self.x.dtype, device=self.x.device)
+
+    def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
+        """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
+        arguments = (
+            self.weight, self.bias, start, 0, self.x, self.x, found,
+            self.rows, first, self.blocks, passes, self.blocks, 0, 0,
+        )  # fmt: skip
+        warps, stages = self.shape.without
+        launch(kernels.roll, self.rows, arguments, (*self.constants, False, "", True, stages), warps=warps)
+
+    def one_pass(self, passes: int) -> None:
+        """Roll out and correct the starts; every other pass with new Jacobians, the others with the last ones."""
+        product = passes % 2 == 0
+        how = (product, self.shape.precision)
+        sizes = (self.width, self.shape.padded)
+        warps, stages = self.shape.with_products if product else self.shape.without
+        arguments = (
+            self.weight, self.bias, self.initial, self.initial_step, self.x, self.workspace, self.found,
+            self.rows, 0, self.blocks, passes, self.chunk, self.chunks, self.groups,
+        )  # fmt: skip
+        launch(kernels.roll, self.chunks * self.rows, arguments, (*self.constants, *how, False, stages), warps=warps)
+        arguments = (self.workspace, self.found, self.rows, passes, self.group, self.chunks, self.groups)
+        launch(kernels.gather, (self.groups - 1) * self.rows, arguments, (*sizes, *how, stages), warps=warps)
+        warps, stages = self.shape.without
+        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        launch(kernels.spread, self.groups * self.rows, arguments, (*sizes, stages), warps=warps)
+
+
+class _Wide:
+    """The same for wider layers, of networks without skip connections."""
+
+    captured_rounds = 1  # what a settled row does not need is done all the same, and costs as much
+
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, chunk: int):
+        self.weight, self.bias, self.x, self.layers, self.chunk = weight, bias, x, layers, chunk
+        self.rows, self.width = x.shape[1:]
+        self.blocks = weight.shape[0]
+        self.chunks = -(-self.blocks // chunk)
+        self.constants = (layers.activation, self.width, dense.Shape(self.width).padded, 16)
+
+    def prepare(self, initial: Tensor, initial_step: int, found: Tensor) -> None:
+        self.initial, self.initial_step, self.found = initial, initial_step, found
+        self.starts = self.x.new_empty(self.chunks, self.rows, self.width)
+        self.misses = torch.zeros_like(self.starts)  # nobody misses the first
+
+    def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
+        arguments = (
+            self.weight, self.bias, start, 0, self.x, self.x, self.x, found,
+            self.rows, first, self.blocks, passes, self.blocks,
+        )  # fmt: skip
+        launch(kernels.roll_wide, self.rows, arguments, (*self.constants, True), warps=8)
+
+    def one_pass(self, passes: int) -> None:
+        arguments = (
+            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.misses, self.found,
+            self.rows, 0, self.blocks, passes, self.chunk,
+        )  # fmt: skip
+        launch(kernels.roll_wide, self.chunks * self.rows, arguments, (*self.constants, False), warps=8)
+        if passes % 2 == 0:
+            blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
+            slopes = dense.Chain(_slopes(self.x[:-1], self.layers), 0, False)
+            self.products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
+        deltas = self.misses.clone()
+        dense.solve_in_place(self.products, deltas)
+        arguments = (deltas, self.misses, self.starts, self.found, self.rows, passes)
+        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        launch(kernels.correct_wide, self.chunks * self.rows, arguments, self.constants[1:3], warps=4)
+
+
 def run(
     weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers
 ) -> tuple[Tensor, Report | None]:
@@ -168,64 +256,37 @@ def run(
     """
     blocks, (rows, width) = weight.shape[0], initial.shape
     chunk = layers.chunk_blocks(blocks)
-    chunks = -(-blocks // chunk)
-    shape = dense.Shape(width)
-    options = {"dtype": weight.dtype, "device": weight.device}
-    x = torch.empty((blocks * layers.skip + 1, rows, width), **options)
-    constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
-
-    def whole(start: Tensor, first: int, found: Tensor, passes: int) -> None:
-        arguments = (weight, bias, start, 0, x, x, found, rows, first, blocks, passes, blocks, 0, 0)
-        warps, stages = shape.without
-        launch(kernels.roll, rows, arguments, (*constants, False, "", True, stages), warps=warps)
-
-    if chunks == 1:
-        whole(initial, 0, x, 0)
+    x = torch.empty((blocks * layers.skip + 1, rows, width), dtype=weight.dtype, device=weight.device)
+    network = (_Narrow if width <= dense.NARROW else _Wide)(weight, bias, x, layers, chunk)
+    if network.chunks == 1:
+        network.whole(initial, 0, x, 0)
         return x, None
 
-    group = 2 ** math.ceil(math.log2(chunks) / 2)
-    groups = -(-chunks // group)
-    start, start_step = (initial, 0) if guess is None else (_starts(initial, guess, chunk, chunks), rows * width)
-    size = (chunks + groups) * width * (width + 1) + (chunks + 1) * width
-    workspace = torch.empty(size * rows, **options)
     captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    most = _CAPTURED_ROUNDS if captured else _ROUNDS
-    found = torch.empty((2 * most, 2, rows), **options)
-
-    def one_pass(passes: int) -> None:
-        product = passes % 2 == 0
-        how = (product, shape.precision)
-        warps, stages = shape.with_products if product else shape.without
-        arguments = (
-            weight, bias, start, start_step, x, workspace, found,
-            rows, 0, blocks, passes, chunk, chunks, groups,
-        )  # fmt: skip
-        launch(kernels.roll, chunks * rows, arguments, (*constants, *how, False, stages), warps=warps)
-        arguments = (workspace, found, rows, passes, group, chunks, groups)
-        launch(kernels.gather, (groups - 1) * rows, arguments, (width, shape.padded, *how, stages), warps=warps)
-        warps, stages = shape.without
-        arguments = (*arguments, layers.atol, layers.rtol)
-        launch(kernels.spread, groups * rows, arguments, (width, shape.padded, stages), warps=warps)
-
+    most = network.captured_rounds if captured else _ROUNDS
+    found = torch.empty((2 * most, 2, rows), dtype=weight.dtype, device=weight.device)
+    if guess is None:
+        network.prepare(initial, 0, found)
+    else:
+        network.prepare(_starts(initial, guess, chunk, network.chunks), rows * width, found)
     report = Report(layers, blocks, chunk, found, most)
     for rounds in range(1, most + 1):
-        one_pass(2 * rounds - 2)
-        one_pass(2 * rounds - 1)
+        network.one_pass(2 * rounds - 2)
+        network.one_pass(2 * rounds - 1)
         if not captured:
             report.rounds = rounds
             if all(report.passes_taken()):
                 return x, report
-    # As many chunks as there were passes are exact; the rows that are not settled go on from there.
-    exact = min(chunks - 1, 2 * most - 1) * chunk
-    whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
+    # A pass makes the start of one more chunk exact, but for rounding of the size of the guess, which another pass mends.
+    # The rows that are not settled go on from there.
+    exact = min(network.chunks - 1, most) * chunk
+    network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
     report.finished = not captured
     return x, report
 
 
-def _starts(initial: Tensor, guess: Tensor | None, chunk: int, chunks: int) -> Tensor:
+def _starts(initial: Tensor, guess: Tensor, chunk: int, chunks: int) -> Tensor:
     """The first states of all chunks, [N, B, w]."""
-    if guess is None:
-        return initial.repeat(chunks, 1, 1)
     picked = guess[chunk - 1 : (chunks - 1) * chunk : chunk]
     if picked.ndim == 2:
         picked = picked.unsqueeze(1).expand(-1, initial.shape[0], -1)
@@ -238,6 +299,8 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
     chunk = layers.chunk_blocks(blocks)
     chunks = -(-blocks // chunk)
     shape = dense.Shape(width)
+    if width > dense.NARROW:
+        return _adjoint_wide(weight, x, gradients, layers)
     adjoints, initial = torch.empty_like(x[1:]), torch.empty_like(x[0])
     constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
     if chunks == 1:
@@ -254,3 +317,22 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
     warps, stages = shape.without
     launch(kernels.adjoint_substitute, chunks * rows, arguments, (*constants, chunks == 1, stages), warps=warps)
     return adjoints, initial
+
+
+def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
+    """The adjoint of layer l - 1 is ``diag(f'(x_l)) W_l^T`` times that of layer l, plus its own gradient."""
+    rows, blocks = x.shape[1], weight.shape[0]
+    slopes, adjoints = _slopes(x[:-1], layers), torch.empty_like(gradients)
+    transposed = dense.Chain(weight[1:].mT.unsqueeze(1).expand(-1, rows, -1, -1), 0, True)
+    scales = dense.Chain(slopes[1:], 0, True)
+    chunk = min(layers.chunk_blocks(blocks), max(1, blocks - 1))
+    dense.solve_chain(transposed, dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True), chunk, scales)
+    return adjoints, slopes[0] * (adjoints[0] @ weight[0])
+
+
+def _slopes(z: Tensor, layers: Layers) -> Tensor:
+    """The derivative of the activation."""
+    value = _ACTIVATIONS[layers.activation](z)
+    if layers.activation == "relu":
+        return (value > 0).to(z.dtype)
+    return 1 - value * value if layers.activation == "tanh" else value * (1 - value)

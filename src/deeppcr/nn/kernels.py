@@ -171,6 +171,20 @@ def gather(
             tl.store(group_products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
 
 
+@triton.jit
+def correct(start, delta, miss, atol, rtol):
+    """The corrected start of a chunk, the correction in units of the tolerance, and the miss."""
+    size = tl.max(tl.abs(start + delta), 0)
+    change = tl.max(tl.abs(delta), 0)
+    # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
+    reached = tl.max(tl.abs(start + miss), 0)
+    sane = is_finite(start + delta) & (size <= _FAR * reached + atol)
+    ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
+    ratio = tl.where(is_finite(delta) & (ratio == ratio), ratio, float("inf"))
+    off = tl.where(is_finite(miss), tl.max(tl.abs(miss), 0), float("inf"))
+    return tl.where(sane, start + delta, start + miss), ratio, off
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
     workspace, found, rows, passes, group_chunks, chunks, groups, atol, rtol,
@@ -195,16 +209,9 @@ def spread(
             at = tl.cast(chunk, tl.int64) * rows + row
             start = tl.load(starts + at * WIDTH + i, mask=inside, other=0.0)
             miss = tl.load(misses + at * WIDTH + i, mask=inside & (chunk > 0), other=0.0)
-            size = tl.max(tl.abs(start + delta), 0)
-            change = tl.max(tl.abs(delta), 0)
-            # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
-            reached = tl.max(tl.abs(start + miss), 0)
-            sane = is_finite(start + delta) & (size <= _FAR * reached + atol)
-            tl.store(starts + at * WIDTH + i, tl.where(sane, start + delta, start + miss), mask=inside)
-            ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
-            largest = tl.maximum(largest, tl.where(is_finite(delta) & (ratio == ratio), ratio, float("inf")))
-            off = tl.max(tl.abs(miss), 0)
-            missed = tl.maximum(missed, tl.where(is_finite(miss), off, float("inf")))
+            corrected, ratio, off = correct(start, delta, miss, atol, rtol)
+            tl.store(starts + at * WIDTH + i, corrected, mask=inside)
+            largest, missed = tl.maximum(largest, ratio), tl.maximum(missed, off)
             # Behind the last chunk lies memory that nobody wrote, and nobody asks for what comes of it.
             p = tl.load(products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
             after = tl.load(misses + (at + rows) * WIDTH + i, mask=inside, other=0.0)
@@ -294,3 +301,67 @@ def adjoint_substitute(
         adjoint += tl.where(block == 0, 0.0, gradient)
     if (first == 0) & (last > first):
         tl.store(initial + row * WIDTH + i, adjoint, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def roll_wide(
+    weights, biases, initial, initial_step, x, starts, misses, found,
+    rows, first_block, blocks, passes, chunk_blocks,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``roll`` for layers that no program holds at once, tile by tile and without products."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i, j = tl.arange(0, TILE), tl.arange(0, PADDED)
+    inside = j < WIDTH
+    if (chunk == 0) & (not WHOLE):
+        tl.store(found + passes * 2 * rows + row, 0.0)
+        tl.store(found + passes * 2 * rows + rows + row, 0.0)
+    if not settled(found, passes, row, rows):
+        source, source_step = starts, rows * WIDTH
+        if WHOLE or passes == 0:
+            source, source_step = initial, initial_step
+        start = tl.load(source + chunk * source_step + row * WIDTH + j, mask=inside, other=0.0)
+        if not WHOLE:
+            tl.store(starts + (chunk * rows + row) * WIDTH + j, start, mask=inside)
+        first = first_block + chunk * chunk_blocks
+        last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
+        state = x + tl.cast(row, tl.int64) * WIDTH
+        tl.store(state + tl.cast(first, tl.int64) * rows * WIDTH + j, start, mask=inside)
+        tl.debug_barrier()
+        for layer in range(first, last):
+            at = tl.cast(layer, tl.int64)
+            value = activate(tl.load(state + at * rows * WIDTH + j, mask=inside, other=0.0), ACTIVATION)[0]
+            for top in range(0, WIDTH, TILE):
+                here = top + i < WIDTH
+                w = tl.load(
+                    weights + at * WIDTH * WIDTH + (top + i)[:, None] * WIDTH + j[None, :],
+                    mask=here[:, None] & inside[None, :], other=0.0,
+                )  # fmt: skip
+                b = tl.load(biases + at * WIDTH + top + i, mask=here, other=0.0)
+                z = tl.sum(w * value[None, :], 1) + b
+                if (layer == last - 1) & (last < blocks):
+                    after = (chunk + 1) * source_step + row * WIDTH + top + i
+                    miss = z - tl.load(source + after, mask=here, other=0.0)
+                    tl.store(misses + ((chunk + 1) * rows + row) * WIDTH + top + i, miss, mask=here)
+                else:
+                    tl.store(state + (at + 1) * rows * WIDTH + top + i, z, mask=here)
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def correct_wide(
+    deltas, misses, starts, found, rows, passes, atol, rtol, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Correct the start of one chunk by its entry of ``deltas`` [N, B, w]."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    if not settled(found, passes, row, rows):
+        at = (chunk * rows + row) * WIDTH + i
+        start = tl.load(starts + at, mask=inside, other=0.0)
+        delta = tl.load(deltas + at, mask=inside, other=0.0)
+        miss = tl.load(misses + at, mask=inside, other=0.0)
+        corrected, ratio, off = correct(start, delta, miss, atol, rtol)
+        tl.store(starts + at, corrected, mask=inside)
+        tl.atomic_max(found + passes * 2 * rows + row, ratio)
+        tl.atomic_max(found + passes * 2 * rows + rows + row, off)

@@ -26,8 +26,9 @@ from ..stopping import UpdateTest
 
 Mode = Literal["parallel", "sequential", "auto"]
 _MODES = ("parallel", "sequential", "auto")
-#: The kernels hold a layer in the registers of one program; one program walks a row.
-NARROW, _MOST_ROWS = 64, 4096
+#: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
+#: (without skip connections); and rows, each walked by a program of its own.
+_NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
 
 
 def _relu_slope(z: Tensor) -> Tensor:
@@ -131,7 +132,8 @@ class _Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        if self.weight.shape[-1] > NARROW or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
+        widest = _NARROW if self.weight.ndim == 4 else WIDEST
+        if self.weight.shape[-1] > widest or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
             return False
         if mode == "sequential":
             return hidden.shape[0] <= _MOST_ROWS

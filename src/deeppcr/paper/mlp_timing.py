@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.networks import ACTIVATIONS, NARROW, Mode
+from deeppcr.nn.networks import ACTIVATIONS, WIDEST, Mode
 
 from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
 from .mlp import Network
@@ -68,7 +68,7 @@ def columns(device: torch.device, width: int) -> tuple[str, ...]:
     """``fused``: layer by layer in one kernel; ``printed``: the paper's method; ``auto``: ``deeppcr.nn.MLP`` in parallel."""
     if device.type == "cpu":
         return ("loop", "printed", "auto")
-    return ("loop", "graph", *(("fused",) if width <= NARROW else ()), "printed", "auto")
+    return ("loop", "graph", *(("fused",) if width <= WIDEST else ()), "printed", "auto")
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:

@@ -169,16 +169,18 @@ def _reduce_wide(
 @triton.jit(do_not_specialize=_SIZES)
 def _substitute_wide(
     blocks, block_first, block_step, block_row, block_i, block_j,
+    scales, scale_first, scale_step, scale_row,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
     starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    TERMS: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """``_substitute`` tile by tile. TERMS: start every chunk from zero, and write its end to the next one's start."""
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i, all_j = tl.arange(0, TILE), tl.arange(0, PADDED)
     inside = all_j < WIDTH
     block = blocks + block_first + row.to(tl.int64) * block_row
+    scale = scales + scale_first + row.to(tl.int64) * scale_row
     vector = rhs + rhs_first + row.to(tl.int64) * rhs_row
     state = states + state_first + row.to(tl.int64) * state_row
     start = starts + (chunk * rows + row).to(tl.int64) * WIDTH
@@ -209,7 +211,10 @@ def _substitute_wide(
                 mask=rows_inside[:, None] & inside[None, :], other=0.0,
             )  # fmt: skip
             b = tl.load(vector + at * rhs_step + (top + i) * rhs_i, mask=rows_inside, other=0.0)
-            found = tl.sum(a * z[None, :], 1) + b
+            found = tl.sum(a * z[None, :], 1)
+            if SCALE == "rows":
+                found = found * tl.load(scale + at * scale_step + top + i, mask=rows_inside, other=0.0)
+            found += b
             if TERMS and step == last - 1:
                 tl.store(start + rows * WIDTH + top + i, found, mask=rows_inside)
             else:
@@ -299,13 +304,16 @@ def solve_in_place(products: Tensor, vectors: Tensor) -> None:
     solve_chain(Chain(products, 0, False), chain, chain)
 
 
-def solve_chain(blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = None) -> None:
+def solve_chain(
+    blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = None, scales: Chain | None = None
+) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
 
     Args:
         blocks: S blocks, in the order of the recurrence
         rhs, states: S + 1 vectors each
         chunk: steps in a chunk, if not chosen by width and length
+        scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
     """
     steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
     shape = Shape(width)
@@ -315,18 +323,25 @@ def solve_chain(blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = No
         starts = aligned(rhs.before_first().contiguous())
     else:
         starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
-        solve_in_place(_reduce_chunks(blocks, rhs, starts, chunk, shape), starts)
-    arguments = (*blocks.arguments, *rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
+        solve_in_place(_reduce_chunks(blocks, rhs, starts, chunk, shape, scales), starts)
+    rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
+        arguments = (*blocks.arguments, *rest)
         warps, stages = shape.without
         launch(_substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
     else:
-        constants = (width, shape.padded, 16, False)
-        launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=integers)
+        given, scale = _scaling(blocks, scales)
+        arguments, constants = (*blocks.arguments, *given, *rest), (width, shape.padded, 16, scale, False)
+        launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 
-def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape) -> Tensor:
+def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
+    """Arguments of a kernel, and its constant."""
+    return ((blocks.tensor, 0, 0, 0), "none") if scales is None else (scales.arguments[:-1], "rows")
+
+
+def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape, scales: Chain | None) -> Tensor:
     """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
     (chunks, rows, width), integers = starts.shape, (blocks.integers, rhs.integers)
     if width <= NARROW:
@@ -337,12 +352,13 @@ def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape:
         launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
         return products
     scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
-    arguments = (*blocks.arguments, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk)
-    constants = (width, shape.padded, 16, True)
-    launch(
-        _substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=(integers, scratch.integers)
+    given, scale = _scaling(blocks, scales)
+    arguments = (
+        *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk,
     )  # fmt: skip
-    return multiply_wide(blocks, None, "none", chunks - 1, chunk)
+    constants, integers = (width, shape.padded, 16, scale, True), (integers, scratch.integers, given[1:])
+    launch(_substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
+    return multiply_wide(blocks, scales, scale, chunks - 1, chunk)
 
 
 def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int) -> Tensor:
