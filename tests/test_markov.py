@@ -110,13 +110,18 @@ def test_the_structure_of_a_window_is_used(device, monkeypatch):
     window, width = 4, 3
     z0, xs = tuple(make.normal(2, width) for _ in range(window)), make.normal(64, width)
     products = []
-    compose = deeppcr.linear.Dense.compose
+    compose, bmm = deeppcr.linear.Dense.compose, torch.bmm
 
     def counted(self, first):
         products.append(len(self))
         return compose(self, first)
 
+    def counted_by_row(left, right):
+        products.append(len(left) / 2)
+        return bmm(left, right)
+
     monkeypatch.setattr(deeppcr.linear.Dense, "compose", counted)
+    monkeypatch.setattr(torch, "bmm", counted_by_row)
     solver = Newton(chunk=8, stop=deeppcr.FixedIterations(1), linear=deeppcr.PCR())
     deeppcr.solve(deeppcr.with_history(windowed, window), z0, xs, solver=solver)
     assert sum(products) == 6 + 4  # PCR on the 7 couplings of 8 chunk ends, and nothing for the 64 steps

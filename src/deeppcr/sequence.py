@@ -17,7 +17,7 @@ from .layout import Layout, describe
 from .linear.hierarchical import interleave
 from .markov import WithHistory
 from .stacking import group_callables
-from .steps import StepError, StepGroup, has_tangent
+from .steps import StepError, StepGroup, has_tangent, vmap_over_steps
 
 
 class Rowwise:
@@ -176,11 +176,7 @@ class Sequence:
         Only for sequences of one step function.
         """
         group = self._groups[0][1]
-        inputs = group.inputs(_as_slice(steps))
-        states = self.layout.unpack(previous)
-        if inputs is None:
-            return torch.func.vmap(function)(states)
-        return torch.func.vmap(function)(states, inputs)
+        return vmap_over_steps(function, self.layout.unpack(previous), group.inputs(_as_slice(steps)))
 
     def _gather(self, steps: range, evaluate: Callable) -> tuple[Tensor, ...]:
         """Let every group evaluate its share of ``steps`` and put the results in order."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
+
+_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+_load_decompositions = getattr(import_module("torch._functorch.vmap"), "lazy_load_decompositions", None)
+_PARTS = ("_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+_HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) for part in _PARTS)
 
 #: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
 #: shown itself when the first step was called plainly.
@@ -32,6 +38,27 @@ class StepError(ValueError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
+    """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
+
+    Of a call of PyTorch's own, nine tenths go into looking at nests and in_dims; that is longer than most steps take. Where
+    its parts are not what they are today, it is called after all.
+    """
+    if not _HAS_PARTS or _load_decompositions is None:
+        return vmap(function)(states) if xs is None else vmap(function)(states, xs)
+    leaves, spec = pytree.tree_flatten((states,) if xs is None else (states, xs))
+    size = leaves[0].shape[0]
+    _load_decompositions()
+    level = _functorch._vmap_increment_nesting(size, "error")
+    try:
+        batched = [_functorch._add_batch_dim(leaf, 0, level) for leaf in leaves]
+        found, found_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(batched, spec)))
+        found = [_functorch._remove_batch_dim(leaf, level, size, 0) for leaf in found]
+    finally:
+        _functorch._vmap_decrement_nesting()
+    return pytree.tree_unflatten(found, found_spec)
 
 
 def has_tangent(leaf: Any) -> bool:
@@ -79,7 +106,8 @@ class StepGroup:
         xs = self.inputs(index)
         if self.way == "vmap":
             try:
-                return vmap(self.call, in_dims=(0, None if xs is None else 0))(previous, xs)
+                function = self.call if xs is not None else lambda state: self.call(state, None)
+                return vmap_over_steps(function, previous, xs)
             except _TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
