@@ -21,6 +21,8 @@ from . import kernels
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
 #: where the host cannot be asked whether another is needed, there are fewer.
 _ROUNDS = 8
+#: A program without a product holds wider layers in its registers.
+_HELD_WITHOUT_PRODUCT = 128
 
 
 @dataclass(frozen=True)
@@ -221,11 +223,14 @@ class _Wide:
         self.misses = torch.zeros_like(self.starts)  # nobody misses the first
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
-        arguments = (
-            self.weight, self.bias, start, 0, self.x, self.x, self.x, found,
-            self.rows, first, self.blocks, passes, self.blocks,
-        )  # fmt: skip
-        launch(kernels.roll_wide, self.rows, arguments, (*self.constants, True), warps=8)
+        sizes = (self.rows, first, self.blocks, passes, self.blocks)
+        if self.width <= _HELD_WITHOUT_PRODUCT:
+            arguments = (self.weight, self.bias, start, 0, self.x, self.x, found, *sizes, 0, 0)
+            constants = (1, False, *self.constants[:3], False, "", True, 3)
+            launch(kernels.roll, self.rows, arguments, constants, warps=8)
+        else:
+            arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
+            launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
 
     def one_pass(self, passes: int) -> None:
         arguments = (
