@@ -14,7 +14,7 @@ from .check import Finding, check
 from .gradient import Implicit, Unrolled
 from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
-from .linear import PCR, Auto, ForwardSubstitution, Hierarchical
+from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from .markov import collapse, with_history
 from .newton import Jacobi, Loop, Newton, Picard
 from .sequence import rowwise
@@ -36,6 +36,7 @@ __all__ = [
     "Finding",
     "FixedIterations",
     "ForwardSubstitution",
+    "Fused",
     "GivenJacobian",
     "Hierarchical",
     "HutchinsonJacobian",
