@@ -53,8 +53,9 @@ docs: $(call extra,docs) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo 'open site/index.html'
 
-bench: $(call extra,paper) ## compare, then time, then write results/
+bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels too, against their targets
 	@$(PY) benchmarks/run.py $(ARGS)
+	@$(if $(findstring cpu,$(ARGS)),,! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(PY) benchmarks/kernels.py $(ARGS))
 
 clean: ## remove the environment, builds and caches
 	rm -rf demo-results $(VENV) .venv.lock site build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov

@@ -1,0 +1,114 @@
+"""A step of training of a deep residual network, for ``kernels.py``."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deeppcr
+from kernel_methods import Method, can_capture, captured
+
+
+def plain_resnet(network: deeppcr.nn.ResNet, x: Tensor) -> Tensor:
+    """The network as one would write it without this library."""
+    z = network.input(x)
+    skip = network.weight.shape[1]
+    layers = zip(network.weight.flatten(0, 1).unbind(), network.bias.flatten(0, 1).unbind(), strict=True)
+    inner = z
+    for count, (weight, bias) in enumerate(layers, 1):
+        inner = nn.functional.linear(torch.relu(inner), weight, bias)
+        if count % skip == 0:
+            inner = z = inner + z
+    return network.output(torch.relu(z))
+
+
+class Training:
+    """A network in training on the batches of a list, one after the other."""
+
+    def __init__(self, network: nn.Module, batches: list[tuple[Tensor, Tensor]], forward: Callable[..., Tensor]):
+        self.network, self.batches, self.forward = network, batches, forward
+        self.optimiser = torch.optim.SGD(network.parameters(), lr=1e-3)
+        self.kept = [tensor.detach().clone() for tensor in (*network.parameters(), *network.buffers())]
+        self.place = tuple(torch.empty_like(each) for each in batches[0])
+        self.next = itertools.cycle(batches)
+
+    def step(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.optimiser.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(self.forward(self.network, x), labels)
+        loss.backward()
+        self.optimiser.step()
+        return loss.detach()
+
+    def run(self) -> Tensor:
+        return self.step(*next(self.next))
+
+    def prepare(self, _: Callable) -> Callable[[], Any]:
+        """The whole step as a CUDA graph of the caller; each batch is copied to where the graph reads it."""
+        for place, each in zip(self.place, self.batches[0], strict=True):
+            place.copy_(each)
+        replay = captured(lambda: self.step(*self.place))
+
+        def run() -> Any:
+            for place, each in zip(self.place, next(self.next), strict=True):
+                place.copy_(each)
+            return replay()
+
+        return run
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """As it was at first, in place: a CUDA graph goes on with the same tensors."""
+        for tensor, kept in zip((*self.network.parameters(), *self.network.buffers()), self.kept, strict=True):
+            tensor.copy_(kept)
+        self.next = itertools.cycle(self.batches)
+
+
+def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, device: torch.device) -> dict[str, Method]:
+    """Forward, backward and SGD after so many steps of training, on fixed random images whose labels can be learnt."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = deeppcr.nn.ResNet(784, width, depth, 10, skip, mode="parallel", warm_start=True).to(device)
+        images = torch.randn(64 * batch, 784)
+        labels = (images @ torch.randn(784, 10)).argmax(-1)
+    batches = list(zip(images.to(device).split(batch), labels.to(device).split(batch), strict=True))
+    first = Training(network, batches, lambda net, x: net(x))
+    for _ in range(steps):
+        first.run()
+    first.optimiser.zero_grad(set_to_none=True)
+
+    # The same step in float64, by the plain loop on the CPU.
+    double = copy.deepcopy(network).cpu().double()
+    x, y = (each.cpu() for each in batches[0])
+    loss = nn.functional.cross_entropy(plain_resnet(double, x.double()), y)
+    exact = torch.autograd.grad(loss, list(double.parameters()))
+
+    def method(forward: Callable[..., Tensor], **options: Any) -> Method:
+        train = Training(copy.deepcopy(network), batches, forward)
+
+        def error(loss_found: Tensor) -> float:
+            # By norms: a unit whose value is nearly zero may be on in one precision and off in the other.
+            errors = [abs(loss_found.item() - loss.item()) / abs(loss.item())]
+            for parameter, reference in zip(train.network.parameters(), exact, strict=True):
+                assert parameter.grad is not None
+                errors.append(((parameter.grad.double().cpu() - reference).norm() / reference.norm()).item())
+            return max(math.inf if math.isnan(each) else each for each in errors)
+
+        if options.pop("graph", False):
+            options["prepare"] = train.prepare
+        return Method(
+            train.run, error, before=train.restart, solution=lambda: getattr(train.network, "solution", None), **options
+        )
+
+    in_parallel, in_kernel = (lambda net, x: net(x)), (lambda net, x: net(x, mode="sequential"))
+    methods = {"call": method(in_parallel), "fused loop": method(in_kernel)}
+    methods["eager loop"] = method(plain_resnet, kernels=False)
+    if can_capture(device):
+        methods["captured"] = method(in_parallel, graph=True, optional=True)
+        methods["loop in a CUDA graph"] = method(plain_resnet, graph=True, kernels=False, optional=True)
+    return methods
