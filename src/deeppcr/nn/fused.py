@@ -281,6 +281,7 @@ def run(
         if not captured:
             report.rounds = rounds
             if all(report.passes_taken()):
+                _load_loop(network, initial, found, 2 * rounds)
                 return x, report
     # A pass makes the start of one more chunk exact, but for rounding of the size of the guess, which another pass mends.
     # The rows that are not settled go on from there.
@@ -288,6 +289,21 @@ def run(
     network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
     report.finished = not captured
     return x, report
+
+
+_loaded: set[tuple] = set()
+
+
+def _load_loop(network: _Narrow | _Wide, initial: Tensor, found: Tensor, passes: int) -> None:
+    """Run the kernel that finishes by the loop, which has nothing to do here, the first time.
+
+    It is part of every CUDA graph of a caller who warmed up with passes that did not need it, and a capture is no place to
+    compile and load it.
+    """
+    key = (type(network), network.constants, initial.device)
+    if key not in _loaded:
+        network.whole(initial, 0, found, passes)
+        _loaded.add(key)
 
 
 def _starts(initial: Tensor, guess: Tensor, chunk: int, chunks: int) -> Tensor:
