@@ -45,10 +45,9 @@ def short_levels(monkeypatch):
 
 def system(length, width=3, batch=(), *, device, coupling_batch=None, transposed=False):
     coupling_batch = batch if coupling_batch is None else coupling_batch
-    data = (0.9 / width**0.5) * torch.randn(length - 1, *coupling_batch, width, width)
-    rhs = torch.randn(length, *batch, width)
-    data = data.to(device)
-    return linear.Dense(data.mT if transposed else data), rhs.to(device)
+    data = (0.9 / width**0.5) * torch.randn(length - 1, *coupling_batch, width, width, device=device)
+    rhs = torch.randn(length, *batch, width, device=device)
+    return linear.Dense(data.mT if transposed else data), rhs
 
 
 def expected(couplings, rhs, reverse=False):
@@ -96,8 +95,8 @@ def test_every_wide_width(width, transposed, device):
 def test_every_size(width, transposed, reverse, gpu):
     for length in (1, 2, 3, 63, 64, 65, 1000, 16_384):
         for batch in ((), (3,), (40,)):
-            if length * width**2 * max([*batch, 1]) > 2**28:  # elements
-                continue
+            if length * width**2 * max([*batch, 1]) > 2**28 or (length > 1000 and batch == ()):
+                continue  # too large, or too long for one more loop
             couplings, rhs = system(length, width, batch, device=gpu, transposed=transposed)
             actual = linear.Fused().solve_coupled(couplings, rhs, reverse=reverse)
             assert error(actual, expected(couplings, rhs, reverse)) <= TOLERANCE, (length, batch)
@@ -187,9 +186,9 @@ class TestOverflow:
         [(3, 7, 12), (3, 3, 12), (66, 5, 6)],
         ids=["within a chunk", "between chunks", "wide"],
     )
-    @pytest.mark.parametrize("hole", [0, 4])
-    def test_products_may_overflow(self, hole, width, chunk, long, reverse, device, short_levels):
+    def test_products_may_overflow(self, width, chunk, long, reverse, device, short_levels):
         # From a coupling of 0 and no terms the state is 0, and stays 0 while the product of 1e10s overflows.
+        hole = 4
         couplings, rhs = system(hole + long + 3, width, (2,), device=device)
         huge = 1e10 * torch.eye(width, device=device)
         couplings.data[hole, 0] = 0
@@ -359,9 +358,9 @@ class TestOnTheDevice:
 
     def test_steps_further_apart_than_32_bits_count(self, gpu):
         couplings, rhs = system(4, 2, device=gpu)
-        far = torch.empty(2**31 + 64, device=gpu)
-        far_rhs = far.as_strided((3, 2), (2**30 - 8, 1)).copy_(rhs[:3])
-        far_data = torch.empty_like(far).as_strided((2, 2, 2), (2**30 - 8, 2, 1)).copy_(couplings.data[:2])
+        far = 2**30 + 8
+        far_rhs = torch.empty(3 * far + 64, device=gpu).as_strided((4, 2), (far, 1)).copy_(rhs)
+        far_data = torch.empty(2 * far + 64, device=gpu).as_strided((3, 2, 2), (far, 2, 1)).copy_(couplings.data)
         for reverse in (False, True):
             actual = linear.Fused().solve_coupled(linear.Dense(far_data), far_rhs, reverse=reverse)
-            assert_right(actual, couplings[:2], rhs[:3], reverse)
+            assert_right(actual, couplings, rhs, reverse)
