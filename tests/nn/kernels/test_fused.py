@@ -33,7 +33,14 @@ def network(blocks, width=3, rows=1, *, skip=1, residual=False, activation="tanh
         gain = (0.5 / blocks**0.5) ** (1 / skip) if residual else GAINS[activation]
     weight = gain / width**0.5 * torch.randn(blocks, skip, width, width)
     bias = 0.3 * torch.randn(blocks, skip, width)
+    if width > 64:  # for which there are no skip connections
+        weight, bias = weight.squeeze(1), bias.squeeze(1)
     return weight.to(device), bias.to(device), torch.randn(rows, width).to(device)
+
+
+def in_blocks(weight, bias):
+    """[blocks, skip, w, w] and [blocks, skip, w], also where blocks are single layers."""
+    return (weight, bias) if weight.ndim == 4 else (weight.unsqueeze(1), bias.unsqueeze(1))
 
 
 def one_block(z, weight, bias, layers):
@@ -46,7 +53,7 @@ def one_block(z, weight, bias, layers):
 def loop(weight, bias, z, layers):
     """The states after every block, [blocks, B, w]."""
     states = []
-    for w, b in zip(weight, bias, strict=True):
+    for w, b in zip(*in_blocks(weight, bias), strict=True):
         z = one_block(z, w, b, layers)
         states.append(z)
     return torch.stack(states)
@@ -60,7 +67,7 @@ def misfit(states, weight, bias, initial, layers):
     """[blocks, B]: the largest ``|z_l - step(z_{l-1})|`` in float64."""
     states, weight, bias, initial = doubles(states, weight, bias, initial)
     before = torch.cat([initial.unsqueeze(0), states[:-1]])
-    return (states - one_block(before, weight, bias, layers)).abs().amax(-1)
+    return (states - one_block(before, *in_blocks(weight, bias), layers)).abs().amax(-1)
 
 
 def after_blocks(x, layers):
@@ -96,6 +103,9 @@ SMALL = [
     (5, 16, 1, 1, False, "relu", None),
     (3, 17, 1, 1, True, "tanh", None),
     (3, 33, 1, 1, False, "sigmoid", None),
+    (4, 66, 1, 1, False, "tanh", 2),
+    (2, 66, 2, 1, False, "relu", None),
+    (1, 66, 1, 1, False, "sigmoid", None),
     (33, 3, 1, 1, False, "tanh", None),
     (65, 2, 1, 1, False, "relu", 16),
     *((11, 3, 1, 1, False, "tanh", chunk) for chunk in (2, 5, 11)),
@@ -116,7 +126,7 @@ def test_states_and_gradients(blocks, width, rows, skip, residual, activation, c
 WIDTHS, KINDS = (1, 3, 5, 8, 16, 17, 32, 64), ((1, False), (1, True), (3, True), (4, True))
 LARGE = [
     (width, *kind, list(ACTIVATIONS)[(i + k) % 3]) for i, width in enumerate(WIDTHS) for k, kind in enumerate(KINDS)
-]
+] + [(width, 1, False, list(ACTIVATIONS)[i % 3]) for i, width in enumerate((65, 100, 128, 256))]
 
 
 @pytest.mark.gpu
@@ -249,9 +259,11 @@ class TestNotConverged:
         assert solution.result is Result.FINISHED_BY_LOOP
         assert solution.iterations.tolist() == [2]
         assert solution.residual.tolist() == [0]
-        assert solution.exact_steps.tolist() == [8]
-        assert "up to step 8 exact" in solution.message
         states = after_blocks(x, self.layers)
+        (exact,) = solution.exact_steps.tolist()
+        assert exact >= 4  # after two rounds at least two chunks of two
+        assert f"up to step {exact} exact" in solution.message
+        assert error(states[:exact], loop(*doubles(*problem), self.layers)[:exact]) <= 1e-3
         assert misfit(states, *problem, self.layers).max() <= 1e-5 * states.abs().max()
         assert torch.equal(x[0], problem[2])
 
@@ -268,6 +280,13 @@ class TestNotConverged:
         states = after_blocks(x, self.layers)
         assert misfit(states, *problem, self.layers).max() <= 1e-5 * states.abs().max()
         assert torch.equal(states[:, 1], guess[:, 1])
+
+    def test_of_wide_layers(self, device, monkeypatch):
+        monkeypatch.setattr(fused, "_ROUNDS", 1)
+        problem = network(8, 66, gain=5.0, device=device)
+        x, report = fused.run(*problem, None, self.layers)
+        assert report.finished
+        assert misfit(x[1:], *problem, self.layers).max() <= 1e-5 * x.abs().max()
 
     def test_with_skips(self, device, few_rounds):
         layers = Layers(2, True, "tanh", chunk=2)
@@ -308,6 +327,18 @@ class TestNotConverged:
 
 
 class TestReport:
+    @pytest.mark.parametrize(("skip", "residual"), [(1, False), (2, True)])
+    def test_a_linear_network_is_corrected_once(self, skip, residual, device):
+        # Where every state is positive a ReLU is linear, and Newton's method is exact if its Jacobians are.
+        layers = Layers(skip, residual, "relu", chunk=2 * skip)
+        weight, bias, initial = network(7, 3, skip=skip, residual=residual, gain=0.5, device=device)
+        problem = weight.abs(), bias.abs() + 0.1, initial.abs()
+        x, report = fused.run(*problem, None, layers)
+        first, second = report.found[:2, 0, 0].tolist()
+        assert second < 1e-4 * first
+        assert report.passes_taken() == [2]
+        assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= 1e-6
+
     @pytest.mark.parametrize("tolerance", [1e-1, 1e-5])
     def test_says_what_is_so(self, tolerance, device):
         layers = Layers(**MLP, activation="tanh", chunk=2, atol=tolerance, rtol=tolerance)

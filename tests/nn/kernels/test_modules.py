@@ -128,7 +128,7 @@ def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
     net = build("mlp", 14, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2))
     with torch.no_grad():
         net.weight *= 6
-    with pytest.warns(ConvergenceWarning, match="up to step 8 exact"):
+    with pytest.warns(ConvergenceWarning, match="Newton stopped with the states up to step"):
         net(torch.randn(1, 4, device=by_kernels))
     assert net.solution.result is Result.FINISHED_BY_LOOP
 
@@ -167,7 +167,7 @@ class TestOnTheDevice:
             {"dtype": torch.float64},
             {"dtype": torch.bfloat16},
             {"activation": torch.tanh},
-            {"width": 65},
+            {"width": 257},
             {"guess": Zeros()},
             {"newton": Newton(chunk=1)},
             {"newton": Newton(max_iterations=15)},
