@@ -1,0 +1,337 @@
+"""Modules that run by the kernels: interpreted where there is no GPU, as if there were one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from deeppcr import ConvergenceWarning, Newton, PaperTest, Result, Zeros
+from deeppcr.nn import MLP, ResNet
+from kernel_support import error
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+pytest.importorskip("numpy")  # which the interpreter needs
+
+from deeppcr.nn import fused, networks  # noqa: E402  (imports Triton)
+
+TOLERANCE = 5e-5
+
+
+@pytest.fixture
+def by_kernels(device, monkeypatch):
+    """Modules use the kernels: on a GPU they do, elsewhere they are told to."""
+    if device.type == "cpu":
+        monkeypatch.setattr(networks._Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return device
+
+
+def build(kind, depth, device, width=3, **settings):
+    torch.manual_seed(0)
+    if kind == "mlp":
+        return MLP(4, width, depth, 2, **settings).to(device)
+    return ResNet(4, width, depth, 2, **{"skip": 2, **settings}).to(device)
+
+
+def in_float64(net):
+    """The same network, step by step on a CPU."""
+    twin = copy.deepcopy(net).cpu().double()
+    twin.mode = "sequential"
+    return twin
+
+
+def outputs_and_gradients(net, x):
+    net.zero_grad()
+    out = net(x)
+    out.square().sum().backward()
+    return out.detach(), [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def assert_like_float64(net, x, tolerance=TOLERANCE):
+    twin = in_float64(net)
+    out, gradients = outputs_and_gradients(net, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(networks._Network, "_has_kernels", lambda *_: False)
+        expected, expected_gradients = outputs_and_gradients(twin, x.cpu().double())
+    assert error(out.cpu(), expected) <= tolerance
+    largest = max(float(g.norm()) for g in expected_gradients)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (ours.cpu().double() - theirs).norm() <= 5 * tolerance * max(float(theirs.norm()), 1e-2 * largest)
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize(
+    ("kind", "depth", "activation"), [("mlp", 7, "tanh"), ("mlp", 1, "relu"), ("resnet", 6, "relu")]
+)
+def test_small_networks(kind, depth, activation, mode, by_kernels):
+    net = build(kind, depth, by_kernels, activation=activation, mode=mode)
+    assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize(
+    ("kind", "depth", "skip", "width", "activation"),
+    [
+        ("mlp", 300, 1, 8, "relu"),
+        ("mlp", 300, 1, 16, "tanh"),
+        ("mlp", 300, 1, 33, "sigmoid"),
+        ("resnet", 256, 4, 16, "relu"),
+        ("resnet", 32, 1, 64, "tanh"),
+    ],
+)
+def test_large_networks(kind, depth, skip, width, activation, mode, gpu):
+    settings = {"skip": skip} if kind == "resnet" else {}
+    net = build(kind, depth, gpu, width, activation=activation, mode=mode, **settings)
+    # Residual networks amplify rounding; and the derivative of a ReLU jumps: a state within rounding of 0 may lie on
+    # either side.
+    assert_like_float64(net, torch.randn(5, 4, device=gpu), TOLERANCE if activation == "sigmoid" else 1e-3)
+    if mode == "parallel":
+        assert net.solution.plan.evaluation == "fused kernels"
+        assert net.solution.result is Result.CONVERGED
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_parallel_pass_leaves_a_solution(depth, by_kernels):
+    net = build("mlp", depth, by_kernels, mode="parallel")
+    assert net.solution is None
+    net(torch.randn(2, 4, device=by_kernels))
+    assert net.solution.plan.evaluation == "fused kernels"
+    assert net.solution.iterations.shape == (2,)
+    assert net.solution.result in (Result.CONVERGED, Result.LOOP)
+
+
+def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
+    x = torch.randn(1, 4, device=by_kernels)
+    net = build("mlp", 7, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2), warm_start=True)
+    with torch.no_grad():
+        net.weight *= 2
+    first = net(x)
+    cold = net.solution.updates[0].max()
+    second = net(x)
+    assert net.solution.updates[0].max() < 1e-2 * cold
+    assert error(second, first) <= TOLERANCE
+    net.eval()
+    before = net.activations.clone()
+    net(torch.randn(2, 4, device=by_kernels))
+    assert torch.equal(net.activations, before)
+
+
+def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
+    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    net = build("mlp", 14, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2))
+    with torch.no_grad():
+        net.weight *= 6
+    with pytest.warns(ConvergenceWarning, match="Newton stopped with the states up to step"):
+        net(torch.randn(1, 4, device=by_kernels))
+    assert net.solution.result is Result.FINISHED_BY_LOOP
+
+
+def test_a_diverged_pass_is_no_warm_start(by_kernels, monkeypatch):
+    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    newton = Newton(chunk=2)
+    net = build("mlp", 12, by_kernels, mode="parallel", newton=newton, warm_start=True)
+    good = net.weight.detach().clone()
+    x = torch.randn(1, 4, device=by_kernels)
+    with torch.no_grad():
+        net.weight.fill_(1e10)
+        net.bias.fill_(0.1)
+    with pytest.warns(ConvergenceWarning):
+        assert not torch.isfinite(net(x)).all()
+    with torch.no_grad():
+        net.weight.copy_(good)
+    assert torch.isfinite(net(x)).all()
+
+
+def test_a_module_can_be_pickled_after_a_pass(by_kernels):
+    net = build("mlp", 3, by_kernels, mode="parallel")
+    x = torch.randn(1, 4, device=by_kernels)
+    out = net(x)
+    again = pickle.loads(pickle.dumps(net))
+    assert again.solution.result is net.solution.result
+    assert torch.equal(again(x), out)
+    assert torch.equal(copy.deepcopy(net)(x), out)
+
+
+@pytest.mark.gpu
+class TestOnTheDevice:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"dtype": torch.float64},
+            {"dtype": torch.bfloat16},
+            {"activation": torch.tanh},
+            {"width": 257},
+            {"guess": Zeros()},
+            {"newton": Newton(chunk=1)},
+            {"newton": Newton(max_iterations=15)},
+            {"newton": Newton(stop=PaperTest(1e-4, 1e-4))},
+        ],
+        ids=str,
+    )
+    @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+    def test_what_takes_the_general_path(self, settings, gpu):
+        net = build("mlp", 100, gpu, mode="parallel", **settings)
+        out = net(torch.randn(2, 4, device=gpu, dtype=net.weight.dtype))
+        assert net.solution.plan.evaluation != "fused kernels"
+        assert torch.isfinite(out).all()
+
+    def test_second_derivatives_by_the_loop(self, gpu):
+        net = build("mlp", 64, gpu, activation=torch.tanh, mode="sequential")
+        x = torch.randn(2, 4, device=gpu, requires_grad=True)
+        (first,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        assert torch.isfinite(x.grad).all()
+
+    def test_auto_is_parallel_where_it_pays(self, gpu):
+        net = build("mlp", 128, gpu)
+        net(torch.randn(2, 4, device=gpu))
+        assert net.solution.plan.evaluation == "fused kernels"
+
+    @pytest.mark.parametrize("kind", ["mlp", "resnet"])
+    def test_training_with_a_warm_start(self, kind, gpu):
+        losses = {}
+        for name, mode, warm in (("sequential", "sequential", False), ("warm", "parallel", True)):
+            net = build(kind, 200, gpu, 16, activation="tanh", mode=mode, warm_start=warm)
+            optimiser = torch.optim.SGD(net.parameters(), lr=1e-2)
+            x, y = torch.randn(8, 4, device=gpu), torch.randn(8, 2, device=gpu)
+            losses[name] = []
+            for _ in range(10):
+                optimiser.zero_grad()
+                loss = (net(x) - y).square().mean()
+                loss.backward()
+                optimiser.step()
+                losses[name].append(loss.item())
+        assert losses["warm"] == pytest.approx(losses["sequential"], rel=1e-3)
+        assert losses["warm"][-1] < losses["warm"][0]
+        assert net.solution.plan.evaluation == "fused kernels"
+
+    def capture(self, net, hidden):
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                net.hidden_states(hidden)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                states = net.hidden_states(hidden)
+        return graph, states
+
+    def misfit(self, net, hidden, states):
+        """The largest ``|z_l - step(z_{l-1})|`` relative to the largest state, in float64."""
+        states, weight, bias = states.double(), net.weight.detach().double(), net.bias.detach().double()
+        before = torch.cat([hidden.double().unsqueeze(0), states[:-1]])
+        inner = before
+        if weight.ndim == 3:
+            weight, bias = weight.unsqueeze(1), bias.unsqueeze(1)
+        for k in range(weight.shape[1]):
+            inner = net._apply_activation(inner) @ weight[:, k].mT + bias[:, k].unsqueeze(1)
+        after = inner + before if net.weight.ndim == 4 else inner
+        return float((states - after).abs().max() / states.abs().max())
+
+    @pytest.mark.parametrize("kind", ["mlp", "resnet"])
+    @pytest.mark.parametrize("width", [8, 32])
+    def test_a_graph_is_replayed_on_new_parameters(self, kind, width, gpu):
+        net = build(kind, 256, gpu, width, activation="tanh", mode="parallel").eval()
+        hidden = torch.randn(3, width, device=gpu)
+        graph, states = self.capture(net, hidden)
+        for seed, gain in ((1, 1.0), (2, 0.5), (3, 1.0)):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                net.reset_parameters()
+                net.weight *= gain
+                hidden.normal_()
+            graph.replay()
+            assert self.misfit(net, hidden, states) <= 1e-4
+            if kind == "mlp":  # a residual network amplifies rounding
+                with torch.no_grad():
+                    expected = in_float64(net).hidden_states(hidden.cpu())
+                assert error(states.cpu(), expected) <= TOLERANCE
+
+    @pytest.mark.parametrize("kind", ["mlp", "resnet"])
+    @pytest.mark.parametrize("width", [8, 32])
+    def test_a_graph_finishes_by_the_loop_where_newton_does_not_converge(self, kind, width, gpu):
+        net = build(kind, 1024, gpu, width, activation="tanh", mode="parallel").eval()
+        hidden = torch.randn(3, width, device=gpu)
+        graph, states = self.capture(net, hidden)
+        with torch.no_grad():
+            net.weight *= 8
+        graph.replay()
+        assert self.misfit(net, hidden, states) <= 1e-5
+        assert net.solution.result is Result.FINISHED_BY_LOOP
+
+    def test_a_captured_training_step(self, gpu):
+        net = build("mlp", 128, gpu, 16, activation="tanh", mode="parallel", warm_start=True)
+        twin = copy.deepcopy(net)
+        twin.mode, twin.warm_start = "sequential", False
+        x, y = torch.randn(8, 4, device=gpu), torch.randn(8, 2, device=gpu)
+
+        def step(module):
+            loss = (module(x) - y).square().mean()
+            gradients = torch.autograd.grad(loss, list(module.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                    parameter -= 1e-2 * gradient
+            return loss
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(net)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step(net)
+        found = []
+        for _ in range(5):
+            graph.replay()
+            found.append(loss.item())
+        expected = [step(twin).item() for _ in range(8)][3:]
+        assert found == pytest.approx(expected, rel=1e-3)
+
+    def test_two_streams_at_once(self, gpu):
+        nets = [build("mlp", depth, gpu, 16, activation="tanh", mode="parallel").eval() for depth in (900, 1000)]
+        xs = [torch.randn(4, 4, device=gpu) for _ in nets]
+        with torch.no_grad():
+            alone = [net(x) for net, x in zip(nets, xs, strict=True)]
+            torch.cuda.synchronize()
+            streams, found = [torch.cuda.Stream() for _ in nets], [[], []]
+            for _ in range(10):
+                for which, stream in enumerate(streams):
+                    with torch.cuda.stream(stream):
+                        found[which].append(nets[which](xs[which]))
+            torch.cuda.synchronize()
+        for which in range(2):
+            assert all(torch.equal(each, alone[which]) for each in found[which])
+
+    def test_compiled(self, gpu):
+        net = build("mlp", 200, gpu, 16, activation="tanh", mode="parallel")
+        x = torch.randn(3, 4, device=gpu)
+        out, gradients = outputs_and_gradients(net, x)
+        compiled_out, compiled_gradients = outputs_and_gradients(torch.compile(net), x)
+        assert error(compiled_out, out) <= TOLERANCE
+        for ours, theirs in zip(compiled_gradients, gradients, strict=True):
+            assert error(ours, theirs) <= 1e-3
+
+    def test_under_autocast(self, gpu):
+        net = build("mlp", 100, gpu, 16, mode="parallel").eval()
+        x = torch.randn(3, 4, device=gpu)
+        with torch.autocast("cuda", torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = net(x)
+        assert net.solution.plan.evaluation == "fused kernels"
+        assert error(out, net(x)) <= 5e-2
+
+    def test_on_the_modules_device_rather_than_the_current_one(self, gpu):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        net = build("mlp", 100, "cuda:1", 16, mode="parallel")
+        assert_like_float64(net, torch.randn(3, 4, device="cuda:1"))
