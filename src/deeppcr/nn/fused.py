@@ -82,7 +82,7 @@ class Report:
         taken = self.passes_taken()
         results = tuple(Result.CONVERGED if passes else Result.FINISHED_BY_LOOP for passes in taken)
         device = self.found.device
-        exact = [self.blocks if passes else min(self.blocks, self.rounds * self.chunk) for passes in taken]
+        exact = [self.blocks if passes else min(self.blocks, (2 * self.rounds - 1) * self.chunk) for passes in taken]
         worst = max(results, key=lambda result: result.severity)
         last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
         residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
@@ -100,6 +100,21 @@ class Report:
             plan=plan,
             message=worst.value.format(step=min(exact)),
         )
+
+
+def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
+    """How a pass over a single chunk went: there was nothing to solve."""
+    return Solution(
+        states=None,
+        iterations=torch.ones(rows, dtype=torch.long, device=device),
+        residual=torch.zeros(rows, device=device),
+        result=Result.CONVERGED,
+        results=(Result.CONVERGED,) * rows,
+        exact_steps=torch.full((rows,), blocks, device=device),
+        updates=torch.zeros(1, rows, device=device),
+        plan=Plan(evaluation="fused kernels", derivative="analytic", linear="none", chunk=blocks),
+        message=Result.CONVERGED.value,
+    )
 
 
 def apply(
@@ -135,8 +150,8 @@ class Apply(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "second derivatives: the fused kernels have none; give the module an activation that is a function "
-                "(such as torch.tanh), which takes the general path"
+                "second derivatives: the fused kernels have none. An activation that is a function (such as torch.tanh) "
+                'takes the general path; with it, mode="sequential" can be differentiated any number of times'
             )
         weight, x = ctx.saved_tensors
         layers: Layers = ctx.layers
@@ -175,7 +190,7 @@ class _Narrow:
         self.initial, self.initial_step, self.found = initial, initial_step, found
         self.group = 2 ** math.ceil(math.log2(self.chunks) / 2)
         self.groups = -(-self.chunks // self.group)
-        size = (self.chunks + self.groups) * self.width * (self.width + 1) + (self.chunks + 1) * self.width
+        size = (self.chunks + self.groups) * self.width * (self.width + 1) + self.chunks * self.width
         self.workspace = torch.empty(size * self.rows, dtype=self.x.dtype, device=self.x.device)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
@@ -220,7 +235,7 @@ class _Wide:
     def prepare(self, initial: Tensor, initial_step: int, found: Tensor) -> None:
         self.initial, self.initial_step, self.found = initial, initial_step, found
         self.starts = self.x.new_empty(self.chunks, self.rows, self.width)
-        self.misses = torch.zeros_like(self.starts)  # nobody misses the first
+        self.ends = torch.empty_like(self.starts)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         sizes = (self.rows, first, self.blocks, passes, self.blocks)
@@ -234,17 +249,19 @@ class _Wide:
 
     def one_pass(self, passes: int) -> None:
         arguments = (
-            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.misses, self.found,
+            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found,
             self.rows, 0, self.blocks, passes, self.chunk,
         )  # fmt: skip
         launch(kernels.roll_wide, self.chunks * self.rows, arguments, (*self.constants, False), warps=8)
         if passes % 2 == 0:
             blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
             slopes = dense.Chain(_slopes(self.x[:-1], self.layers), 0, False)
-            self.products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
-        deltas = self.misses.clone()
+            products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
+            self.products = torch.nan_to_num(products, 0.0, 0.0, 0.0)  # as kernels.finite_or_zero
+        deltas = torch.zeros_like(self.starts)
+        deltas[1:] = torch.nan_to_num(self.ends[:-1] - self.starts[1:], 0.0, 0.0, 0.0)
         dense.solve_in_place(self.products, deltas)
-        arguments = (deltas, self.misses, self.starts, self.found, self.rows, passes)
+        arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
         launch(kernels.correct_wide, self.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
@@ -283,9 +300,8 @@ def run(
             if all(report.passes_taken()):
                 _load_loop(network, initial, found, 2 * rounds)
                 return x, report
-    # A pass makes the start of one more chunk exact, but for rounding of the size of the guess, which another pass mends.
-    # The rows that are not settled go on from there.
-    exact = min(network.chunks - 1, most) * chunk
+    # Each pass but the last has made the start of one more chunk exact: the rows that are not settled go on from there.
+    exact = min(network.chunks - 1, 2 * most - 1) * chunk
     network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
     report.finished = not captured
     return x, report

@@ -3,10 +3,10 @@
 Shapes: T layers in ``blocks`` blocks of SKIP layers (an MLP: T blocks of one), N chunks of blocks, B rows, w the
 width. ``x`` [T + 1, B, w] holds the input of every layer and the last output; a chunk's first entry is its start.
 
-Newton's unknowns are the starts of the chunks. One pass rolls all chunks out from their starts and notes by how much
-each misses the next one's start (``misses`` [N + 1, B, w], of which 1 to N - 1 are used); with the products of the
-Jacobians [N, B, w, w] (the last is not used) that is a bidiagonal system for the corrections of the starts. It is solved in groups of chunks: every
-group's product and term, then from these the correction before each group, then those inside.
+Newton's unknowns are the starts of the chunks. One pass rolls all chunks out from their starts to their ``ends``
+[N, B, w]; by how much each misses the next one's start is, with the products of the Jacobians [N, B, w, w] (the last is
+not used), the right-hand side of a bidiagonal system for the corrections of the starts. It is solved in groups of
+chunks: every group's product and term, then from these the correction before each group, then those inside.
 
 All this lies in one ``workspace``: see ``parts``. What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
 its largest miss. From the last two corrections every program of the next pass sees whether its row is done, so nobody
@@ -53,12 +53,12 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def parts(workspace, rows, chunks, groups, WIDTH: tl.constexpr):
-    """products [N, B, w, w], those of the groups [G, B, w, w], misses [N + 1, B, w], terms [G, B, w], starts [N, B, w]."""
+    """products [N, B, w, w], those of the groups [G, B, w, w], ends [N, B, w], terms [G, B, w], starts [N, B, w]."""
     group_products = workspace + tl.cast(chunks * rows, tl.int64) * (WIDTH * WIDTH)
-    misses = group_products + tl.cast(groups * rows, tl.int64) * (WIDTH * WIDTH)
-    group_terms = misses + (chunks + 1) * rows * WIDTH
+    ends = group_products + tl.cast(groups * rows, tl.int64) * (WIDTH * WIDTH)
+    group_terms = ends + chunks * rows * WIDTH
     starts = group_terms + groups * rows * WIDTH
-    return workspace, group_products, misses, group_terms, starts
+    return workspace, group_products, ends, group_terms, starts
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def roll(
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
-    products, _, misses, _, starts = parts(workspace, rows, chunks, groups, WIDTH)
+    products, _, ends, _, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if (chunk == 0) & (not WHOLE):  # before anybody adds to it; a pass that does nothing leaves zeros too
         tl.store(found + passes * 2 * rows + row, 0.0)
         tl.store(found + passes * 2 * rows + rows + row, 0.0)
@@ -134,13 +134,17 @@ def roll(
                     mask=inside & ((k < SKIP - 1) | (block < last - 1) | (last == blocks)),
                 )  # fmt: skip
         if not WHOLE:
-            after = (chunk + 1) * rows + row
-            if last < blocks:
-                if PRODUCT:
-                    out = tl.cast(after - rows, tl.int64) * WIDTH * WIDTH
-                    tl.store(products + out + i[:, None] * WIDTH + i[None, :], product, mask=square)
-                start = tl.load(source + (chunk + 1) * source_step + row * WIDTH + i, mask=inside, other=0.0)
-                tl.store(misses + after * WIDTH + i, z - start, mask=inside)
+            out = tl.cast(chunk * rows + row, tl.int64)
+            tl.store(ends + out * WIDTH + i, z, mask=inside)
+            if PRODUCT:
+                tile = i[:, None] * WIDTH + i[None, :]
+                tl.store(products + out * WIDTH * WIDTH + tile, product, mask=square)
+
+
+@triton.jit
+def finite_or_zero(values):
+    """Where an iterate has strayed beyond the numbers, the chain of corrections is cut, and the pass settles nothing."""
+    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -154,7 +158,7 @@ def gather(
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
-    products, group_products, misses, group_terms, _ = parts(workspace, rows, chunks, groups, WIDTH)
+    products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         term = tl.zeros((PADDED,), tl.float32)
         if PRODUCT:
@@ -162,7 +166,10 @@ def gather(
         for chunk in tl.range(group * group_chunks, group * group_chunks + group_chunks, num_stages=STAGES):
             at = tl.cast(chunk, tl.int64) * rows + row
             p = tl.load(products + at * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0)
-            term = tl.sum(p * term[None, :], 1) + tl.load(misses + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+            p = finite_or_zero(p)
+            end = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
+            start = tl.load(starts + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+            term = tl.sum(p * term[None, :], 1) + finite_or_zero(end - start)
             if PRODUCT:
                 product = multiply(p, product, PRECISION)
         out = group * rows + row
@@ -172,17 +179,23 @@ def gather(
 
 
 @triton.jit
-def correct(start, delta, miss, atol, rtol):
-    """The corrected start of a chunk, the correction in units of the tolerance, and the miss."""
-    size = tl.max(tl.abs(start + delta), 0)
-    change = tl.max(tl.abs(delta), 0)
+def correct(start, delta, end, atol, rtol):
+    """The corrected start of a chunk, the correction in units of the tolerance, and by how much ``end`` missed it.
+
+    Args:
+        end: where the chunk before came out. Where that one was exact, the correction is the miss, and the result ``end``
+    """
+    miss = end - start
+    corrected = end + (delta - miss)
+    size = tl.max(tl.abs(corrected), 0)
     # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
-    reached = tl.max(tl.abs(start + miss), 0)
-    sane = is_finite(start + delta) & (size <= _FAR * reached + atol)
+    sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + atol)
+    corrected = tl.where(sane, corrected, tl.where(is_finite(end), end, start))
+    change = tl.max(tl.abs(delta), 0)
     ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
-    ratio = tl.where(is_finite(delta) & (ratio == ratio), ratio, float("inf"))
-    off = tl.where(is_finite(miss), tl.max(tl.abs(miss), 0), float("inf"))
-    return tl.where(sane, start + delta, start + miss), ratio, off
+    known = is_finite(delta) & is_finite(miss)
+    off = tl.where(known, tl.max(tl.abs(miss), 0), float("inf"))
+    return corrected, tl.where(known & (ratio == ratio), ratio, float("inf")), off
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -196,26 +209,31 @@ def spread(
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
     tile = i[:, None] * WIDTH + i[None, :]
-    products, group_products, misses, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
+    products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         delta = tl.zeros((PADDED,), tl.float32)
         for earlier in tl.range(0, group, num_stages=STAGES):
             at = earlier * rows + row
             p = tl.load(group_products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
-            delta = tl.sum(p * delta[None, :], 1) + tl.load(group_terms + at * WIDTH + i, mask=inside, other=0.0)
+            term = tl.load(group_terms + at * WIDTH + i, mask=inside, other=0.0)
+            delta = finite_or_zero(tl.sum(p * delta[None, :], 1) + term)
         largest, missed = 0.0, 0.0
         last = tl.minimum(group * group_chunks + group_chunks, chunks)
         for chunk in tl.range(group * group_chunks, last, num_stages=STAGES):
             at = tl.cast(chunk, tl.int64) * rows + row
             start = tl.load(starts + at * WIDTH + i, mask=inside, other=0.0)
-            miss = tl.load(misses + at * WIDTH + i, mask=inside & (chunk > 0), other=0.0)
-            corrected, ratio, off = correct(start, delta, miss, atol, rtol)
+            # Nobody comes before the first chunk, and it starts where it should.
+            before = tl.load(ends + (at - rows) * WIDTH + i, mask=inside & (i + chunk > i), other=0.0)
+            before = tl.where(i + chunk > i, before, start)
+            corrected, ratio, off = correct(start, delta, before, atol, rtol)
             tl.store(starts + at * WIDTH + i, corrected, mask=inside)
             largest, missed = tl.maximum(largest, ratio), tl.maximum(missed, off)
-            # Behind the last chunk lies memory that nobody wrote, and nobody asks for what comes of it.
             p = tl.load(products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
-            after = tl.load(misses + (at + rows) * WIDTH + i, mask=inside, other=0.0)
-            delta = tl.sum(p * delta[None, :], 1) + after
+            end = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
+            # Behind the last chunk there is no start: what is read there is an end, and nobody asks for what comes of it.
+            after = tl.load(starts + (at + rows) * WIDTH + i, mask=inside & (i + chunk < i + chunks - 1), other=0.0)
+            largest = tl.where(is_finite(end), largest, float("inf"))
+            delta = finite_or_zero(tl.sum(finite_or_zero(p) * delta[None, :], 1) + (end - after))
         tl.atomic_max(found + passes * 2 * rows + row, largest)
         tl.atomic_max(found + passes * 2 * rows + rows + row, missed)
 
@@ -305,7 +323,7 @@ def adjoint_substitute(
 
 @triton.jit(do_not_specialize=_SIZES)
 def roll_wide(
-    weights, biases, initial, initial_step, x, starts, misses, found,
+    weights, biases, initial, initial_step, x, starts, ends, found,
     rows, first_block, blocks, passes, chunk_blocks,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -339,10 +357,10 @@ def roll_wide(
                 )  # fmt: skip
                 b = tl.load(biases + at * WIDTH + top + i, mask=here, other=0.0)
                 z = tl.sum(w * value[None, :], 1) + b
+                if (layer == last - 1) & (not WHOLE):
+                    tl.store(ends + (chunk * rows + row) * WIDTH + top + i, z, mask=here)
                 if (layer == last - 1) & (last < blocks):
-                    after = (chunk + 1) * source_step + row * WIDTH + top + i
-                    miss = z - tl.load(source + after, mask=here, other=0.0)
-                    tl.store(misses + ((chunk + 1) * rows + row) * WIDTH + top + i, miss, mask=here)
+                    pass  # the next chunk's start, which that one writes
                 else:
                     tl.store(state + (at + 1) * rows * WIDTH + top + i, z, mask=here)
             tl.debug_barrier()
@@ -350,7 +368,7 @@ def roll_wide(
 
 @triton.jit(do_not_specialize=_SIZES)
 def correct_wide(
-    deltas, misses, starts, found, rows, passes, atol, rtol, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    deltas, ends, starts, found, rows, passes, atol, rtol, WIDTH: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Correct the start of one chunk by its entry of ``deltas`` [N, B, w]."""
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -360,8 +378,11 @@ def correct_wide(
         at = (chunk * rows + row) * WIDTH + i
         start = tl.load(starts + at, mask=inside, other=0.0)
         delta = tl.load(deltas + at, mask=inside, other=0.0)
-        miss = tl.load(misses + at, mask=inside, other=0.0)
-        corrected, ratio, off = correct(start, delta, miss, atol, rtol)
+        before = tl.load(ends + at - rows * WIDTH, mask=inside & (i + chunk > i), other=0.0)
+        before = tl.where(i + chunk > i, before, start)
+        corrected, ratio, off = correct(start, delta, before, atol, rtol)
+        end = tl.load(ends + at, mask=inside, other=0.0)
+        ratio = tl.where(is_finite(end), ratio, float("inf"))
         tl.store(starts + at, corrected, mask=inside)
         tl.atomic_max(found + passes * 2 * rows + row, ratio)
         tl.atomic_max(found + passes * 2 * rows + rows + row, off)

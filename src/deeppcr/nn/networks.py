@@ -147,7 +147,7 @@ class _Network(nn.Module):
         )
 
     def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
-        from .fused import Layers, Report, apply  # with Triton, which takes a second to import
+        from .fused import Layers, Report, apply, one_chunk  # with Triton, which takes a second to import
 
         skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
         chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
@@ -165,7 +165,8 @@ class _Network(nn.Module):
         states = apply(self.weight, self.bias, hidden, guess, layers, reports)
         report = reports[0]
         if mode == "parallel":
-            self._report, self._solution = report, None
+            self._report = report
+            self._solution = one_chunk(states.shape[0], states.shape[1], states.device) if report is None else None
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
             self._keep_activations(states, finite=report is None or not report.finished)

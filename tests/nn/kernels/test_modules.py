@@ -173,7 +173,16 @@ class TestOnTheDevice:
             {"newton": Newton(max_iterations=15)},
             {"newton": Newton(stop=PaperTest(1e-4, 1e-4))},
         ],
-        ids=str,
+        ids=[
+            "float64",
+            "bfloat16",
+            "function",
+            "width",
+            "guess",
+            "chunk",
+            "iterations",
+            "paper",
+        ],  # the same in all workers
     )
     @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
     def test_what_takes_the_general_path(self, settings, gpu):
