@@ -179,11 +179,12 @@ def gather(
 
 
 @triton.jit
-def correct(start, delta, end, atol, rtol):
+def correct(start, delta, end, exact, atol, rtol):
     """The corrected start of a chunk, the correction in units of the tolerance, and by how much ``end`` missed it.
 
     Args:
-        end: where the chunk before came out. Where that one was exact, the correction is the miss, and the result ``end``
+        end: where the chunk before came out
+        exact: whether that one started right; so does this one then, whatever else happens
     """
     miss = end - start
     corrected = end + (delta - miss)
@@ -191,6 +192,7 @@ def correct(start, delta, end, atol, rtol):
     # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
     sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + atol)
     corrected = tl.where(sane, corrected, tl.where(is_finite(end), end, start))
+    corrected = tl.where(exact, end, corrected)
     change = tl.max(tl.abs(delta), 0)
     ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
     known = is_finite(delta) & is_finite(miss)
@@ -225,7 +227,7 @@ def spread(
             # Nobody comes before the first chunk, and it starts where it should.
             before = tl.load(ends + (at - rows) * WIDTH + i, mask=inside & (i + chunk > i), other=0.0)
             before = tl.where(i + chunk > i, before, start)
-            corrected, ratio, off = correct(start, delta, before, atol, rtol)
+            corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, atol, rtol)
             tl.store(starts + at * WIDTH + i, corrected, mask=inside)
             largest, missed = tl.maximum(largest, ratio), tl.maximum(missed, off)
             p = tl.load(products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
@@ -380,7 +382,7 @@ def correct_wide(
         delta = tl.load(deltas + at, mask=inside, other=0.0)
         before = tl.load(ends + at - rows * WIDTH, mask=inside & (i + chunk > i), other=0.0)
         before = tl.where(i + chunk > i, before, start)
-        corrected, ratio, off = correct(start, delta, before, atol, rtol)
+        corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, atol, rtol)
         end = tl.load(ends + at, mask=inside, other=0.0)
         ratio = tl.where(is_finite(end), ratio, float("inf"))
         tl.store(starts + at, corrected, mask=inside)
