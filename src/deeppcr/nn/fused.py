@@ -71,7 +71,7 @@ class Report:
             done = 0
             for k in range(1, 2 * self.rounds):
                 before, last = found[k - 1][0][row], found[k][0][row]
-                close = last < before and last * max(last / (before - last), 1.0) <= 1.0
+                close = last < before and last * max(last / (before - last), 1.0) <= 0.1
                 if last <= 0.01 or close:
                     done = k + 1
                     break

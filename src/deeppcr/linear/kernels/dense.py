@@ -113,6 +113,32 @@ def _substitute(
             tl.store(state + tl.cast(step, tl.int64) * state_step, z, mask=inside)
 
 
+@triton.jit(do_not_specialize=_SIZES)
+def _miss(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
+    starts, misses, rows, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """By how much a chunk, walked from its start, misses the start of the next one: [N, B, w], the first entry zero."""
+    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    block = blocks + block_first + row.to(tl.int64) * block_row + i[:, None] * block_i + i[None, :] * block_j
+    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row + i * rhs_i
+    at = (chunk * rows + row).to(tl.int64) * WIDTH + i
+    z = tl.load(starts + at, mask=inside, other=0.0)
+    for step in tl.range(chunk * chunk_steps, chunk * chunk_steps + chunk_steps, num_stages=STAGES):
+        a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
+        b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
+        z = tl.sum(a * z[None, :], 1) + b
+    following = tl.load(starts + at + rows * WIDTH, mask=inside, other=0.0)
+    tl.store(misses + at + rows * WIDTH, z - following, mask=inside)
+    if chunk == 0:
+        tl.store(misses + at, tl.zeros((PADDED,), tl.float32), mask=inside)
+
+
 @triton.jit
 def _tile(block, top, left, block_i, block_j, WIDTH: tl.constexpr, HALF: tl.constexpr):
     i, j = top + tl.arange(0, HALF), left + tl.arange(0, HALF)
@@ -323,7 +349,10 @@ def solve_chain(
         starts = aligned(rhs.before_first().contiguous())
     else:
         starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
-        solve_in_place(_reduce_chunks(blocks, rhs, starts, chunk, shape, scales), starts)
+        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales)
+        solve_in_place(products, starts)
+        if shape.precision == "tf32x3" and width <= NARROW:
+            _refine(blocks, rhs, starts, products, chunk, shape)
     rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
@@ -334,6 +363,23 @@ def solve_chain(
         given, scale = _scaling(blocks, scales)
         arguments, constants = (*blocks.arguments, *given, *rest), (width, shape.padded, 16, scale, False)
         launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
+
+
+def _refine(blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape) -> None:
+    """Correct the starts by what the chunks miss when they are walked.
+
+    The matrix units cut off the last bits of a sum instead of rounding it, so products of many blocks err to one side; the
+    correction sees them only in what is left.
+    """
+    chunks, rows, width = starts.shape
+    misses = torch.empty_like(starts)
+    arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
+    warps, stages = shape.without
+    integers = (blocks.integers, rhs.integers)
+    launch(_miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+    solve_in_place(products, misses)
+    # A product that overflowed is found where the states are, by a start that is not finite.
+    starts += misses
 
 
 def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
