@@ -217,6 +217,23 @@ def test_sequential_of_attention(device):
         assert relative_error(net(x), nn.Sequential(*layers)(x)) < 1e-9
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_sequential_under_autocast_runs_in_the_precision_of_its_parameters(given, device):
+    torch.manual_seed(0)
+    net = Sequential(*(LAYERS["linear"]() for _ in range(20)), mode="parallel").to(device)
+    x = torch.randn(3, 6, device=device).to(given).requires_grad_()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = net(x)
+        out.float().square().sum().backward()
+    expected = net(x.float(), mode="sequential")
+    assert out.dtype == given
+    assert relative_error(out.float(), expected) < (1e-4 if given == torch.float32 else 1e-2)
+    ours = [p.grad for p in net.parameters()]
+    theirs = torch.autograd.grad(expected.square().sum(), list(net.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-2 * float(b.abs().max()))
+
+
 def test_data_parallel_training(tmp_path):
     """One process is enough to see that DistributedDataParallel finds every parameter's gradient."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

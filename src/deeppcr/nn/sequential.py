@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from ..newton import Newton
@@ -18,6 +19,9 @@ class Sequential(nn.Sequential):
     Layers of equal structure are stacked and evaluated together; Jacobians come from automatic differentiation. Its
     parameters, names and ``state_dict`` are those of ``torch.nn.Sequential``. Layers must treat the rows of the batch
     independently and draw no random numbers: dropout and batch normalisation in train mode do not qualify.
+
+    Under autocast, the parallel mode runs the layers in the precision of their parameters all the same, for Newton's
+    method compares small differences, and returns the dtype of its input.
 
     Args:
         layers: modules that return the shape they are given
@@ -46,9 +50,16 @@ class Sequential(nn.Sequential):
             chosen = "parallel" if len(self) >= 64 and input.device.type != "cpu" else "sequential"
         if chosen == "sequential" or len(self) == 0:
             return super().forward(input)
-        solution = solve(list(self), input, solver=self.newton)
+        return self._solve(input)
+
+    def _solve(self, input: Tensor) -> Tensor:
+        device, state = input.device.type, input
+        if torch.is_autocast_enabled(device):
+            state = input.to(next((p.dtype for p in self.parameters() if p.is_floating_point()), input.dtype))
+        with torch.autocast(device, enabled=False):
+            solution = solve(list(self), state, solver=self.newton)
         self.solution = replace(solution, states=None)
-        return solution.states[-1]
+        return solution.states[-1].to(input.dtype)
 
     @classmethod
     def from_torch(cls, layers: nn.Sequential, *, mode: Mode = "auto", newton: Newton | None = None) -> Sequential:
