@@ -352,3 +352,45 @@ def test_a_batch_of_gradients_is_refused_in_one_line(device):
     states = deeppcr.solve(torch.sin, z0, length=20).states
     with pytest.raises(RuntimeError, match="one gradient at a time"):
         torch.autograd.grad(states, z0, torch.randn(4, 20, 3, 2, device=device), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Picard()])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_gradients_that_are_not_finite_come_through_as_in_the_loop(bad, solver, device):
+    make = Generator(0, torch.float64, device)
+    z0, weights = make.normal(3, 40).requires_grad_(), (make.normal(30, 40, 40) / 20).requires_grad_()
+    xs = make.normal(30, 3, 40).requires_grad_()
+    step = lambda z, x: torch.tanh(z @ x[0]) + x[1]  # noqa: E731
+    states = deeppcr.solve(step, z0, (weights, xs), solver=solver).states
+    loop = plain_loop(step, z0, (weights, xs))
+    gradients = make.normal(30, 3, 40)
+    gradients[20, 1, 2] = bad
+    ours = torch.autograd.grad(states, [z0, weights, xs], gradients)
+    loops = torch.autograd.grad(loop, [z0, weights, xs], gradients)
+    for a, b in zip(ours, loops, strict=True):
+        assert not b.isfinite().all()
+        assert torch.allclose(a, b, atol=1e-8, equal_nan=True)
+
+
+def test_rows_with_finite_gradients_are_checked_whatever_the_others_hold(device):
+    z0 = Generator(0, torch.float64, device).normal(3, 4).requires_grad_()
+    coupled = deeppcr.solve(lambda z: torch.sin(z + 0.1 * z.mean(0)), z0, length=20).states
+    gradients = torch.ones_like(coupled)
+    gradients[:, 1] = float("inf")
+    with pytest.raises(RuntimeError, match="the adjoint does not hold"):
+        coupled.backward(gradients)
+
+
+@pytest.mark.parametrize("depth", [1, 50])
+def test_loss_scaling_skips_a_step_whose_gradients_overflow(depth, device):
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3, device=device) for _ in range(depth))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**120)
+    before = [p.detach().clone() for p in layers.parameters()]
+    states = deeppcr.solve(layers, torch.ones(2, 3, device=device)).states
+    scaler.scale(states.sum() * 1e30).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**120
+    for parameter, old in zip(layers.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)

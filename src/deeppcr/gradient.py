@@ -28,6 +28,7 @@ class Implicit:
 
     Memory does not depend on the number of iterations. The adjoint is checked with one vector-Jacobian product;
     where it fails (rows that influence each other, a step with random numbers), the backward pass raises.
+    Rows whose gradients arrive as inf or NaN pass them on as the loop does, unchecked, step by step.
     Second derivatives raise: use ``Unrolled``.
 
     >>> import torch, deeppcr
@@ -89,12 +90,16 @@ class Adjoint:
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
-        if not torch.isfinite(gradients).all():
-            raise RuntimeError("the gradients that reach deeppcr.solve are not finite")
         if len(gradients) == 1:
             return gradients
         device, dtype, enabled = self.autocast
+        finite = torch.isfinite(gradients).all(-1).all(0).unsqueeze(-1)  # row by row
         with torch.autocast(device, dtype=dtype, enabled=enabled):
+            if not finite.all():
+                # Loss scaling counts on inf and NaN to come through. No check has a meaning there, and a solver would spread
+                # them to other steps than the loop does.
+                known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
+                return known.where(finite, self._backwards(gradients))
             if self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH:
                 adjoint = self._direct(gradients)
             else:
@@ -186,6 +191,12 @@ class Adjoint:
         return self._step_by_step(gradients)
 
     def _step_by_step(self, gradients: Tensor) -> Tensor:
+        adjoint = self._backwards(gradients)
+        self._check(self.defect(adjoint, gradients), adjoint, gradients)
+        return adjoint
+
+    def _backwards(self, gradients: Tensor) -> Tensor:
+        """The adjoint as the loop finds it, from the last step to the first, unchecked."""
         found = [gradients[-1]]
         for index in range(len(gradients) - 1, 0, -1):
             with torch.enable_grad():
@@ -193,9 +204,7 @@ class Adjoint:
                 value = self.sequence.step(index, start)
             (pulled,) = torch.autograd.grad(value, start, found[-1], allow_unused=True, materialize_grads=True)
             found.append(gradients[index - 1] + pulled)
-        adjoint = torch.stack(found[::-1])
-        self._check(self.defect(adjoint, gradients), adjoint, gradients)
-        return adjoint
+        return torch.stack(found[::-1])
 
     def _check(self, error: Tensor, adjoint: Tensor, gradients: Tensor) -> None:
         """Raise where the error of the adjoint, step by step and row by row, is more than rounding can explain."""
@@ -228,7 +237,7 @@ class _Attach(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
-                "use gradient=deeppcr.Unrolled()"
+                'use gradient=deeppcr.Unrolled(), or mode="sequential" of a module of deeppcr.nn'
             )
         if is_batched(gradients):
             raise RuntimeError(

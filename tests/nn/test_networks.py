@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from deeppcr import Newton, Random, Result, Zeros
+from deeppcr import ConvergenceWarning, Loop, Newton, Random, Result, Zeros
 from deeppcr.nn import MLP, ResNet, Sequential
 from problems import relative_error
 
@@ -146,7 +146,8 @@ def test_ordinary_habits(device, tmp_path):
     assert net.weight.grad.dtype == torch.float32
     assert net(torch.randn(2, 3, 5, device=device)).shape == (2, 3, 3)
     assert net(torch.randn(5, device=device)).shape == (3,)
-    assert "mode=parallel" in repr(net)
+    assert "depth=40, width=8, activation=tanh, mode=parallel" in repr(net)
+    assert "depth=8, skip=4, width=8" in repr(build("resnet", 8, "relu", torch.float32, device, skip=4))
 
 
 def test_the_mode_is_chosen_by_size(device):
@@ -161,7 +162,9 @@ def test_the_mode_is_chosen_by_size(device):
 
 def test_bad_settings_are_named():
     for call, message in (
-        (lambda: MLP(5, 8, 0, 3), "depth"),
+        (lambda: MLP(5, 8, 0, 3), "depth: at least 1, got 0"),
+        (lambda: ResNet(5, 8, 0, 3), "depth: at least 1, got 0"),
+        (lambda: ResNet(5, 8, 4, 3, skip=0), "skip: at least 1, got 0"),
         (lambda: MLP(0, 8, 2, 3), "in_features"),
         (lambda: MLP(5, 8, 2, 3, "rely"), "activation: expected one of relu"),
         (lambda: MLP(5, 8, 2, 3, mode="fast"), "mode: expected one of"),
@@ -171,6 +174,107 @@ def test_bad_settings_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_settings_of_another_type_are_named():
+    sizes = {"in_features": 5, "width": 8, "depth": 4, "out_features": 3}
+    for network, names in ((MLP, sizes), (ResNet, {**sizes, "skip": 2})):
+        for name in names:
+            for bad in (True, 2.0, "4"):
+                with pytest.raises(TypeError, match=f"^{name}: expected an int, got {bad!r}$"):
+                    network(**{**names, name: bad})
+        for bad in ("x", Loop()):
+            with pytest.raises(TypeError, match=r"^newton: expected Newton"):
+                network(**names, newton=bad)
+    with pytest.raises(TypeError, match=r"^newton: expected Newton\(\.\.\.\) or None, got 'x'"):
+        Sequential(newton="x")
+    with pytest.raises(TypeError, match=r"^layers: expected a torch\.nn\.Sequential, got Linear$"):
+        Sequential.from_torch(nn.Linear(4, 4))
+
+
+def test_a_checkpoint_loads_with_or_without_a_warm_start(device):
+    options = {"mode": "parallel", "warm_start": True}
+    with_it = build("resnet", 64, "tanh", torch.float32, device, save_warm_start=True, **options)
+    without = build("resnet", 64, "tanh", torch.float32, device, **options)
+    x = torch.randn(4, 5, device=device)
+    expected = with_it(x)
+    assert "activations" in with_it.state_dict()
+    without.load_state_dict(with_it.state_dict())
+    assert torch.count_nonzero(without.activations) == 0
+    assert relative_error(without(x), expected) < 1e-5
+    kept = with_it.activations.clone()
+    nn.ModuleList([with_it]).load_state_dict(nn.ModuleList([without]).state_dict())
+    assert torch.equal(with_it.activations, kept)
+    with pytest.raises(RuntimeError, match="wrong"):
+        without.load_state_dict({**with_it.state_dict(), "wrong": kept})
+
+
+def networks(device, dtype=torch.float64, mode="parallel"):
+    """One of each kind, that takes [B, 5]; in float64 on the general path whatever the device."""
+    torch.manual_seed(0)
+    options = {"mode": mode, "dtype": dtype, "device": device}
+    layers = (nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(20))
+    return [
+        MLP(5, 8, 40, 3, "tanh", **options),
+        ResNet(5, 8, 64, 3, activation="tanh", **options),
+        Sequential(*layers, mode=mode).to(device, dtype),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential", "auto"])
+def test_a_batch_of_no_rows(mode, device):
+    for net in networks(device, torch.float32, mode):
+        for batch in ((0,), (2, 0)):
+            x = torch.randn(*batch, 5, device=device, requires_grad=True)
+            out = net(x)
+            assert out.shape == (*batch, net(torch.ones(1, 5, device=device)).shape[-1])
+            gradients = torch.autograd.grad(out.sum(), [x, *net.parameters()])
+            assert all(torch.count_nonzero(g) == 0 for g in gradients)
+        if isinstance(net, (MLP, ResNet)):
+            assert net.activations.isfinite().all()
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_right(device):
+    for net in networks(device):
+        good = torch.randn(4, 5, dtype=torch.float64, device=device)
+        bad = good.clone()
+        bad[1, 2] = float("nan")
+        bad.requires_grad_()
+        with pytest.warns(ConvergenceWarning, match=r"input: row 1 holds values that are not finite.*\(1 of 4 rows\)"):
+            out = net(bad)
+        assert net.solution.results == (Result.CONVERGED, Result.NON_FINITE, Result.CONVERGED, Result.CONVERGED)
+        expected = net(bad, mode="sequential")
+        assert out[1].isnan().all()
+        assert torch.allclose(out, expected, atol=1e-8, equal_nan=True)
+        ours = torch.autograd.grad(out.sum(), [bad, *net.parameters()])
+        theirs = torch.autograd.grad(expected.sum(), [bad, *net.parameters()])
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.allclose(a, b, atol=1e-8, equal_nan=True)
+        for whole in (bad[1:2], bad[1]):
+            with pytest.warns(ConvergenceWarning, match=r"row 0 .*\(1 of 1 rows\)"):
+                assert net(whole).isnan().all()
+            assert net.solution.result is Result.NON_FINITE
+
+
+def test_loss_scaling_skips_a_step_whose_gradients_overflow(device):
+    for net in networks(device, torch.float32):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**120)
+        before = copy.deepcopy(net.state_dict())
+        scaler.scale(net(torch.ones(2, 5, device=device)).sum() * 1e30).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() < 2.0**120
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_second_derivatives_are_for_the_sequential_mode(device):
+    for net in networks(device):
+        x = torch.randn(2, 5, dtype=torch.float64, device=device, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r'mode="sequential" of a module of deeppcr\.nn'):
+            torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(net(x, mode="sequential").sum(), x, create_graph=True)
+        assert torch.autograd.grad(slope.square().sum(), x)[0].isfinite().all()
 
 
 LAYERS = {
@@ -197,6 +301,7 @@ def test_sequential_is_a_drop_in(name, device):
     fresh.to_torch().load_state_dict(net.state_dict())
     assert net.to_torch()[0] is plain[0]
     assert torch.equal(net(x, mode="sequential"), plain(x))
+    assert "mode=parallel" in repr(net)
 
 
 def test_sequential_of_attention(device):
@@ -215,6 +320,23 @@ def test_sequential_of_attention(device):
     x = torch.randn(2, 3, 4, dtype=torch.float64, device=device)
     with torch.no_grad():
         assert relative_error(net(x), nn.Sequential(*layers)(x)) < 1e-9
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_sequential_under_autocast_runs_in_the_precision_of_its_parameters(given, device):
+    torch.manual_seed(0)
+    net = Sequential(*(LAYERS["linear"]() for _ in range(20)), mode="parallel").to(device)
+    x = torch.randn(3, 6, device=device).to(given).requires_grad_()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = net(x)
+        out.float().square().sum().backward()
+    expected = net(x.float(), mode="sequential")
+    assert out.dtype == given
+    assert relative_error(out.float(), expected) < (1e-4 if given == torch.float32 else 1e-2)
+    ours = [p.grad for p in net.parameters()]
+    theirs = torch.autograd.grad(expected.square().sum(), list(net.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-2 * float(b.abs().max()))
 
 
 def test_data_parallel_training(tmp_path):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from ..stopping import UpdateTest
+from .arguments import Mode, check_mode, check_newton, check_size
+from .rows import solve_finite_rows
 
-Mode = Literal["parallel", "sequential", "auto"]
-_MODES = ("parallel", "sequential", "auto")
 #: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
 #: (without skip connections); and rows, each walked by a program of its own.
 _NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
@@ -75,12 +75,11 @@ class _Network(nn.Module):
         super().__init__()
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
-        for name, value in (("in_features", in_features), ("width", width), ("out_features", out_features)):
-            if value < 1:
-                raise ValueError(f"{name}: at least 1, got {value}")
-        self.activation, self.newton = activation, newton or Newton()
+        in_features, width = check_size("in_features", in_features), check_size("width", width)
+        out_features = check_size("out_features", out_features)
+        self.activation, self.newton = activation, check_newton(newton)
         self.guess, self.warm_start = guess, warm_start
-        self.mode: Mode = _checked(mode)
+        self.mode: Mode = check_mode(mode)
         options = {"device": device, "dtype": dtype}
         self.input = nn.Linear(in_features, width, **options)
         self.weight = nn.Parameter(torch.empty(*steps, width, width, **options))
@@ -104,14 +103,15 @@ class _Network(nn.Module):
     def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
         """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
         hidden = self.input(x)
-        batch = hidden.shape[:-1]
         states = self.hidden_states(hidden.reshape(-1, hidden.shape[-1]), mode)
-        return self.output(self._apply_activation(states[-1]).reshape(*batch, -1).to(hidden.dtype))
+        return self.output(self._apply_activation(states[-1]).reshape(hidden.shape).to(hidden.dtype))
 
     def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
         """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
-        chosen = _checked(self.mode if mode is None else mode)
-        if chosen == "auto":
+        chosen = check_mode(self.mode if mode is None else mode)
+        if len(hidden) == 0:
+            chosen = "sequential"  # nothing to solve
+        elif chosen == "auto":
             chosen = self._choose_mode(hidden)
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
         hidden = hidden.to(self.weight.dtype)
@@ -189,7 +189,10 @@ class _Network(nn.Module):
         guess = self.guess
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
-        solution = solve(self._step, hidden, (self.weight, self.bias), solver=solver, guess=guess)
+        xs = (self.weight, self.bias)
+        solution = solve_finite_rows(
+            lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
+        )
         self._keep_activations(solution.states, finite=False)
         self._report, self._solution = None, replace(solution, states=None)
         return solution.states
@@ -220,10 +223,19 @@ class _Network(nn.Module):
 
     @staticmethod
     def _note_loading(module: _Network, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        module._warm = module._warm or f"{prefix}activations" in state_dict
+        """A warm start helps, but no network depends on it: one that is missing or not asked for is no mistake."""
+        name = f"{prefix}activations"
+        if "activations" in module._non_persistent_buffers_set:
+            state_dict.pop(name, None)
+        elif name in state_dict:
+            module._warm = bool(torch.isfinite(state_dict[name]).all())
+        else:
+            state_dict[name] = module.activations.clone()
 
     def extra_repr(self) -> str:
-        return f"steps={self.weight.shape[0]}, width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
+        layers = self.weight.shape[:-2]
+        skip = f"skip={layers[1]}, " if len(layers) == 2 else ""
+        return f"depth={layers.numel()}, {skip}width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
 
 
 class MLP(_Network):
@@ -233,11 +245,16 @@ class MLP(_Network):
         in_features, width, out_features: sizes
         depth: L, layers between the input and the output layer; their parameters are stacked
         activation: "relu", "tanh", "sigmoid", or any elementwise function
-        mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto"
+        mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto": in parallel
+            on an accelerator from 64 steps of the solve up to width 64, and on a CPU, where the loop usually wins unless the
+            network is very deep and narrow, from 4096 steps up to width 16 and 4 rows; in sequence otherwise
         newton: settings of the parallel mode; its Jacobian is the analytic one whatever they say
         guess: where the parallel mode starts: ``RepeatInitial()``, ``Zeros()``, or anything else that ``deeppcr.solve`` takes
         warm_start: after the first training step, start instead from the batch mean of the activations of the previous training step
-        save_warm_start: keep those activations in the checkpoint
+        save_warm_start: keep those activations in the checkpoint; one with them loads into a network without, and the reverse
+
+    The layers run in the precision of their weights, also under autocast. A row that is not finite stays so and leaves
+    the others right. Second derivatives: ``mode="sequential"``.
 
     >>> import torch, deeppcr.nn
     >>> net = deeppcr.nn.MLP(8, 16, 200, 3, mode="parallel")
@@ -262,12 +279,10 @@ class MLP(_Network):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if depth < 1:
-            raise ValueError(f"depth: at least 1 layer, got {depth}")
         super().__init__(
             in_features,
             width,
-            (depth,),
+            (check_size("depth", depth),),
             out_features,
             activation,
             mode,
@@ -293,7 +308,8 @@ class ResNet(_Network):
         in_features, width, out_features: sizes
         depth: layers between the input and the output layer, a multiple of ``skip``
         skip: layers inside a skip connection; they are collapsed into one step of the solve
-        activation, mode, newton, guess, warm_start, save_warm_start: as for ``MLP``
+        activation, newton, guess, warm_start, save_warm_start: as for ``MLP``
+        mode: as for ``MLP``; "auto" counts depth / skip steps, and on a CPU the loop usually wins unless they are thousands
 
     >>> import torch, deeppcr.nn
     >>> net = deeppcr.nn.ResNet(8, 16, 64, 3, skip=4, mode="parallel")
@@ -319,7 +335,8 @@ class ResNet(_Network):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if skip < 1 or depth < 1 or depth % skip:
+        depth, skip = check_size("depth", depth), check_size("skip", skip)
+        if depth % skip:
             raise ValueError(f"depth: expected a multiple of skip = {skip}, got {depth}")
         super().__init__(
             in_features,
@@ -349,9 +366,3 @@ class ResNet(_Network):
             product = (weight * self._slope(inner).unsqueeze(-2)) @ product
             inner = self._layer(inner, weight, bias)
         return Dense(product + torch.eye(z.shape[-1], dtype=z.dtype, device=z.device))
-
-
-def _checked(mode: Mode) -> Mode:
-    if mode not in _MODES:
-        raise ValueError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
-    return mode

@@ -1,0 +1,59 @@
+"""Rows of a batch that Newton's method cannot take: they go layer by layer, and the others do not notice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..linear.solve import in_functorch
+from ..solution import ConvergenceWarning, Plan, Result, Solution
+
+
+def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tensor], Tensor], start: Tensor) -> Solution:
+    """``solve(start)``, with the states of ``loop`` in those rows of ``start`` [B, ...] that are not finite.
+
+    A start of at most one dimension is a single row.
+    """
+    if in_functorch():
+        return solve(start)  # which says in one line that it cannot
+    finite = torch.isfinite(start.detach())
+    finite = finite.flatten(1).all(1) if start.ndim > 1 else finite.all()
+    if finite.all():
+        return solve(start)
+
+    rows = (~finite).flatten().nonzero().flatten().tolist()
+    message = (
+        f"input: row {rows[0]} holds values that are not finite, and so does its result ({len(rows)} of "
+        f"{finite.numel()} rows)"
+    )
+    warnings.warn(message, ConvergenceWarning, stacklevel=4)
+    if not finite.any():
+        return Solution(
+            states=loop(start),
+            iterations=torch.zeros_like(finite, dtype=torch.long),
+            residual=torch.zeros_like(finite, dtype=start.dtype),
+            result=Result.NON_FINITE,
+            results=(Result.NON_FINITE,) * finite.numel(),
+            exact_steps=torch.zeros_like(finite, dtype=torch.long),
+            updates=start.new_zeros(0, *finite.shape),
+            plan=Plan(),
+            message=message,
+        )
+    # Another row in their place is as harmless as the batch itself; zeros need not be.
+    harmless = start.detach()[finite][:1]
+    solution = solve(start.where(finite.view(-1, *(1,) * (start.ndim - 1)), harmless))
+    states = solution.states.clone()
+    states[:, ~finite] = loop(start[~finite])
+    results = [Result.NON_FINITE if row in rows else result for row, result in enumerate(solution.results)]
+    return replace(
+        solution,
+        states=states,
+        result=Result.NON_FINITE,
+        results=tuple(results),
+        exact_steps=solution.exact_steps.where(finite, 0),
+        message=message,
+    )
