@@ -40,7 +40,7 @@ class Fused:
             return f"there are kernels for widths up to {_DENSE}, the blocks have {data.shape[-1]}"
         if isinstance(couplings, BlockDiagonal) and data.shape[-1] > _SMALL:
             return f"there are kernels for small blocks up to {_SMALL}, these have {data.shape[-1]}"
-        if not _has_triton():
+        if not has_triton():
             return "the kernels need Triton, which is not installed"
         return None
 
@@ -54,7 +54,8 @@ class Fused:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed; it is imported only when a kernel is used."""
     return find_spec("triton") is not None
 
 

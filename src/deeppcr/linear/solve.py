@@ -36,9 +36,10 @@ class Auto:
     (ForwardSubstitution(), '8 steps are too few to parallelise')
     """
 
-    def choose(self, couplings: Blocks) -> tuple[LinearSolver, str]:
+    def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
         length = len(couplings) + 1
-        if Fused().refusal(couplings) is None and not _is_traced(couplings.data):
+        traced = _is_traced(couplings.data) or (rhs is not None and _is_traced(rhs))
+        if not traced and Fused().refusal(couplings) is None:
             return Fused(), "there are kernels for these blocks"
         if length <= 8:
             return ForwardSubstitution(), f"{length} steps are too few to parallelise"
@@ -54,7 +55,7 @@ class Auto:
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
         """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
-        return self.choose(couplings)[0].solve_coupled(couplings, rhs, reverse=reverse)
+        return self.choose(couplings, rhs)[0].solve_coupled(couplings, rhs, reverse=reverse)
 
 
 def solve(
@@ -219,7 +220,7 @@ class _Solve(torch.autograd.Function):
     def forward(data, rhs, structure, solver, reverse):
         couplings = structure(data)
         if isinstance(solver, Auto):
-            solver = solver.choose(couplings)[0]
+            solver = solver.choose(couplings, rhs)[0]
         solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
         if isinstance(solver, Fused):  # which looks at that by itself, and without asking the host
             return solution

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..linear.kernels import dense
 from ..linear.kernels.launch import aligned, launch
+from ..linear.solve import is_batched
 from ..solution import Plan, Result, Solution
 from . import kernels
 
@@ -34,7 +35,7 @@ class Layers:
         residual: whether the input of a block is added to its output
         activation: a name
         atol, rtol: tolerance of a state
-        chunk: layers that are rolled out one after the other; None: chosen by depth. All of them: sequential
+        chunk: blocks that are rolled out one after the other; None: chosen by depth. All of them: sequential
     """
 
     skip: int
@@ -47,7 +48,7 @@ class Layers:
     def chunk_blocks(self, blocks: int) -> int:
         """Blocks in a chunk. With about half a square root of the depth, roll-out and solve take equally long."""
         if self.chunk is not None:
-            return min(blocks, max(1, self.chunk // self.skip))
+            return min(blocks, self.chunk)
         layers = 2 ** max(0, round(math.log2(math.sqrt(blocks * self.skip) / 2)))
         return min(blocks, max(1, layers // self.skip))
 
@@ -148,6 +149,10 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
+        if is_batched(grad_outputs[0]):
+            raise RuntimeError(
+                "is_grads_batched=True: the fused kernels take one gradient at a time; call backward for each"
+            )
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives: the fused kernels have none. An activation that is a function (such as torch.tanh) "

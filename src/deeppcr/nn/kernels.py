@@ -4,8 +4,8 @@ Shapes: T layers in ``blocks`` blocks of SKIP layers (an MLP: T blocks of one), 
 width. ``x`` [T + 1, B, w] holds the input of every layer and the last output; a chunk's first entry is its start.
 
 Newton's unknowns are the starts of the chunks. One pass rolls all chunks out from their starts to their ``ends``
-[N, B, w]; by how much each misses the next one's start is, with the products of the Jacobians [N, B, w, w] (the last is
-not used), the right-hand side of a bidiagonal system for the corrections of the starts. It is solved in groups of
+[N, B, w]; by how much each misses the next one's start is, with the products of the Jacobians [N, B, w, w], the
+right-hand side of a bidiagonal system for the corrections of the starts. It is solved in groups of
 chunks: every group's product and term, then from these the correction before each group, then those inside.
 
 All this lies in one ``workspace``: see ``parts``. What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
@@ -173,7 +173,7 @@ def gather(
             term = tl.sum(p * term[None, :], 1) + finite_or_zero(end - start)
             if PRODUCT:
                 product = multiply(p, product, PRECISION)
-        out = group * rows + row
+        out = tl.cast(group * rows + row, tl.int64)
         tl.store(group_terms + out * WIDTH + i, term, mask=inside)
         if PRODUCT:
             tl.store(group_products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
@@ -194,7 +194,7 @@ def correct(start, delta, end, exact, atol, rtol):
     sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + atol)
     corrected = tl.where(sane, corrected, tl.where(is_finite(end), end, start))
     corrected = tl.where(exact, end, corrected)
-    change = tl.max(tl.abs(delta), 0)
+    change = tl.maximum(tl.max(tl.abs(delta), 0), tl.max(tl.abs(miss), 0))
     ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
     known = is_finite(delta) & is_finite(miss)
     off = tl.where(known, tl.max(tl.abs(miss), 0), float("inf"))
@@ -216,7 +216,7 @@ def spread(
     if not settled(found, passes, row, rows):
         delta = tl.zeros((PADDED,), tl.float32)
         for earlier in tl.range(0, group, num_stages=STAGES):
-            at = earlier * rows + row
+            at = tl.cast(earlier, tl.int64) * rows + row
             p = tl.load(group_products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
             term = tl.load(group_terms + at * WIDTH + i, mask=inside, other=0.0)
             delta = finite_or_zero(tl.sum(p * delta[None, :], 1) + term)
@@ -235,8 +235,12 @@ def spread(
             end = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
             # Behind the last chunk there is no start: what is read there is an end, and nobody asks for what comes of it.
             after = tl.load(starts + (at + rows) * WIDTH + i, mask=inside & (i + chunk < i + chunks - 1), other=0.0)
-            largest = tl.where(is_finite(end), largest, float("inf"))
-            delta = finite_or_zero(tl.sum(finite_or_zero(p) * delta[None, :], 1) + (end - after))
+            # By how much the correction of its start moves the end of the chunk: of the last one, nobody else asks.
+            pushed = tl.sum(finite_or_zero(p) * delta[None, :], 1)
+            moved = tl.max(tl.abs(pushed), 0)
+            moved = tl.where(moved == 0, 0.0, moved / (atol + rtol * tl.max(tl.abs(end), 0)))
+            largest = tl.where(is_finite(end) & (moved < float("inf")), tl.maximum(largest, moved), float("inf"))
+            delta = finite_or_zero(pushed + (end - after))
         tl.atomic_max(found + passes * 2 * rows + row, largest)
         tl.atomic_max(found + passes * 2 * rows + rows + row, missed)
 

@@ -9,26 +9,28 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
+from ..linear.fused import has_triton
 from ..linear.solve import in_functorch
 from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
-from ..stopping import UpdateTest
 from .arguments import Mode, check_mode, check_newton, check_size
 from .rows import solve_finite_rows
 
 #: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
 #: (without skip connections); and rows, each walked by a program of its own.
 _NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
+#: Elements of the products of Jacobians, one for every few steps and row, that the kernels make room for: 4 GiB.
+_MOST_PRODUCTS = 2**30
 
 
 def _relu_slope(z: Tensor) -> Tensor:
@@ -132,26 +134,22 @@ class _Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        widest = _NARROW if self.weight.ndim == 4 else WIDEST
-        if self.weight.shape[-1] > widest or hidden.numel() == 0 or in_functorch() or find_spec("triton") is None:
+        steps, width, rows = self.weight.shape[0], self.weight.shape[-1], hidden.shape[0]
+        traced = in_functorch() or forward_ad._current_level >= 0
+        if width > (_NARROW if self.weight.ndim == 4 else WIDEST) or traced or not has_triton():
             return False
         if mode == "sequential":
-            return hidden.shape[0] <= _MOST_ROWS
-        newton, usual = self.newton, Newton()
-        return (
-            isinstance(newton.stop, UpdateTest)
-            and (newton.jacobian, newton.linear, newton.max_iterations)
-            == (usual.jacobian, usual.linear, usual.max_iterations)
-            and newton.chunk != 1
-            and self.guess == RepeatInitial()
-        )
+            return 0 < rows <= _MOST_ROWS
+        usual = replace(self.newton, atol=None, rtol=None, chunk="auto") == Newton()
+        room = 0 < rows * max(1, steps // 4) * width**2 <= _MOST_PRODUCTS
+        return usual and self.newton.chunk != 1 and self.guess == RepeatInitial() and room
 
     def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
         from .fused import Layers, Report, apply, one_chunk  # with Triton, which takes a second to import
 
         skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
         chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
-        atol, rtol = self.newton.tolerances(hidden.dtype)
+        atol, rtol = (float(each) for each in self.newton.tolerances(hidden.dtype))
         layers = Layers(
             skip=skip,
             residual=self.weight.ndim == 4,
@@ -166,7 +164,7 @@ class _Network(nn.Module):
         report = reports[0]
         if mode == "parallel":
             self._report = report
-            self._solution = one_chunk(states.shape[0], states.shape[1], states.device) if report is None else None
+            self._solution = one_chunk(states.shape[0], states.shape[1], states.device)
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
             self._keep_activations(states, finite=report is None or not report.finished)
@@ -180,8 +178,8 @@ class _Network(nn.Module):
     @property
     def solution(self) -> Solution | None:
         """How the last parallel pass went; its states are not kept."""
-        if self._solution is None and self._report is not None:
-            self._solution = self._report.solution()
+        if self._report is not None:  # read anew: a CUDA graph of the caller may have been replayed since
+            return self._report.solution()
         return self._solution
 
     def _solve(self, hidden: Tensor) -> Tensor:

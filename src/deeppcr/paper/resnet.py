@@ -99,12 +99,15 @@ def newton(settings: Settings, iterations: int = 0) -> deeppcr.Newton:
 
 
 class _LayerByLayer(nn.Module):
-    def __init__(self, network: nn.Module):
+    """One call a layer, as PyTorch has it: ``mode="sequential"`` is one kernel on a GPU."""
+
+    def __init__(self, network: deeppcr.nn.ResNet):
         super().__init__()
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.network(x, mode="sequential")
+        network = self.network
+        return network.output(network._apply_activation(network._loop(network.input(x))[-1]))
 
 
 class Runner:

@@ -118,7 +118,7 @@ def test_states_and_gradients(blocks, width, rows, skip, residual, activation, c
     report = assert_states_and_gradients(problem, layers)
     if chunk is None and blocks > 1:
         assert report.solution().result is Result.CONVERGED
-    assert (report is None) == (blocks == 1 or chunk == blocks)
+    assert (report is None) == (blocks == 1 or (chunk is not None and chunk >= blocks))
 
 
 # Every width with every kind of block, and activations in turn: each case compiles ten kernels.
@@ -296,7 +296,7 @@ class TestNotConverged:
         assert misfit(x[1:], *problem, self.layers).max() <= 1e-5 * x.abs().max()
 
     def test_with_skips(self, device, few_rounds):
-        layers = Layers(2, True, "tanh", chunk=2)
+        layers = Layers(2, True, "tanh", chunk=1)
         problem = network(8, 3, skip=2, residual=True, gain=4.0, device=device)
         x, report = fused.run(*problem, None, layers)
         assert report.finished
@@ -377,8 +377,8 @@ class TestReport:
             (256, 4, None, 4),
             (4, 4, None, 1),
             (10, 1, 100, 10),
-            (10, 4, 3, 1),
-            (10, 4, 9, 2),
+            (10, 4, 3, 3),
+            (10, 4, 19, 10),
         ):
             assert Layers(skip, False, "relu", chunk=chunk).chunk_blocks(blocks) == expected
 
@@ -459,3 +459,26 @@ def test_activations(activation, device):
     (expected_slopes,) = torch.autograd.grad(expected.sum(), full)
     known = ~z.isnan()
     torch.testing.assert_close(slopes[known].double(), expected_slopes[known], rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("seed", [6, 10])
+def test_the_end_of_the_network_is_part_of_the_test(seed, device):
+    """A last chunk that amplifies: the starts of the chunks are right long before the end is."""
+    torch.manual_seed(seed)
+    layers = Layers(**MLP, activation="tanh", chunk=4)
+    weight, bias, initial = 0.7 * torch.randn(20, 1, 2, 2), 0.5 * torch.randn(20, 1, 2), torch.randn(1, 2)
+    before = loop(*doubles(weight, bias, initial), layers)[15, 0]
+    weight[16:], bias[16:] = 10 * torch.eye(2), 0
+    weight[16], bias[16] = 30 * torch.eye(2), -30 * torch.tanh(before).float()
+    problem = [each.to(device) for each in (weight, bias, initial)]
+    exact = loop(*doubles(*problem), layers)
+    x, report = fused.run(*problem, None, layers)
+    rounding = (fused.run(*problem, None, Layers(**MLP, activation="tanh", chunk=20))[0][-1] - exact[-1]).abs().max()
+    assert report.solution().result is Result.CONVERGED
+    assert (x[-1] - exact[-1]).abs().max() <= 3 * rounding + 1e-5
+
+
+def test_all_blocks_in_one_chunk_is_the_loop():
+    layers = Layers(skip=4, residual=True, activation="relu", chunk=16)
+    assert layers.chunk_blocks(16) == 16
+    assert fused.run(*network(16, skip=4, residual=True, activation="relu"), None, layers)[1] is None

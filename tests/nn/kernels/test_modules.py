@@ -344,3 +344,51 @@ class TestOnTheDevice:
             pytest.skip("needs two GPUs")
         net = build("mlp", 100, "cuda:1", 16, mode="parallel")
         assert_like_float64(net, torch.randn(3, 4, device="cuda:1"))
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU: whether there are kernels is decided without touching values."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "expected"),
+    [
+        ({}, "parallel", True),
+        ({}, "sequential", True),
+        ({"newton": Newton(atol=1e-6, chunk=8)}, "parallel", True),
+        ({"newton": Newton(chunk=1)}, "parallel", False),
+        ({"newton": Newton(max_iterations=15)}, "parallel", False),
+        ({"newton": Newton(shrink=0.5)}, "parallel", False),
+        ({"newton": Newton(stop=PaperTest(1e-4, 1e-4))}, "parallel", False),
+        ({"guess": Zeros()}, "parallel", False),
+        ({"activation": torch.tanh}, "sequential", False),
+        ({"dtype": torch.float64}, "sequential", False),
+        ({"width": 257}, "sequential", False),
+    ],
+)
+def test_what_the_kernels_are_asked_for(settings, mode, expected):
+    net = build("mlp", 64, "cpu", **settings)
+    hidden = torch.zeros(2, net.weight.shape[-1], dtype=net.weight.dtype).as_subclass(_OnGpu)
+    assert net._has_kernels(hidden, mode) is expected
+    with torch.autograd.forward_ad.dual_level():
+        assert not net._has_kernels(hidden, mode)
+
+
+def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
+    seen = []
+    run = fused.run
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[-1]) or run(*arguments))
+    net = build("resnet", 8, by_kernels, mode="sequential")
+    net(torch.randn(2, 4, device=by_kernels))
+    assert seen[0].chunk_blocks(4) == 4
+
+
+def test_tolerances_are_floats(by_kernels, monkeypatch):
+    """A kernel is specialised on integers, and launched again as it was compiled."""
+    seen = []
+    run = fused.run
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[-1]) or run(*arguments))
+    build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
+    assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)

@@ -289,7 +289,7 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chun
     length, width = rhs.shape[0], rhs.shape[-1]
     rows = rhs.shape[1:-1].numel()
     vectors = aligned(rhs.reshape(length, rows, width))
-    blocks = aligned(_flatten_batch(couplings.data, rhs.shape[1:-1]))
+    blocks = _flatten_batch(aligned(couplings.data), rhs.shape[1:-1])
     states = torch.empty((length, rows, width), dtype=rhs.dtype, device=rhs.device)
     solve_chain(Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(states, 1, reverse), chunk)
     return states.view(rhs.shape)
