@@ -380,9 +380,7 @@ def test_results_of_an_older_version_or_cut_off(run, tmp_path, text):
 
 def test_hardware_compares_two_files(run, tmp_path):
     folder = tmp_path / "results"
-    for seed in (0, 1):
-        assert run("mlp-timing", "--quick", "--seed", seed).exit_code == 0
-    one, other = (folder / name for name in files(folder))
+    one, other = two_machines(run, tmp_path)
     result = run("hardware", one, other)
     assert result.exit_code == 0, result.output
     (found,) = [name for name in files(folder) if name.startswith("hardware")]
@@ -391,6 +389,30 @@ def test_hardware_compares_two_files(run, tmp_path):
         entry = record["forward"]["loop"]
         assert entry["ratio"] == pytest.approx(entry["seconds"][1] / entry["seconds"][0])
     assert "forward loop" in content["summary"]["ratios"]
+    # It is no more than what it was made from: a quick run, of one depth.
+    assert content["quick"]
+    assert found.endswith("-quick.json")
+    assert "depths" in content["settings"]["changed"]
+
+
+def two_machines(run, tmp_path):
+    """The result of this machine, with another setting, and the same times by another name."""
+    assert run("mlp-timing", "--quick", "--set", "depths=64", out=tmp_path / "here").exit_code == 0
+    (one,) = (tmp_path / "here").iterdir()
+    content = store.read(one)
+    content["records"] = [{**record, "hardware": "Another"} for record in content["records"]]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    return one, other
+
+
+def test_hardware_wants_two_machines(run, tmp_path):
+    one, _ = two_machines(run, tmp_path)
+    fails_clearly(run("hardware", one, one), str(one), "given twice")
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(one.read_bytes())
+    fails_clearly(run("hardware", one, copy), str(one), str(copy), "both measured on ")
+    assert files(tmp_path / "results") == []
 
 
 def test_hardware_with_the_wrong_files(run, tmp_path):

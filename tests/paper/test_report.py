@@ -101,6 +101,14 @@ def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_pa
     assert "changed: depths" in page.make_page(collect([tmp_path]))
 
 
+def test_a_quick_run_says_what_was_changed(tmp_path):
+    write(tmp_path, timing_content(quick=True, like=replace(mlp_timing.QUICK, depths=(64,))))
+    made = page.make_page(collect([tmp_path]))
+    assert made.count("quick run, small sizes: shows that it works; changed: depths") >= 2
+    assert "<span class='tag'>quick run; changed: depths</span>" in made
+    assert "deeppcr reproduce hardware FILE1 FILE2" in made
+
+
 def settings_of(name, quick=False, **changes):
     (experiment,) = [each for each in EXPERIMENTS if each.name == name]
     made = replace(experiment.quick if quick else experiment.full, **changes)
@@ -121,7 +129,10 @@ def settings_of(name, quick=False, **changes):
         (settings_of("resnet-guess", quick=True, data="mnist"), "resnet-guess --quick --device cuda --set data=mnist"),
     ],
 )
-def test_the_command_that_made_it(tmp_path, content, expected):
+def test_the_command_that_made_it(tmp_path, monkeypatch, content, expected):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, timing_content(), "a.json")
+    write(tmp_path, timing_content(hardware="Another"), "b c.json")
     result = finished({**timing_content(), **content}, tmp_path)
     assert result.command == f"deeppcr reproduce {expected}"
     # And it makes those settings.

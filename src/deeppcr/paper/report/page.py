@@ -115,7 +115,7 @@ def _row(row: Row) -> str:
     claim, result = row.claim, row.result
     paper = f"<strong>{escape(claim.paper)}</strong> <span class='quiet'>{_text(claim.source)}</span>"
     if result is None:
-        ours = f"<span class='quiet'>not measured yet: <code>deeppcr reproduce {escape(claim.experiment)}</code></span>"
+        ours = f"<span class='quiet'>not measured yet: <code>{escape(_command(claim.experiment))}</code></span>"
         where = "<span class='quiet'>–</span>"
     else:
         items = (
@@ -124,13 +124,18 @@ def _row(row: Row) -> str:
         ours = (
             f"<ul class='ours'>{''.join(items)}</ul>" if row.ours else "<span class='quiet'>not in these results</span>"
         )
-        short = "quick run" if result.quick else result.remark
+        short = "; ".join(filter(None, ["quick run" if result.quick else "", result.changed_in_words]))
         tag = f" <span class='tag'>{escape(short)}</span>" if short else ""
         where = f"<a href='#{_slug(result.name)}'>{escape(result.hardware)}</a>{tag}"
     return (
         f"<tr><th scope='row'>{escape(claim.what)}</th><td data-label='Paper'>{paper}</td>"
         f"<td data-label='Ours'>{ours}</td><td data-label='Where'>{where}</td></tr>\n"
     )
+
+
+def _command(experiment: str) -> str:
+    """What measures it; a comparison of machines needs their results."""
+    return f"deeppcr reproduce {experiment}" + (" FILE1 FILE2" if experiment == "hardware" else "")
 
 
 def _map(maps: list[dict[str, Any]], results: Sequence[Finished]) -> str:
