@@ -216,7 +216,8 @@ def test_claims_that_nobody_measured_say_how(tmp_path):
     assert {row.claim.experiment for row in missing} == {claim.experiment for claim in claims.CLAIMS} - {"mlp-timing"}
     html = page.make_page([result])
     for row in missing:
-        assert f"not measured yet: <code>deeppcr reproduce {row.claim.experiment}</code>" in html
+        command = row.claim.experiment + (" FILE1 FILE2" if row.claim.experiment == "hardware" else "")
+        assert f"not measured yet: <code>deeppcr reproduce {command}</code>" in html
     assert {claim.experiment for claim in claims.CLAIMS} <= {each.name for each in EXPERIMENTS}
 
 

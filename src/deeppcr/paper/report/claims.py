@@ -126,10 +126,16 @@ def iterations_by_gain(result: Finished) -> list[Ours]:
         name, most = activation_name(entry["activation"]), entry["most_iterations_at_default"]
         if most is not None:
             found.append(Ours(f"at most {most}", f"{name}, weights as PyTorch makes them"))
-        if counts := entry["iterations_where_positive"]:
-            depth = max(counts)
-            where = f"{name}, mean at L = {depth:,} for weights scaled by {entry['positive_from_gain']:g} and more"
-            found.append(Ours(f"{counts[depth]:.0f}", f"{where}: there the layers amplify errors"))
+        if worst := entry["worst"]:
+            depth, mean = max(worst["mean_iterations_by_depth"].items())
+            exponent = f", exponent {worst['exponent']:+.2f}" if worst["exponent"] is not None else ""
+            where = (
+                f"{name}, weights scaled by {worst['gain']:g}{exponent}: the gain that takes most; "
+                f"mean at L = {depth:,}, the largest {worst['most_iterations']}"
+            )
+            if entry["overflow_from_gain"] is not None:
+                where += f"; from {entry['overflow_from_gain']:g} on the states overflow"
+            found.append(Ours(f"{mean:.0f}", where))
     return found
 
 
