@@ -202,6 +202,18 @@ def test_iterations_do_not_grow_with_the_depth(activation, guess, context):
         assert max(record["error_float64"]) < 1e-2
 
 
+def test_errors_that_are_not_finite_are_the_largest():
+    """As they come back from a file: by their names."""
+    record = {"activation": "relu", "guess": "random", "L": 8, "w": 4, "status": "ok"}
+    record |= {"iterations": [3, 3, 15], "results": ["CONVERGED", "CONVERGED", "NON_FINITE"]}
+    for name in ("nan", "inf", math.nan):
+        (entry,) = mlp_newton.summarise([{**record, "error": [0.5, 2.0, name]}])
+        assert entry["largest_error"] == math.inf
+        assert "inf" in mlp_newton.lines([entry])[1]
+    (entry,) = mlp_newton.summarise([{**record, "error": [0.5, 2.0]}])
+    assert entry["largest_error"] == 2.0
+
+
 def test_the_exponent_of_known_layers(device):
     """Linear layers in effect: tanh of nearly nothing, and ReLU of what is positive."""
     turn = torch.linalg.qr(torch.randn(12, 5, 5, dtype=torch.float64))[0].to(device)

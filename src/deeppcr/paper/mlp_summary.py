@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from .table import table
+from .table import table, times
 
 #: Sequential code, from the slowest to the strongest.
 BASELINES = ("loop", "graph", "fused")
@@ -113,7 +113,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
                     "direction": entry["direction"],
                     "method": entry["column"],
                     "over": over,
-                    "speed-up": f"{best['speedup']:.2g}x",
+                    "speed-up": times(best["speedup"]),
                     "at L": best["L"],
                     "and w": best["w"],
                     "break-even from L": f"{min(even):.0f}" if even else None,

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..figures.style import seconds as in_words
 from ..mlp_summary import break_even, seconds, speedup, threshold
+from ..table import times
 from .collect import Finished
-from .words import BASELINES, METHODS, activation_name, columns, error_size, finite, times
+from .words import BASELINES, METHODS, activation_name, columns, error_size, finite
 
 
 @dataclass(frozen=True)
