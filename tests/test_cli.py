@@ -325,6 +325,26 @@ def test_no_gpu(run, monkeypatch):
     fails_clearly(run("mlp-timing", "--quick", on="cuda"), "--device cuda", "no CUDA device")
 
 
+def test_the_largest_seed(run, tmp_path):
+    pytest.importorskip("sklearn")
+    assert run("mlp-newton", "--quick", "--seed", 2**63 - 1).exit_code == 0
+    assert run("resnet-iterations", "--quick", "--seed", 2**63 - 1).exit_code == 0
+    result = run("mlp-newton", "--quick", "--seed", 2**63)
+    assert result.exit_code == cli.BAD
+    assert "Traceback" not in result.output
+    assert "--seed" in result.output
+
+
+def test_ctrl_c_outside_an_experiment(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.STOPPED
+
+
 def test_bad_data(run, tmp_path):
     folder = tmp_path / "data"
     fails_clearly(run("resnet-training", "--data-dir", folder), str(folder), "no such folder")

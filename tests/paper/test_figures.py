@@ -473,3 +473,28 @@ def test_equal_accuracies_are_one_number():
     caption = by_name(figures.drawings(result), "resnet-training-accuracy").caption
     expected = "sequential 11.9 %, DeepPCR 11.9 %; the two are equal after every epoch."
     assert caption == f"After the last epoch: {expected}"
+
+
+def test_errors_of_zero_are_told():
+    """They have no place on a log axis."""
+    newton = made_up.mlp_newton_result(NEWTON)
+    done = [record for record in newton["records"] if record["status"] == "ok"]
+    for record in done:
+        record["error"] = [1e-6] * len(record["error"])
+    assert "The error is 0" not in figures.drawings(newton)[0].caption
+    for record in done[:2]:
+        record["error"] = [0.0] * len(record["error"])
+    assert "The error is 0 in 2 cells" in figures.drawings(newton)[0].caption
+    training = made_up.resnet_training_result(replace(TRAINING, seeds=1), points=5)
+    training["records"][1]["parameter_distance"][:3] = [0.0] * 3
+    assert "Equal at 3 points" in by_name(figures.drawings(training), "resnet-training-newton").caption
+
+
+def test_each_method_says_for_itself_from_where_it_is_ahead():
+    result = made_up.mlp_timing_result(replace(TIMING, depths=(2, 64)), ("loop", "printed", "auto"))
+    for record in result["records"]:
+        for way in ("forward", "backward"):
+            if "seconds" in record[way]["printed"]:
+                record[way]["printed"]["seconds"] = [1e3]
+    caption = by_name(figures.drawings(result), "mlp-timing-relu-forward").caption
+    assert "; as printed nowhere ahead, defaults " in caption

@@ -1,5 +1,6 @@
 """The report without a browser: which results it takes, what its table says, and one clear line for whatever is wrong."""
 
+import html
 import json
 import os
 import re
@@ -100,6 +101,26 @@ def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_pa
     (tmp_path / "paper.json").unlink()
     assert kept(tmp_path) == [("smaller.json", False)]
     assert "changed: depths" in page.make_page(collect([tmp_path]))
+
+
+def test_a_training_names_its_images(tmp_path):
+    for data, name in (("digits", "scikit-learn's digits"), ("mnist", "MNIST")):
+        content = {**timing_content(), **settings_of("resnet-training", quick=True, data=data)}
+        result = finished(content, tmp_path)
+        assert result.images == name
+        assert ("on scikit-learn's digits" in result.remark) == (data == "digits")
+        assert f"<span>images: {html.escape(name)}</span>" in page._made(result)
+    assert finished(timing_content(), tmp_path).images == ""
+
+
+def test_the_page_explains_the_names_of_methods(tmp_path):
+    made = page.make_page([finished(timing_content(), tmp_path)])
+    for name, words in (
+        ("as printed", "its stopping test"),
+        ("defaults", "stricter test"),
+        ("fused loop", "one kernel"),
+    ):
+        assert re.search(f"<li><strong>[^<]*{name}</strong>: [^<]*{words}", made)
 
 
 def test_a_quick_run_says_what_was_changed(tmp_path):

@@ -15,7 +15,7 @@ import torch
 
 from . import mlp_timing
 from .experiment import Cell, Context, Experiment, name_of
-from .mlp_summary import seconds
+from .mlp_summary import foot, seconds
 from .store import PARTIAL, PaperError, read
 from .table import table
 
@@ -156,7 +156,8 @@ def lines(summary: dict[str, Any]) -> list[str]:
         {"pass": name, **{which: f"{each[which]:.2f}" for which in ("smallest", "median", "largest")}}
         for name, each in summary["ratios"].items()
     ]
-    return [f"time on {second} over time on {first}:", *table(rows)]
+    below = foot(name.split()[-1] for name in summary["ratios"])
+    return [f"time on {second} over time on {first}:", *table(rows), *below]
 
 
 EXPERIMENT = Experiment(

@@ -125,7 +125,7 @@ def end_loss(entry: dict[str, Any], mode: str) -> str | None:
 EXPERIMENT = Experiment(
     name="resnet-training",
     paper="figs. 4 and 5, accuracy and seeds figures, fig. 8 right",
-    what="training of deep residual networks on MNIST: time, loss, accuracy, iterations, distance to the loop's training",
+    what="training of deep residual networks on MNIST (quick: scikit-learn's digits): time, loss, accuracy, iterations, distance to the loop's training",
     full=FULL,
     quick=QUICK,
     cells=cells,

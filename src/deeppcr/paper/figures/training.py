@@ -343,7 +343,7 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     figure, grid = style.canvas(1, extra=1.2)
     left, right = grid[0]
     colours = style.ordered(pair.depth for pair in pairs)
-    counts, apart = [], []
+    counts, apart, equal = [], [], sum(value == 0 for pair in pairs for value in pair.distance)
     for pair in pairs:
         run, colour = pair.modes["parallel"], colours[pair.depth]
         counts += curve(left, run, "iterations", colour)
@@ -368,12 +368,13 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
                 f"L = {pair.depth}: {fmean(entry['iterations']):.1f} iterations, parameters at most "
                 f"{style.plain(max(ends))} apart at the end"
             )
+    unseen = f" Equal at {equal} points, which a log axis does not show." if equal else ""
     return Drawing(
         "resnet-training-newton",
         "Newton's method during training",
         "fig. 8 right",
         "Iterations of a forward pass, and the largest difference of a parameter to the sequential training; in words the "
-        "mean and the largest of all seeds. " + "; ".join(said) + ".",
+        "mean and the largest of all seeds. " + "; ".join(said) + "." + unseen,
         figure,
     )
 

@@ -174,13 +174,13 @@ def training_speedup(result: Finished) -> list[Ours]:
 
 
 def training_accuracy(result: Finished) -> list[Ours]:
-    entry, data = _deepest(result), result.content["settings"].get("data", "mnist")
+    entry = _deepest(result)
     found = []
     for mode, label in (("parallel", "trained in parallel"), ("sequential", "trained layer by layer")):
         ends = [each[-1] for each in entry[mode]["test_accuracy"] if each]
         if ends:
             of = f"mean of {len(ends)} runs" if len(ends) > 1 else "one run"
-            found.append(Ours(f"{100 * fmean(ends):.1f}%", f"{label}; L = {entry['L']:,}, {_images(data)}, {of}"))
+            found.append(Ours(f"{100 * fmean(ends):.1f}%", f"{label}; L = {entry['L']:,}, {result.images}, {of}"))
     return found
 
 
@@ -270,10 +270,6 @@ def _range(values: Iterable[float]) -> str:
     found = list(values)
     low, high = min(found), max(found)
     return f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
-
-
-def _images(data: str) -> str:
-    return {"mnist": "MNIST", "digits": "scikit-learn's digits"}.get(data, data)
 
 
 def _loss(entry: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from ..experiment import Experiment
 from ..store import PARTIAL, PaperError, read
 
 QUICK = "quick run, small sizes: shows that it works"
+#: What the trainings call their images, in words.
+IMAGES = {"mnist": "MNIST", "digits": "scikit-learn's digits"}
 _FIRST = "deeppcr reproduce mlp-timing --quick"
 
 
@@ -90,7 +92,14 @@ class Finished:
     @property
     def remark(self) -> str:
         """What has to be said of its sizes; nothing where they are the paper's."""
-        return "; ".join(filter(None, [QUICK if self.quick else "", self.changed_in_words]))
+        other = f"on {self.images}" if self.images not in ("", IMAGES["mnist"]) else ""
+        return "; ".join(filter(None, [QUICK if self.quick else "", other, self.changed_in_words]))
+
+    @property
+    def images(self) -> str:
+        """What was learnt, in a training; empty for other experiments."""
+        data = str(self.content["settings"].get("data", ""))
+        return IMAGES.get(data, data)
 
     @property
     def changed_in_words(self) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import deeppcr
 
 from ..figures import Figure, draw
+from ..figures.style import LABELS
+from ..mlp_summary import MEANINGS
 from ..store import now
 from .claims import Row, rows
 from .collect import QUICK, Finished
@@ -48,7 +50,7 @@ def make_page(results: Sequence[Finished]) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
-<title>DeepPCR: the paper's figures and ours</title>
+<title>DeepPCR: the paper's claims and our figures</title>
 <style>
 {_asset("page.css")}</style>
 </head>
@@ -89,7 +91,7 @@ def _header(results: Sequence[Finished]) -> str:
             "<code>--quick</code> the sizes are the paper's, and take longer.</p>"
         )
     return f"""<header>
-<h1>DeepPCR: the paper's figures and ours</h1>
+<h1>DeepPCR: the paper's claims and our figures</h1>
 <p class="lead">A loop of L dependent steps, solved in parallel over its steps by Newton's method and parallel cyclic
 reduction, measured again: <cite>DeepPCR: Parallelizing Sequential Operations in Neural Networks</cite> (Danieli, Sarabia,
 Suau, Rodríguez, Zappella, NeurIPS 2023).</p>
@@ -101,10 +103,15 @@ number on it is computed from the result files listed at its end.</p>
 
 def _summary(table: Sequence[Row]) -> str:
     heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Claim", "Paper", "Ours", "Where"))
+    words = "".join(
+        f"<li><strong>{escape(LABELS[column])}</strong>: {escape(meaning)}.</li>"
+        for column, meaning in MEANINGS.items()
+    )
     return f"""<section id="summary">
 <h2>The paper's claims and our figures</h2>
 <p>The paper ran on a V100 against the plain loop in eager PyTorch. Where stronger loops were measured (in a CUDA graph, in
 one fused kernel), ours are given against each of them. <em>L</em> is the number of layers, <em>w</em> their width.</p>
+<ul class="quiet">{words}</ul>
 <table class="summary"><thead><tr>{heads}</tr></thead><tbody>
 {"".join(_row(row) for row in table)}
 </tbody></table>
@@ -207,7 +214,8 @@ def _made(result: Finished) -> str:
     """The command, and what it ran on."""
     # Words that stay whole: a line does not end inside --device.
     command = " ".join(f"<b>{escape(word)}</b>" for word in result.command.split(" "))
-    where = "".join(f"<span>{escape(each)}</span>" for each in result.conditions)
+    data = [f"images: {result.images}"] if result.images else []
+    where = "".join(f"<span>{escape(each)}</span>" for each in (*data, *result.conditions))
     return f"<div class='made'><code>{command}</code>{where}</div>"
 
 
