@@ -17,7 +17,7 @@ MEANINGS = {
     "loop": "layer by layer in eager PyTorch, the paper's baseline",
     "graph": "the loop in a CUDA graph",
     "fused": "the loop in one kernel that goes from layer to layer by itself",
-    "printed": "the paper's method: a chunk a layer, its stopping test, parallel cyclic reduction",
+    "printed": "the paper's method: chunks of one layer (chunk=1), its stopping test, parallel cyclic reduction",
     "auto": "this library's defaults: several layers a chunk, a stricter test, kernels of its own on a GPU",
 }
 #: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.

@@ -225,7 +225,7 @@ def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
         mode: [finite(percent(pair.modes[mode]))[-1] for pair in pairs if finite(percent(pair.modes[mode]))]
         for mode in MODES
     }
-    said = [f"{style.LABELS[mode]} {_percent(each)}" for mode, each in ends.items() if each]
+    said = [f"{style.LABELS[mode]} {style.span(each, '.1f')} %" for mode, each in ends.items() if each]
     apart = [abs(value) for pair in pairs for value in finite(minus(*map(percent, pair.modes.values())))]
     most = ""
     if apart:
@@ -318,7 +318,7 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
             100 * finite(pair.modes[mode].test_accuracy)[-1] for pair in pairs if finite(pair.modes[mode].test_accuracy)
         ]
         if ends:
-            said.append(f"{style.LABELS[mode]} {_percent(ends)}")
+            said.append(f"{style.LABELS[mode]} {style.span(ends, '.1f')} %")
     return Drawing(
         "resnet-training-seeds",
         f"Loss and accuracy from {count} seeds",
@@ -383,11 +383,6 @@ def _along(grid: list[list[Axes]], label: str) -> None:
     for row in grid:
         for axes in row:
             axes.set_xlabel(label)
-
-
-def _percent(values: list[float]) -> str:
-    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
-    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _stopped(pairs: list[Pair]) -> str:
