@@ -197,7 +197,9 @@ def resnet_training_result(settings: Any = resnet_training.FULL, points: int = 6
                 each = runs[mode]["curves"]["forward_seconds"]
                 runs[mode]["curves"]["forward_seconds"] = [value * scale * depth / 0.004 for value in each]
             distance = [1e-7 * depth * (number + 1) ** 0.7 for number in range(points)]
-            records.append({"L": depth, "seed": seed, "runs": runs, "parameter_distance": distance})
+            apart = [1e-5 * (number % 7) + 1e-6 * seed for number in range(points)]
+            found = {"runs": runs, "parameter_distance": distance, "loss_distance": apart}
+            records.append({"L": depth, "seed": seed, **found})
     return result("resnet-training", settings, records)
 
 

@@ -325,6 +325,26 @@ def test_no_gpu(run, monkeypatch):
     fails_clearly(run("mlp-timing", "--quick", on="cuda"), "--device cuda", "no CUDA device")
 
 
+def test_the_largest_seed(run, tmp_path):
+    pytest.importorskip("sklearn")
+    assert run("mlp-newton", "--quick", "--seed", 2**63 - 1).exit_code == 0
+    assert run("resnet-iterations", "--quick", "--seed", 2**63 - 1).exit_code == 0
+    result = run("mlp-newton", "--quick", "--seed", 2**63)
+    assert result.exit_code == cli.BAD
+    assert "Traceback" not in result.output
+    assert "--seed" in result.output
+
+
+def test_ctrl_c_outside_an_experiment(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.STOPPED
+
+
 def test_bad_data(run, tmp_path):
     folder = tmp_path / "data"
     fails_clearly(run("resnet-training", "--data-dir", folder), str(folder), "no such folder")
@@ -380,9 +400,7 @@ def test_results_of_an_older_version_or_cut_off(run, tmp_path, text):
 
 def test_hardware_compares_two_files(run, tmp_path):
     folder = tmp_path / "results"
-    for seed in (0, 1):
-        assert run("mlp-timing", "--quick", "--seed", seed).exit_code == 0
-    one, other = (folder / name for name in files(folder))
+    one, other = two_machines(run, tmp_path)
     result = run("hardware", one, other)
     assert result.exit_code == 0, result.output
     (found,) = [name for name in files(folder) if name.startswith("hardware")]
@@ -391,6 +409,30 @@ def test_hardware_compares_two_files(run, tmp_path):
         entry = record["forward"]["loop"]
         assert entry["ratio"] == pytest.approx(entry["seconds"][1] / entry["seconds"][0])
     assert "forward loop" in content["summary"]["ratios"]
+    # It is no more than what it was made from: a quick run, of one depth.
+    assert content["quick"]
+    assert found.endswith("-quick.json")
+    assert "depths" in content["settings"]["changed"]
+
+
+def two_machines(run, tmp_path):
+    """The result of this machine, with another setting, and the same times by another name."""
+    assert run("mlp-timing", "--quick", "--set", "depths=64", out=tmp_path / "here").exit_code == 0
+    (one,) = (tmp_path / "here").iterdir()
+    content = store.read(one)
+    content["records"] = [{**record, "hardware": "Another"} for record in content["records"]]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    return one, other
+
+
+def test_hardware_wants_two_machines(run, tmp_path):
+    one, _ = two_machines(run, tmp_path)
+    fails_clearly(run("hardware", one, one), str(one), "given twice")
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(one.read_bytes())
+    fails_clearly(run("hardware", one, copy), str(one), str(copy), "both measured on ")
+    assert files(tmp_path / "results") == []
 
 
 def test_hardware_with_the_wrong_files(run, tmp_path):

@@ -69,7 +69,7 @@ def reproduce(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("results"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random numbers.")] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -133,7 +133,7 @@ def report(
     ] = None,
     out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("report.html"),
 ) -> None:
-    """Build one HTML page from the results: the paper's figures and ours side by side, and a map of the speed-up.
+    """Build one HTML page from the results: the paper's claims and our figures, and a map of the speed-up.
 
     The page needs nothing but a browser. Of each experiment on each machine it shows the newest finished result, and
     quick ones only where there is no full one.
@@ -185,7 +185,10 @@ def command_line() -> str:
 
 def main() -> None:
     """The entry point."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # outside an experiment, such as while modules are imported
+        raise SystemExit(STOPPED) from None
 
 
 if __name__ == "__main__":

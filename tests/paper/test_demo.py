@@ -191,3 +191,10 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
         demo.main(["--quick", "--device", "cuda"])
     assert ended.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_no_threads_at_all(capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--quick", "--threads", "0"])
+    assert ended.value.code == 2
+    assert "--threads: at least 1, got 0" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from deeppcr.nn.networks import ACTIVATIONS
 from deeppcr.paper import mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
 from deeppcr.paper.data import Images
 from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
+from deeppcr.paper.figures.mlp_gain import caption
 from deeppcr.paper.memory import peak_bytes
 from deeppcr.paper.mlp import LAYERS, Network
 from deeppcr.paper.mlp_summary import break_even, lines, summarise, threshold
@@ -85,7 +86,7 @@ def test_every_column_is_timed_in_both_directions(activation, context):
     cell = {"activation": activation, "L": 32, "w": 4}
     record = mlp_timing.measure_cell(cell, TIMING, context)
     for way in mlp_timing.DIRECTIONS:
-        assert tuple(record[way]) == mlp_timing.columns(context.device)
+        assert tuple(record[way]) == mlp_timing.columns(context.device, 4)
         for column, entry in record[way].items():
             assert entry["status"] == "ok", (way, column, entry)
             assert len(entry["seconds"]) == 2
@@ -201,6 +202,18 @@ def test_iterations_do_not_grow_with_the_depth(activation, guess, context):
         assert max(record["error_float64"]) < 1e-2
 
 
+def test_errors_that_are_not_finite_are_the_largest():
+    """As they come back from a file: by their names."""
+    record = {"activation": "relu", "guess": "random", "L": 8, "w": 4, "status": "ok"}
+    record |= {"iterations": [3, 3, 15], "results": ["CONVERGED", "CONVERGED", "NON_FINITE"]}
+    for name in ("nan", "inf", math.nan):
+        (entry,) = mlp_newton.summarise([{**record, "error": [0.5, 2.0, name]}])
+        assert entry["largest_error"] == math.inf
+        assert "inf" in mlp_newton.lines([entry])[1]
+    (entry,) = mlp_newton.summarise([{**record, "error": [0.5, 2.0]}])
+    assert entry["largest_error"] == 2.0
+
+
 def test_the_exponent_of_known_layers(device):
     """Linear layers in effect: tanh of nearly nothing, and ReLU of what is positive."""
     turn = torch.linalg.qr(torch.randn(12, 5, 5, dtype=torch.float64))[0].to(device)
@@ -235,8 +248,42 @@ def test_iterations_grow_with_the_depth_where_errors_do(context):
     ]
     (entry,) = mlp_gain.summarise(records)
     assert entry["most_iterations_at_default"] <= 6
-    assert entry["positive_from_gain"] == 4.0
-    assert entry["iterations_where_positive"] == {32: few, 128: many}
+    assert entry["positive_from_gain"] == entry["worst"]["gain"] == 4.0
+    assert entry["worst"]["mean_iterations_by_depth"] == {32: few, 128: many}
+    assert entry["worst"]["most_iterations"] == many
+    assert entry["overflow_from_gain"] is None
+
+
+def gain_record(gain, depth, exponents, counts, result="CONVERGED"):
+    runs = {"iterations": counts, "results": [result] * len(counts)}
+    return {"activation": "relu", "gain": gain, "L": depth, "w": 16, "exponents": exponents} | {
+        "paper": runs,
+        "default": runs,
+    }
+
+
+def test_the_worst_gain_may_be_one_that_does_not_amplify():
+    """As measured for ReLU: the most iterations just below zero, fewer above, and then the states overflow."""
+    records = [
+        gain_record(2.0, 64, [None, None], [9, 9]),
+        gain_record(2.6, 16, [-0.1, -0.3], [10, 12]),
+        gain_record(2.6, 64, [-0.01, None], [40, 50]),
+        gain_record(2.8, 64, [0.06, 0.06], [20, 30]),
+        gain_record(3.2, 64, [0.2, 0.2], [70, 60], "NON_FINITE"),
+    ]
+    (entry,) = mlp_gain.summarise(records)
+    assert entry["exponent_by_gain"] == {2.6: -0.01, 2.8: 0.06, 3.2: pytest.approx(0.2)}
+    assert entry["worst"] | {"gain": 2.6, "exponent": -0.01, "most_iterations": 50} == entry["worst"]
+    assert entry["worst"]["mean_iterations_by_depth"] == {16: 11, 64: 45}
+    assert (entry["positive_from_gain"], entry["overflow_from_gain"]) == (2.8, 3.2)
+    text = caption(records)
+    for part in (
+        "at gain 2.6 (exponent -0.01)",
+        "11, 45 iterations at L = 16, 64",
+        "the largest 50",
+        "from gain 3.2 on",
+    ):
+        assert part in text
 
 
 TRAINING = resnet.Settings(depths=(16,), width=8, epochs=2, rate=0.05, window=4, batch=4, seeds=1, data="digits")

@@ -7,6 +7,7 @@ import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -17,6 +18,7 @@ import made_up
 from deeppcr.paper import figures, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
 from deeppcr.paper.catalogue import EXPERIMENTS
 from deeppcr.paper.figures.__main__ import main as figures_main
+from deeppcr.paper.table import times
 
 #: Experiments that have nothing to draw.
 WITHOUT: set[str] = set()
@@ -438,3 +440,61 @@ def test_full_size_stays_small():
     for record in result["records"]:
         del record["backward"]
     assert max(len(figure.svg) for figure in figures.draw(result)) < 250_000
+
+
+def test_the_page_and_the_screen_give_the_same_numbers_of_a_training(results, drawings):
+    summary = resnet_training.summarise(results["resnet-training"]["records"])
+    screen = "\n".join(resnet_training.lines(summary))
+    time, loss, *_ = (drawing.caption for drawing in drawings["resnet-training"])
+    for entry in summary:
+        for way in ("eager", "fastest_loop"):
+            assert times(entry[f"speedup_over_{way}"]) in time
+            assert times(entry[f"speedup_over_{way}"]) in screen
+        for mode in ("sequential", "parallel"):
+            assert f"{fmean(entry[mode]['loss']):.4f}" in loss
+            assert f"{fmean(entry[mode]['loss']):.4f}" in screen
+        assert f"differ by at most {figures.style.plain(max(entry['loss_difference']))}" in loss
+        assert f"{max(entry['loss_difference']):.1e}" in screen
+
+
+def test_a_training_of_an_earlier_version_is_still_drawn():
+    result = made_up.resnet_training_result(TRAINING, points=5)
+    for record in result["records"]:
+        record.pop("loss_distance", None)
+    assert resnet_training.lines(resnet_training.summarise(result["records"]))[1].endswith("–")
+    assert "differ by" not in by_name(figures.drawings(result), "resnet-training-loss").caption
+
+
+def test_equal_accuracies_are_one_number():
+    result = made_up.resnet_training_result(replace(TRAINING, seeds=1), points=5)
+    for record in result["records"]:
+        for run in record.get("runs", {}).values():
+            run["test_accuracy"] = [0.1, 0.119]
+    caption = by_name(figures.drawings(result), "resnet-training-accuracy").caption
+    expected = "sequential 11.9 %, DeepPCR 11.9 %; the two are equal after every epoch."
+    assert caption == f"After the last epoch: {expected}"
+
+
+def test_errors_of_zero_are_told():
+    """They have no place on a log axis."""
+    newton = made_up.mlp_newton_result(NEWTON)
+    done = [record for record in newton["records"] if record["status"] == "ok"]
+    for record in done:
+        record["error"] = [1e-6] * len(record["error"])
+    assert "The error is 0" not in figures.drawings(newton)[0].caption
+    for record in done[:2]:
+        record["error"] = [0.0] * len(record["error"])
+    assert "The error is 0 in 2 cells" in figures.drawings(newton)[0].caption
+    training = made_up.resnet_training_result(replace(TRAINING, seeds=1), points=5)
+    training["records"][1]["parameter_distance"][:3] = [0.0] * 3
+    assert "Equal at 3 points" in by_name(figures.drawings(training), "resnet-training-newton").caption
+
+
+def test_each_method_says_for_itself_from_where_it_is_ahead():
+    result = made_up.mlp_timing_result(replace(TIMING, depths=(2, 64)), ("loop", "printed", "auto"))
+    for record in result["records"]:
+        for way in ("forward", "backward"):
+            if "seconds" in record[way]["printed"]:
+                record[way]["printed"]["seconds"] = [1e3]
+    caption = by_name(figures.drawings(result), "mlp-timing-relu-forward").caption
+    assert "; as printed nowhere ahead, defaults " in caption

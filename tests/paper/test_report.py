@@ -1,5 +1,6 @@
 """The report without a browser: which results it takes, what its table says, and one clear line for whatever is wrong."""
 
+import html
 import json
 import os
 import re
@@ -33,7 +34,8 @@ def drawn(monkeypatch):
 
     def draw(content):
         for record in content["records"]:
-            record["forward"], int(record["L"])  # as the real ones do, it falls over what is damaged
+            int(record["L"])  # as the real ones do, it falls over what is damaged
+            assert content["experiment"] != "mlp-timing" or record["forward"]
         names = [f"{content['experiment']}-{number}" for number in "12"]
         return [Figure(name, "A line", "fig. 3", "It is flat.", SVG.replace("NAME", name)) for name in names]
 
@@ -101,6 +103,34 @@ def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_pa
     assert "changed: depths" in page.make_page(collect([tmp_path]))
 
 
+def test_a_training_names_its_images(tmp_path):
+    for data, name in (("digits", "scikit-learn's digits"), ("mnist", "MNIST")):
+        content = {**timing_content(), **settings_of("resnet-training", quick=True, data=data)}
+        result = finished(content, tmp_path)
+        assert result.images == name
+        assert ("on scikit-learn's digits" in result.remark) == (data == "digits")
+        assert f"<span>images: {html.escape(name)}</span>" in page._made(result)
+    assert finished(timing_content(), tmp_path).images == ""
+
+
+def test_the_page_explains_the_names_of_methods(tmp_path):
+    made = page.make_page([finished(timing_content(), tmp_path)])
+    for name, words in (
+        ("as printed", "its stopping test"),
+        ("defaults", "stricter test"),
+        ("fused loop", "one kernel"),
+    ):
+        assert re.search(f"<li><strong>[^<]*{name}</strong>: [^<]*{words}", made)
+
+
+def test_a_quick_run_says_what_was_changed(tmp_path):
+    write(tmp_path, timing_content(quick=True, like=replace(mlp_timing.QUICK, depths=(64,))))
+    made = page.make_page(collect([tmp_path]))
+    assert made.count("quick run, small sizes: shows that it works; changed: depths") >= 2
+    assert "<span class='tag'>quick run; changed: depths</span>" in made
+    assert "deeppcr reproduce hardware FILE1 FILE2" in made
+
+
 def settings_of(name, quick=False, **changes):
     (experiment,) = [each for each in EXPERIMENTS if each.name == name]
     made = replace(experiment.quick if quick else experiment.full, **changes)
@@ -121,7 +151,10 @@ def settings_of(name, quick=False, **changes):
         (settings_of("resnet-guess", quick=True, data="mnist"), "resnet-guess --quick --device cuda --set data=mnist"),
     ],
 )
-def test_the_command_that_made_it(tmp_path, content, expected):
+def test_the_command_that_made_it(tmp_path, monkeypatch, content, expected):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, timing_content(), "a.json")
+    write(tmp_path, timing_content(hardware="Another"), "b c.json")
     result = finished({**timing_content(), **content}, tmp_path)
     assert result.command == f"deeppcr reproduce {expected}"
     # And it makes those settings.
@@ -205,7 +238,8 @@ def test_claims_that_nobody_measured_say_how(tmp_path):
     assert {row.claim.experiment for row in missing} == {claim.experiment for claim in claims.CLAIMS} - {"mlp-timing"}
     html = page.make_page([result])
     for row in missing:
-        assert f"not measured yet: <code>deeppcr reproduce {row.claim.experiment}</code>" in html
+        command = row.claim.experiment + (" FILE1 FILE2" if row.claim.experiment == "hardware" else "")
+        assert f"not measured yet: <code>deeppcr reproduce {command}</code>" in html
     assert {claim.experiment for claim in claims.CLAIMS} <= {each.name for each in EXPERIMENTS}
 
 

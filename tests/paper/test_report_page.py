@@ -185,7 +185,7 @@ def ratio_of(record, way, method, baseline):
 
 def test_opens_without_an_error_and_asks_for_nothing(page):
     page.open()
-    assert page.find("h1").text == "DeepPCR: the paper's figures and ours"
+    assert page.find("h1").text == "DeepPCR: the paper's claims and our figures"
     events = [json.loads(entry["message"])["message"] for entry in page.browser.get_log("performance")]
     asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
     assert page.path.as_uri() in asked

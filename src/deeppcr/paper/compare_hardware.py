@@ -15,17 +15,18 @@ import torch
 
 from . import mlp_timing
 from .experiment import Cell, Context, Experiment, name_of
-from .mlp_summary import seconds
+from .mlp_summary import foot, seconds
 from .store import PARTIAL, PaperError, read
 from .table import table
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared: the names of two files, or two numbers of threads."""
+    """What is compared: the names of two files, or two numbers of threads; and what was changed for the files."""
 
     files: tuple[str, ...] = ()
     threads: tuple[int, ...] = ()
+    changed: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -38,19 +39,38 @@ GRID = replace(mlp_timing.QUICK, depths=(32, 256), widths=(4,), activations=("re
 def adapt(settings: Settings, context: Context) -> Settings:
     """Files that were given are compared, also by a quick run."""
     if context.files:
-        return replace(settings, files=tuple(path.name for path in context.files), threads=())
+        changed = {
+            name
+            for content in load(context)
+            for name in mlp_timing.EXPERIMENT.changes(content["settings"], quick=content["quick"])
+        }
+        names = tuple(path.name for path in context.files)
+        return replace(settings, files=names, threads=(), changed=tuple(sorted(changed)))
     return settings
 
 
-def load(settings: Settings, context: Context) -> list[dict[str, Any]]:
-    """Both files, whole and of the right experiment."""
+def from_quick(context: Context) -> bool:
+    """Two files are compared at the sizes that they have: of a quick run comes a quick comparison."""
+    return any(content["quick"] for content in load(context)) if context.files else False
+
+
+def load(context: Context) -> list[dict[str, Any]]:
+    """Both files, whole, of the right experiment and of two machines."""
     if len(context.files) != 2:
         raise PaperError(
             f"hardware compares two result files of mlp-timing, got {len(context.files)}: "
             "deeppcr reproduce hardware FILE1 FILE2"
         )
     if "compared" not in context.cache:
-        context.cache["compared"] = [_load(path) for path in context.files]
+        one, other = (_load(path) for path in context.files)
+        if context.files[0].resolve() == context.files[1].resolve():
+            raise PaperError(f"{context.files[0]}: given twice; hardware compares the results of two machines")
+        if shared := _machines(one) & _machines(other):
+            raise PaperError(
+                f"{' and '.join(map(str, context.files))}: both measured on {min(shared)}; "
+                "hardware compares the results of two machines"
+            )
+        context.cache["compared"] = [one, other]
     return context.cache["compared"]
 
 
@@ -60,7 +80,11 @@ def _load(path: Path) -> dict[str, Any]:
         raise PaperError(f"{path}: results of {content['experiment']}, expected those of mlp-timing")
     if not content["complete"] or path.name.endswith(PARTIAL):
         raise PaperError(f"{path}: not finished; run its command again first")
-    return content
+    return {"quick": False, **content}
+
+
+def _machines(content: dict[str, Any]) -> set[str]:
+    return {record["hardware"] for record in content["records"]}
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
@@ -69,7 +93,7 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
         return
     one, other = (
         {name_of({k: record[k] for k in ("activation", "L", "w")}): record for record in content["records"]}
-        for content in load(settings, context)
+        for content in load(context)
     )
     shared = [record for name, record in one.items() if name in other]
     if not shared:
@@ -86,7 +110,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
             [f"{count} thread{'s' * (count > 1)}" for count in settings.threads],
         )
     else:
-        both = load(settings, context)
+        both = load(context)
         records = [next(r for r in each["records"] if all(r[k] == v for k, v in cell.items())) for each in both]
         names = [record["hardware"] for record in records]
     found: dict[str, Any] = {"machines": names}
@@ -132,7 +156,8 @@ def lines(summary: dict[str, Any]) -> list[str]:
         {"pass": name, **{which: f"{each[which]:.2f}" for which in ("smallest", "median", "largest")}}
         for name, each in summary["ratios"].items()
     ]
-    return [f"time on {second} over time on {first}:", *table(rows)]
+    below = foot(name.split()[-1] for name in summary["ratios"])
+    return [f"time on {second} over time on {first}:", *table(rows), *below]
 
 
 EXPERIMENT = Experiment(
@@ -146,4 +171,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     lines=lines,
     adapt=adapt,
+    from_quick=from_quick,
 )

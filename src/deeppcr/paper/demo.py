@@ -217,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    if options.threads < 1:
+        parser.error(f"--threads: at least 1, got {options.threads}")
     names = ["cpu", "cuda"] if options.device == "all" and torch.cuda.is_available() else [options.device]
     devices = [torch.device("cpu" if name == "all" else name) for name in names]
     networks, budget = (QUICK, 0.05) if options.quick else (NETWORKS, 2.0)

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from .lock import only_run
-from .settings import override
-from .store import PARTIAL, Store, disk_error
+from .settings import override, show
+from .store import PARTIAL, Store, as_json, disk_error
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
 Cell = dict[str, Any]
+#: Settings that come from other arguments than ``--set``.
+_NOT_SET = frozenset({"seed", "files", "threads", "changed"})
 
 
 class OutOfTime(Exception):
@@ -112,6 +114,7 @@ class Experiment:
         summarise: records to what is read off them
         lines: summary to what is shown at the end
         adapt: settings and context to the settings that are used, such as another data set
+        from_quick: whether what it is made from are results of quick runs: then it is one, too
     """
 
     name: str
@@ -124,10 +127,20 @@ class Experiment:
     summarise: Callable[[list[dict[str, Any]]], Any] = lambda records: None
     lines: Callable[[Any], list[str]] = lambda summary: []
     adapt: Callable[[Any, Context], Any] = lambda settings, context: settings
+    from_quick: Callable[[Context], bool] = lambda context: False
 
     def settings(self, context: Context, *, quick: bool, seed: int, changes: Sequence[str] = ()) -> Any:
         chosen = override(self.quick if quick else self.full, changes, self.name)
         return self.adapt(replace(chosen, seed=seed), context)
+
+    def changes(self, settings: dict[str, Any], *, quick: bool) -> dict[str, str]:
+        """Settings of a result file that are other than usual, as they are given on the command line."""
+        usual = as_json(asdict(self.quick if quick else self.full))
+        return {
+            name: show(settings[name])
+            for name in usual
+            if name not in _NOT_SET and name in settings and settings[name] != usual[name]
+        }
 
     def run(
         self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0, changes: Sequence[str] = ()
@@ -144,6 +157,7 @@ class Experiment:
         """
         settings = self.settings(context, quick=quick, seed=seed, changes=changes)
         cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
+        quick = quick or self.from_quick(context)
         with only_run(folder, self.name, asdict(settings), context.device.type):
             store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
             self._measure_all(cells, settings, context, store)

@@ -106,62 +106,93 @@ def exponent(network: Network, seed: int = 0) -> float | None:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every activation: the iterations at PyTorch's default, and where and how they begin to grow with the depth."""
+    """For every activation: the iterations at PyTorch's default, and at the gain that takes the most.
+
+    ``exponent_by_gain`` is that of the deepest networks, where it is measured best: the mean of those that have one. A gain
+    at which all of them forget their input has none, and is left out. ``worst`` is the gain with the most iterations in
+    the mean of the deepest networks; means are over the networks that converged.
+    """
     found = []
     for activation in dict.fromkeys(record["activation"] for record in records):
         mine = [record for record in records if record["activation"] == activation]
-        exponents = {gain: _exponent([r for r in mine if r["gain"] == gain]) for gain in {r["gain"] for r in mine}}
-        chaotic = [gain for gain in sorted(exponents) if (exponents[gain] or -1.0) > 0]
-        unstable = [record for record in mine if record["gain"] in chaotic]
-        left = [name for record in unstable for name in record["default"]["results"]]
+        deepest = max(record["L"] for record in mine)
+        deep = sorted((record for record in mine if record["L"] == deepest), key=lambda record: record["gain"])
+        exponents = {record["gain"]: value for record in deep if (value := mean_exponent(record)) is not None}
+        overflowed = [record["gain"] for record in deep if "NON_FINITE" in record["paper"]["results"]]
+        usual = [count for record in mine if record["gain"] == 1 for count in record["paper"]["iterations"]]
         found.append(
             {
                 "activation": activation,
-                "marks": MARKS[activation],
-                "exponent_by_gain": {gain: exponents[gain] for gain in sorted(exponents)},
-                "most_iterations_at_default": _most([record for record in mine if record["gain"] == 1.0]),
-                "positive_from_gain": chaotic[0] if chaotic else None,
-                "iterations_where_positive": {
-                    depth: fmean(counts)
-                    for depth in sorted({record["L"] for record in unstable})
-                    if (counts := [count for r in unstable if r["L"] == depth for count in _converged(r)])
-                },
-                "left_to_the_loop_where_positive": sum(name != "CONVERGED" for name in left),
-                "solved_where_positive": len(left),
+                "marks": MARKS.get(activation, {}),
+                "exponent_by_gain": exponents,
+                "most_iterations_at_default": max(usual, default=None),
+                "positive_from_gain": next((gain for gain, value in exponents.items() if value > 0), None),
+                "worst": _worst(mine, deep, exponents),
+                "deepest": deepest,
+                "overflow_from_gain": overflowed[0] if overflowed else None,
             }
         )
     return found
 
 
-def _exponent(records: list[dict[str, Any]]) -> float | None:
-    """Of the deepest networks: there it is measured best."""
-    deepest = max(record["L"] for record in records)
-    values = [value for record in records if record["L"] == deepest for value in record["exponents"]]
-    return fmean(values) if values and None not in values else None
+def _worst(
+    records: list[dict[str, Any]], deep: list[dict[str, Any]], exponents: dict[float, float]
+) -> dict[str, Any] | None:
+    """The gain that takes the most iterations; None where no network converged."""
+    known = [(count, record["gain"]) for record in deep if (count := mean_iterations(record, "paper")) is not None]
+    if not known:
+        return None
+    gain = max(known, key=lambda pair: pair[0])[1]
+    there = sorted((record for record in records if record["gain"] == gain), key=lambda record: record["L"])
+    results = [name for record in there for name in record["default"]["results"]]
+    return {
+        "gain": gain,
+        "exponent": exponents.get(gain),
+        "mean_iterations_by_depth": {
+            record["L"]: count for record in there if (count := mean_iterations(record, "paper")) is not None
+        },
+        "most_iterations": max(count for record in there for count in converged(record, "paper")),
+        "not_converged_by_default": sum(name != "CONVERGED" for name in results),
+        "solved": len(results),
+    }
 
 
-def _converged(record: dict[str, Any]) -> list[int]:
-    """The iterations of the paper's method, where there is anything to converge to: states that overflow are none."""
-    runs = zip(record["paper"]["iterations"], record["paper"]["results"], strict=True)
+def mean_exponent(record: dict[str, Any]) -> float | None:
+    """The mean over the networks of a cell that have one; None where all of them forget their input."""
+    known = [value for value in record["exponents"] if isinstance(value, (int, float))]
+    return fmean(known) if known else None
+
+
+def converged(record: dict[str, Any], solver: str) -> list[int]:
+    """The iterations where there is anything to converge to: states that overflow are none."""
+    runs = zip(record[solver]["iterations"], record[solver]["results"], strict=True)
     return [count for count, result in runs if result == "CONVERGED"]
 
 
-def _most(records: list[dict[str, Any]]) -> int | None:
-    return max((count for record in records for count in record["paper"]["iterations"]), default=None)
+def mean_iterations(record: dict[str, Any], solver: str) -> float | None:
+    """The mean over the networks that converged; None where none did."""
+    counts = converged(record, solver)
+    return fmean(counts) if counts else None
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
     rows = []
     for entry in summary:
-        counts = [f"{count:.0f} at L = {depth}" for depth, count in entry["iterations_where_positive"].items()]
-        left = f"{entry['left_to_the_loop_where_positive']} of {entry['solved_where_positive']}"
+        worst = entry["worst"] or {}
+        counts = [f"{count:.0f} at L = {depth}" for depth, count in worst.get("mean_iterations_by_depth", {}).items()]
+        exponent = worst.get("exponent")
         rows.append(
             {
                 "activation": entry["activation"],
-                "iterations at gain 1": entry["most_iterations_at_default"],
+                "most at gain 1": entry["most_iterations_at_default"],
+                "gain that takes most": worst.get("gain"),
+                "exponent": None if exponent is None else f"{exponent:+.2f}",
+                "mean iterations there": ", ".join(counts) or None,
+                "left to the loop by the defaults": (
+                    f"{worst['not_converged_by_default']} of {worst['solved']}" if worst else None
+                ),
                 "exponent positive from gain": entry["positive_from_gain"],
-                "iterations there": ", ".join(counts) or None,
-                "left to the loop by the defaults": left if counts else None,
+                "overflow from gain": entry["overflow_from_gain"],
             }
         )
     return table(rows)
@@ -169,7 +200,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="mlp-gain",
-    paper="section 4.1: when iterations stay few",
+    paper="no such experiment; extends section 4.4",
     what="Newton iterations against the gain of the weights and the largest Lyapunov exponent of the layers",
     full=FULL,
     quick=QUICK,

@@ -13,6 +13,7 @@ import deeppcr
 from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .memory import peak_bytes
 from .mlp import LAYERS, Network
+from .mlp_summary import foot
 from .mlp_timing import check_room, release, solver
 from .settings import setting
 from .table import table
@@ -93,7 +94,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         rows.append(
             {"memory of the loop over that of": name, "least": f"{min(ratios):.2f}", "most": f"{max(ratios):.2f}"}
         )
-    return table(rows)
+    return table(rows) + foot(summary)
 
 
 EXPERIMENT = Experiment(

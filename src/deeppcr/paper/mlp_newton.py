@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +80,16 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "activation": activation,
                     "guess": guess,
                     "most_iterations": max(max(record["iterations"]) for record in mine),
-                    "largest_error": max(max(record["error"]) for record in mine),
+                    "largest_error": _largest([error for record in mine for error in record["error"]]),
                     "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
                 }
             )
     return found
+
+
+def _largest(errors: list[float | str]) -> float:
+    """Files name the errors that are not finite, and those are larger than any number."""
+    return max((value if math.isfinite(value := float(error)) else math.inf) for error in errors)
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
@@ -93,7 +99,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
                 "activation": entry["activation"],
                 "guess": entry["guess"],
                 "iterations at most": entry["most_iterations"],
-                "output error at most": f"{entry['largest_error']:.1e}",
+                "output error at most": f"{float(entry['largest_error']):.1e}",
                 "not converged": entry["not_converged"],
             }
             for entry in summary

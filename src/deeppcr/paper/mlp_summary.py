@@ -8,10 +8,18 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from .table import table
+from .table import table, times
 
 #: Sequential code, from the slowest to the strongest.
 BASELINES = ("loop", "graph", "fused")
+#: What the columns are, for those who meet them in a table or on the page.
+MEANINGS = {
+    "loop": "layer by layer in eager PyTorch, the paper's baseline",
+    "graph": "the loop in a CUDA graph",
+    "fused": "the loop in one kernel that goes from layer to layer by itself",
+    "printed": "the paper's method: chunks of one layer (chunk=1), its stopping test, parallel cyclic reduction",
+    "auto": "this library's defaults: several layers a chunk, a stricter test, kernels of its own on a GPU",
+}
 #: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.
 SLOWED = 2.0
 
@@ -98,6 +106,12 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"entries": found, "not_timed": dict(reasons)}
 
 
+def foot(columns: Iterable[str]) -> list[str]:
+    """Below a table: what its columns are."""
+    shown = set(columns)
+    return [f"{column}: {meaning}" for column, meaning in MEANINGS.items() if column in shown]
+
+
 def lines(summary: dict[str, Any]) -> list[str]:
     rows = []
     for entry in summary["entries"]:
@@ -113,10 +127,15 @@ def lines(summary: dict[str, Any]) -> list[str]:
                     "direction": entry["direction"],
                     "method": entry["column"],
                     "over": over,
-                    "speed-up": f"{best['speedup']:.2g}x",
+                    "speed-up": times(best["speedup"]),
                     "at L": best["L"],
                     "and w": best["w"],
                     "break-even from L": f"{min(even):.0f}" if even else None,
                 }
             )
-    return table(rows) + [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
+    below = foot(str(row[which]) for row in rows for which in ("method", "over"))
+    return (
+        table(rows)
+        + below
+        + [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
+    )

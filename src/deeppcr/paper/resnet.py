@@ -263,7 +263,7 @@ def train(
     for step in range(first, total):
         epoch, index = divmod(step, per_epoch)
         if order is None or index == 0:
-            generator = torch.Generator().manual_seed(1000 * seed + epoch)
+            generator = torch.Generator().manual_seed((1000 * seed + epoch) % 2**63)
             order = torch.randperm(len(images.train_labels), generator=generator).to(context.device)
         picked = order[index * settings.batch : (index + 1) * settings.batch]
         x, labels = images.train[picked], images.train_labels[picked]

@@ -15,7 +15,7 @@ from torch import nn
 
 from .experiment import Cell, Context, Experiment
 from .resnet import Runner, Settings, adapt, images, last, newton, train
-from .table import table
+from .table import table, times
 from .timing import synchronise
 
 FULL = Settings()
@@ -62,7 +62,11 @@ def time_eager(depth: int, settings: Settings, context: Context) -> list[float]:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every depth: times, speed-ups and how far the two trainings are apart."""
+    """For every depth: times, speed-ups and how far the two trainings are apart.
+
+    Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
+    difference in a step (files of earlier versions do not have it). Times are means over all steps and seeds.
+    """
     found = []
     for depth in sorted({record["L"] for record in records}):
         mine = [record for record in records if record["L"] == depth]
@@ -71,9 +75,9 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"L": depth, "eager_forward_seconds": eager[0] if eager else None}
         for mode in ("sequential", "parallel"):
             curves = [run["runs"][mode]["curves"] for run in runs]
-            times = [fmean(curve["forward_seconds"]) for curve in curves if curve]
+            passes = [fmean(curve["forward_seconds"]) for curve in curves if curve]
             entry[mode] = {
-                "forward_seconds": fmean(times) if times else None,
+                "forward_seconds": fmean(passes) if passes else None,
                 "loss": [last(curve["loss"]) for curve in curves if curve],
                 "accuracy": [last(curve["accuracy"]) for curve in curves if curve],
                 "test_accuracy": [run["runs"][mode]["test_accuracy"] for run in runs],
@@ -84,9 +88,10 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ("fastest_loop", entry["sequential"]["forward_seconds"]),
         ):
             entry[f"speedup_over_{name}"] = other / parallel if other and parallel else None
-        entry["iterations"] = [fmean(run["runs"]["parallel"]["curves"]["iterations"]) for run in runs]
-        entry["parameter_distance"] = [run["parameter_distance"][-1] for run in runs]
-        entry["loss_difference"] = [max(run["loss_distance"]) for run in runs]
+        counts = [run["runs"]["parallel"]["curves"].get("iterations") for run in runs]
+        entry["iterations"] = [fmean(each) for each in counts if each]
+        entry["parameter_distance"] = [run["parameter_distance"][-1] for run in runs if run["parameter_distance"]]
+        entry["loss_difference"] = [max(run["loss_distance"]) for run in runs if run.get("loss_distance")]
         found.append(entry)
     return found
 
@@ -98,26 +103,29 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
         rows.append(
             {
                 "L": entry["L"],
-                "iterations": f"{fmean(entry['iterations']):.1f}",
-                "forward over eager loop": f"{over['eager']:.2g}x" if over["eager"] else None,
-                "over fastest loop": f"{over['fastest_loop']:.2g}x" if over["fastest_loop"] else None,
-                "loss at the end": _mean(entry["sequential"]["loss"]),
-                "in parallel": _mean(entry["parallel"]["loss"]),
-                "losses of a step differ by at most": f"{max(entry['loss_difference']):.1e}",
+                "iterations": f"{fmean(entry['iterations']):.1f}" if entry["iterations"] else None,
+                "forward over eager loop": times(over["eager"]) if over["eager"] else None,
+                "over fastest loop": times(over["fastest_loop"]) if over["fastest_loop"] else None,
+                "loss at the end": end_loss(entry, "sequential"),
+                "in parallel": end_loss(entry, "parallel"),
+                "losses of a step differ by at most": f"{max(apart):.1e}"
+                if (apart := entry["loss_difference"])
+                else None,
             }
         )
     return table(rows)
 
 
-def _mean(losses: list[float | None]) -> str | None:
-    known = [loss for loss in losses if loss is not None]
+def end_loss(entry: dict[str, Any], mode: str) -> str | None:
+    """The mean over the seeds, as it is shown; None where every training ended before its first point."""
+    known = [loss for loss in entry[mode]["loss"] if loss is not None]
     return f"{fmean(known):.4f}" if known else None
 
 
 EXPERIMENT = Experiment(
     name="resnet-training",
     paper="figs. 4 and 5, accuracy and seeds figures, fig. 8 right",
-    what="training of deep residual networks on MNIST: time, loss, accuracy, iterations, distance to the loop's training",
+    what="training of deep residual networks on MNIST (quick: scikit-learn's digits): time, loss, accuracy, iterations, distance to the loop's training",
     full=FULL,
     quick=QUICK,
     cells=cells,

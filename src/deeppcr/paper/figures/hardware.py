@@ -68,7 +68,7 @@ def side_by_side(records: list[Record], activation: str, way: str) -> Drawing:
     spare = places[len(columns) :]
     style.legend(figure, colours, "width w", place=spare[0] if spare else None)
     said = [
-        f"{style.LABELS[column]} {style.plain(min(each))} to {style.plain(max(each))}, median {style.plain(median(each))}"
+        f"{style.LABELS[column]} {style.span(each, '.3g')}, median {style.plain(median(each))}"
         for column in columns
         if (each := [value for record in records if (value := ratio(record, way, column))])
     ]

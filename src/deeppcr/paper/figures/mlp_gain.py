@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from ..mlp_gain import MARKS
+from ..mlp_gain import MARKS, mean_exponent, mean_iterations, summarise
 from . import style
 from .drawing import Drawing
 
@@ -19,23 +18,9 @@ Record = dict[str, Any]
 SOLVERS = {"paper": "printed", "default": "auto"}
 
 
-def iterations(record: Record, solver: str) -> float | None:
-    """The mean over the networks that converged; None where none did."""
-    runs = zip(record[solver]["iterations"], record[solver]["results"], strict=True)
-    counts = [count for count, result in runs if result == "CONVERGED"]
-    return fmean(counts) if counts else None
-
-
 def left(record: Record, solver: str) -> bool:
     """Some network of the cell was left to the loop, or its states overflow."""
     return any(result != "CONVERGED" for result in record[solver]["results"])
-
-
-def exponent(record: Record) -> float | None:
-    """The mean over the networks of a cell; None where the layers forget their input."""
-    values = [style.number(value) for value in record["exponents"]]
-    known = [value for value in values if math.isfinite(value)]
-    return fmean(known) if known and len(known) == len(values) else None
 
 
 def draw(result: dict[str, Any]) -> list[Drawing]:
@@ -50,14 +35,14 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
     (printed, auto), (growth, both) = grid
     colours = style.ordered(record["L"] for record in records)
     gains = sorted({record["gain"] for record in records})
-    counts = [count for record in records for solver in SOLVERS if (count := iterations(record, solver))]
+    counts = [count for record in records for solver in SOLVERS if (count := mean_iterations(record, solver))]
     for axes, (solver, method) in zip((printed, auto), SOLVERS.items(), strict=True):
         style.panel_title(axes, style.LABELS[method], method)
-        style.lines(axes, records, "gain", "L", colours, lambda record, solver=solver: iterations(record, solver))
+        style.lines(axes, records, "gain", "L", colours, lambda record, solver=solver: mean_iterations(record, solver))
         _crosses(axes, records, solver, colours)
-    exponents = [value for record in records if (value := exponent(record)) is not None]
+    exponents = [value for record in records if (value := mean_exponent(record)) is not None]
     style.panel_title(growth, "Lyapunov exponent")
-    style.lines(growth, records, "gain", "L", colours, exponent)
+    style.lines(growth, records, "gain", "L", colours, mean_exponent)
     growth.axhline(0, color=style.INK, linestyle=":", linewidth=1.2)
     style.free(growth, exponents, also=[0.0])
     growth.set_ylabel("exponent (per layer)")
@@ -66,7 +51,7 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
         _gains(axes, gains)
     style.panel_title(both, "iterations by exponent", "printed")
     for depth, colour in colours.items():
-        points = [(exponent(r), iterations(r, "paper")) for r in records if r["L"] == depth]
+        points = [(mean_exponent(r), mean_iterations(r, "paper")) for r in records if r["L"] == depth]
         known = sorted((x, y) for x, y in points if x is not None and y is not None)
         if known:
             x, y = zip(*known, strict=True)
@@ -82,7 +67,7 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
     return Drawing(
         f"mlp-gain-{activation}",
         f"Iterations by the gain of the weights, {style.activation(activation)}",
-        "section 4.1",
+        "no such figure; extends section 4.4",
         caption(records),
         figure,
     )
@@ -119,20 +104,26 @@ def _marks(axes: Axes, activation: str, gains: list[float]) -> None:
 
 
 def caption(records: list[Record]) -> str:
-    said = []
-    usual = [count for r in records if r["gain"] == 1 for count in r["paper"]["iterations"]]
-    if usual:
-        said.append(f"With PyTorch's default (gain 1) at most {max(usual)} iterations at every depth.")
-    deepest = max(record["L"] for record in records)
-    values = {record["gain"]: exponent(record) for record in records if record["L"] == deepest}
-    positive = [gain for gain, value in sorted(values.items()) if value is not None and value > 0]
-    if positive:
-        there = [r for r in records if r["gain"] in positive]
-        most = [count for r in there if r["L"] == deepest and (count := iterations(r, "paper"))]
-        grown = f", where as many as {max(most):.0f} iterations are taken at L = {deepest}" if most else ""
-        said.append(f"The layers amplify errors (positive exponent) from gain {positive[0]:g} on{grown}.")
+    (entry,) = summarise(records)
+    said, deepest, worst = [], entry["deepest"], entry["worst"]
+    if entry["most_iterations_at_default"] is not None:
+        said.append(
+            f"With PyTorch's default (gain 1) at most {entry['most_iterations_at_default']} iterations at every depth."
+        )
+    if worst is not None:
+        depths, means = zip(*worst["mean_iterations_by_depth"].items(), strict=True)
+        exponent = f" (exponent {worst['exponent']:+.2f})" if worst["exponent"] is not None else ""
+        said.append(
+            f"The most of {style.LABELS['printed']} at gain {worst['gain']:g}{exponent}: in the mean over networks "
+            f"{', '.join(f'{mean:.0f}' for mean in means)} iterations at L = {', '.join(map(str, depths))}, "
+            f"the largest {worst['most_iterations']}."
+        )
+    if entry["positive_from_gain"] is not None:
+        said.append(f"The layers amplify errors (positive exponent) from gain {entry['positive_from_gain']:g} on.")
     else:
         said.append("The exponent is negative at every gain.")
+    if entry["overflow_from_gain"] is not None:
+        said.append(f"At L = {deepest} the states overflow from gain {entry['overflow_from_gain']:g} on.")
     crossed = {method: sum(left(record, solver) for record in records) for solver, method in SOLVERS.items()}
     each = [f"{style.LABELS[method]} in {style.cells(count)}" for method, count in crossed.items() if count]
     if each:

@@ -77,7 +77,7 @@ def caption(records: list[Record], names: list[str]) -> str:
     for name in names:
         known = [value for record in records if name != "loop" and (value := ratio(record, name))]
         if known:
-            said.append(f"{_name(name)} {min(known):.2f} to {max(known):.2f}")
+            said.append(f"{_name(name)} {style.span(known, '.2f')}")
     text = f"Memory of the loop over that of DeepPCR, the network included in both: {', '.join(said)}."
     holes = Counter(name for record in records for name in names if total(record, name) is None)
     if holes:

@@ -96,6 +96,9 @@ def caption(records: list[Record], activations: list[str]) -> str:
         missed = sum(map(_not_converged, mine))
         crossed = f", not converged in {style.cells(missed)} (crosses)" if missed else ""
         said.append(f"{style.activation(activation)}: at most {most} iterations{worst}{crossed}")
+    known = [record for record in records if record["status"] == "ok"]
+    exact = sum(all(style.number(each) == 0 for each in record["error"]) for record in known)
+    none = f" The error is 0 in {style.cells(exact)}, which a log axis does not show." if exact else ""
     holes = sum(record["status"] != "ok" for record in records)
     gone = f" Out of memory in {style.cells(holes)}." if holes else ""
-    return "Under the paper's test, mean of the networks of a cell. " + "; ".join(said) + "." + gone
+    return "Under the paper's test, mean of the networks of a cell. " + "; ".join(said) + "." + none + gone

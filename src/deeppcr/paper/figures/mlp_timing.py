@@ -162,8 +162,11 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
             f"{style.plain(ratio)}× {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']}, w = {where['w']})"
             for c, (ratio, where, _) in best.items()
         ]
-        even = dict.fromkeys(f"from L ≈ {depth:.0f}" if depth else "nowhere" for _, _, depth in best.values())
-        said.append(f"Over {name} at best {' and '.join(each)}; ahead {' and '.join(even)}.")
+        even = [
+            f"{_SHORT[c]} {f'ahead from L ≈ {depth:.0f}' if depth else 'nowhere ahead'}"
+            for c, (_, _, depth) in best.items()
+        ]
+        said.append(f"Over {name} at best {' and '.join(each)}; {', '.join(even)}.")
     holes = Counter(
         column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")
     )

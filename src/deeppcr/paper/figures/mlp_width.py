@@ -67,7 +67,7 @@ def over_widths(records: list[Record], activation: str, way: str = "forward") ->
         f"mlp-timing-{activation}-{way}-width",
         f"{way.capitalize()} pass over widths, {style.activation(activation)}",
         "width figure",
-        caption(limits),
+        caption(limits, ratio="ratio" in panels),
         figure,
     )
 
@@ -85,8 +85,6 @@ def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str],
     if len(line) > 1:
         x, y = [width for width, _ in line], [ratio for _, ratio in line]
         axes.plot(x, y, linestyle=":", color=style.INK, linewidth=2, zorder=3, gid="isoline")
-        where = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 9}
-        axes.text(0.97, 0.95, f"dotted: w²L ≈ {style.plain(limit or 0)}", **where)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     style.decades(axes, [ratio for each in found.values() for ratio in each.values()], also=[1.0])
     axes.set_ylabel("speed-up (×)")
@@ -154,7 +152,7 @@ def _edges(values: list[int]) -> list[float]:
     return [values[0] ** 2 / inner[0], *inner, values[-1] ** 2 / inner[-1]]
 
 
-def caption(limits: dict[str, dict[str, Any]]) -> str:
+def caption(limits: dict[str, dict[str, Any]], *, ratio: bool) -> str:
     said = [
         f"at w²L ≈ {style.plain(limit['w2L'])} for {style.LABELS[column]}"
         if limit["w2L"]
@@ -162,4 +160,6 @@ def caption(limits: dict[str, dict[str, Any]]) -> str:
         for column, limit in limits.items()
     ]
     drawn = "; dashed in the maps" if any(limit["w2L"] for limit in limits.values()) else ""
+    if ratio and limits["printed"]["w2L"]:
+        drawn += ", dotted in the speed-up"
     return f"The time passes {SLOWED:g} times that of the smallest width {', '.join(said)} (median over depths){drawn}."

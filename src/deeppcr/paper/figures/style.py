@@ -129,6 +129,17 @@ def plain(value: float) -> str:
     return f"{lead_text}10{superscript(exponent)}"
 
 
+def span(values: Iterable[float], form: str) -> str:
+    """From the least to the most; one number where both read the same.
+
+    >>> span([0.1, 0.25], ".2f"), span([11.93, 11.94], ".1f")
+    ('0.10 to 0.25', '11.9')
+    """
+    found = list(values)
+    low, high = format(min(found), form), format(max(found), form)
+    return low if low == high else f"{low} to {high}"
+
+
 def decade(value: float) -> str:
     """A power of ten as such.
 

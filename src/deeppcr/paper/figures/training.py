@@ -11,9 +11,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from ..resnet_training import end_loss, summarise
+from ..table import times as as_times
 from . import style
 from .drawing import Drawing
 
+#: By depth, as the experiment itself sums it up.
+Summary = dict[int, dict[str, Any]]
 MODES = ("sequential", "parallel")
 
 
@@ -95,7 +99,13 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         if "timing" in record and record["forward_seconds"]
     }
     loop = "CUDA graph" if result["device"] == "cuda" else "loop"
-    found = [times(shown, eager, loop, clock), losses(shown, clock), accuracies(shown), newton(shown, clock)]
+    summary = {entry["L"]: entry for entry in summarise(result["records"])}
+    found = [
+        times(shown, eager, loop, clock, summary),
+        losses(shown, clock, summary),
+        accuracies(shown, several=len(pairs) > len(shown)),
+        newton(shown, clock, summary),
+    ]
     if len({pair.seed for pair in pairs}) > 1:
         found.insert(3, seeds(pairs, clock))
     return found
@@ -131,7 +141,7 @@ def plot(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, tag: s
     axes.plot(x, y, color=colour, marker="o" if len(x) < 12 else None, linewidth=1.0 if len(x) > 100 else 1.5, gid=tag)
 
 
-def times(pairs: list[Pair], eager: dict[int, float], loop: str, clock: Clock) -> Drawing:
+def times(pairs: list[Pair], eager: dict[int, float], loop: str, clock: Clock, summary: Summary) -> Drawing:
     """Fig. 4: the forward pass layer by layer and in parallel, and how many times as fast it is."""
     figure, grid = style.canvas(2, extra=1.0)
     colours = style.ordered(pair.depth for pair in pairs)
@@ -169,40 +179,43 @@ def times(pairs: list[Pair], eager: dict[int, float], loop: str, clock: Clock) -
     style.legend(figure, colours, "depth L")
     said = []
     for pair in pairs:
-        sequential, parallel = (fmean(finite(pair.modes[mode].curve("forward_seconds"))) for mode in MODES)
-        also = f" ({style.plain(eager[pair.depth] / parallel)}× over the eager loop)" if pair.depth in eager else ""
+        entry = summary[pair.depth]
+        sequential, parallel = (style.seconds(entry[mode]["forward_seconds"]) for mode in MODES)
+        over_eager = entry["speedup_over_eager"]
+        also = f" ({as_times(over_eager)} over the eager loop)" if over_eager else ""
         said.append(
-            f"L = {pair.depth}: {style.seconds(sequential)} in the {loop}, {style.seconds(parallel)} by DeepPCR, "
-            f"{style.plain(sequential / parallel)}×{also}"
+            f"L = {pair.depth}: {sequential} in the {loop}, {parallel} by DeepPCR, "
+            f"{as_times(entry['speedup_over_fastest_loop'])}{also}"
         )
     return Drawing(
         "resnet-training-time",
         "Time of the forward pass during training",
         "fig. 4",
-        "Mean of a forward pass. " + "; ".join(said) + ".",
+        "Mean of a forward pass over all steps and seeds. " + "; ".join(said) + ".",
         figure,
     )
 
 
-def losses(pairs: list[Pair], clock: Clock) -> Drawing:
+def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     """Fig. 5: the loss of both trainings, and their difference."""
-    apart = [
-        max(map(abs, finite(minus(*(run.curve("loss") for run in pair.modes.values())))), default=math.nan)
-        for pair in pairs
-    ]
-    said = [f"L = {pair.depth} {style.plain(most)}" for pair, most in zip(pairs, apart, strict=True)]
-    ends = [finite(run.curve("loss"))[-1] for pair in pairs for run in pair.modes.values()]
+    said = []
+    for depth in dict.fromkeys(pair.depth for pair in pairs):
+        entry = summary[depth]
+        ends = " and ".join(f"{end_loss(entry, mode)} ({style.LABELS[mode]})" for mode in MODES)
+        apart = entry["loss_difference"]
+        most = f", losses of a step differ by at most {style.plain(max(apart))}" if apart else ""
+        said.append(f"L = {depth}: {ends}{most}")
     return Drawing(
         "resnet-training-loss",
         "Loss during training",
         "fig. 5",
-        f"Means over windows of steps, and one standard deviation. At the end {min(ends):.3f} to {max(ends):.3f} nats; "
-        f"the two trainings differ by at most: {', '.join(said)}." + _stopped(pairs),
+        "Means over windows of steps, and one standard deviation. Loss at the end (mean of the last ten points and of all "
+        f"seeds, in nats): {'; '.join(said)}." + _stopped(pairs),
         _both(pairs, clock.label, lambda run: run.x, lambda run: run.curve("loss"), "loss", "loss (nats)"),
     )
 
 
-def accuracies(pairs: list[Pair]) -> Drawing:
+def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
     """The accuracy on the test images after every epoch."""
 
     def percent(run: Run) -> list[float]:
@@ -212,15 +225,22 @@ def accuracies(pairs: list[Pair]) -> Drawing:
         mode: [finite(percent(pair.modes[mode]))[-1] for pair in pairs if finite(percent(pair.modes[mode]))]
         for mode in MODES
     }
-    said = [f"{style.LABELS[mode]} {min(each):.1f} to {max(each):.1f} %" for mode, each in ends.items() if each]
+    said = [f"{style.LABELS[mode]} {style.span(each, '.1f')} %" for mode, each in ends.items() if each]
     apart = [abs(value) for pair in pairs for value in finite(minus(*map(percent, pair.modes.values())))]
-    most = f"; the two differ by at most {max(apart):.2g} points" if apart else ""
+    most = ""
+    if apart:
+        most = (
+            f"; the two differ by at most {max(apart):.2g} points"
+            if max(apart)
+            else "; the two are equal after every epoch"
+        )
+    which = f"Seed {pairs[0].seed}. " if several else ""
     epochs: Callable[[Run], list[float]] = lambda run: [float(n) for n in range(1, len(run.test_accuracy) + 1)]  # noqa: E731
     return Drawing(
         "resnet-training-accuracy",
         "Accuracy on the test images",
         "accuracy figure",
-        f"After the last epoch: {', '.join(said)}{most}.",
+        f"{which}After the last epoch: {', '.join(said)}{most}.",
         _both(pairs, "training (epochs)", epochs, percent, None, "accuracy (%)"),
     )
 
@@ -298,7 +318,7 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
             100 * finite(pair.modes[mode].test_accuracy)[-1] for pair in pairs if finite(pair.modes[mode].test_accuracy)
         ]
         if ends:
-            said.append(f"{style.LABELS[mode]} {min(ends):.1f} to {max(ends):.1f} %")
+            said.append(f"{style.LABELS[mode]} {style.span(ends, '.1f')} %")
     return Drawing(
         "resnet-training-seeds",
         f"Loss and accuracy from {count} seeds",
@@ -318,12 +338,12 @@ def _span(axes: Axes, x: list[float], curves: list[list[float]], colour: str, de
     return [value for _, values in known for value in values]
 
 
-def newton(pairs: list[Pair], clock: Clock) -> Drawing:
+def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     """Fig. 8 right: iterations during training, and how far the parameters of the two trainings are apart."""
     figure, grid = style.canvas(1, extra=1.2)
     left, right = grid[0]
     colours = style.ordered(pair.depth for pair in pairs)
-    counts, apart = [], []
+    counts, apart, equal = [], [], sum(value == 0 for pair in pairs for value in pair.distance)
     for pair in pairs:
         run, colour = pair.modes["parallel"], colours[pair.depth]
         counts += curve(left, run, "iterations", colour)
@@ -341,18 +361,20 @@ def newton(pairs: list[Pair], clock: Clock) -> Drawing:
     style.legend(figure, colours, "depth L")
     said = []
     for pair in pairs:
-        values, ends = finite(pair.modes["parallel"].curve("iterations")), finite(pair.distance)
-        if values and ends:
+        entry = summary[pair.depth]
+        ends = finite([style.number(value) for value in entry["parameter_distance"]])
+        if entry["iterations"] and ends:
             said.append(
-                f"L = {pair.depth}: {fmean(values):.1f} iterations, parameters {style.plain(ends[-1])} apart at the end"
+                f"L = {pair.depth}: {fmean(entry['iterations']):.1f} iterations, parameters at most "
+                f"{style.plain(max(ends))} apart at the end"
             )
+    unseen = f" Equal at {equal} points, which a log axis does not show." if equal else ""
     return Drawing(
         "resnet-training-newton",
         "Newton's method during training",
         "fig. 8 right",
-        "Iterations of a forward pass, and the largest difference of a parameter to the sequential training. "
-        + "; ".join(said)
-        + ".",
+        "Iterations of a forward pass, and the largest difference of a parameter to the sequential training; in words the "
+        "mean and the largest of all seeds. " + "; ".join(said) + "." + unseen,
         figure,
     )
 

@@ -1,4 +1,4 @@
-"""One page from the results: the paper's figures and ours side by side, and where the parallel solve pays."""
+"""One page from the results: the paper's claims and our figures, and where the parallel solve pays."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..figures.style import seconds as in_words
 from ..mlp_summary import break_even, seconds, speedup, threshold
+from ..table import times
 from .collect import Finished
-from .words import BASELINES, METHODS, activation_name, columns, error_size, finite, times
+from .words import BASELINES, METHODS, activation_name, columns, error_size, finite
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,16 @@ def iterations_by_gain(result: Finished) -> list[Ours]:
         name, most = activation_name(entry["activation"]), entry["most_iterations_at_default"]
         if most is not None:
             found.append(Ours(f"at most {most}", f"{name}, weights as PyTorch makes them"))
-        if counts := entry["iterations_where_positive"]:
-            depth = max(counts)
-            where = f"{name}, mean at L = {depth:,} for weights scaled by {entry['positive_from_gain']:g} and more"
-            found.append(Ours(f"{counts[depth]:.0f}", f"{where}: there the layers amplify errors"))
+        if worst := entry["worst"]:
+            depth, mean = max(worst["mean_iterations_by_depth"].items())
+            exponent = f", exponent {worst['exponent']:+.2f}" if worst["exponent"] is not None else ""
+            where = (
+                f"{name}, weights scaled by {worst['gain']:g}{exponent}: the gain that takes most; "
+                f"mean at L = {depth:,}, the largest {worst['most_iterations']}"
+            )
+            if entry["overflow_from_gain"] is not None:
+                where += f"; from {entry['overflow_from_gain']:g} on the states overflow"
+            found.append(Ours(f"{mean:.0f}", where))
     return found
 
 
@@ -167,13 +174,13 @@ def training_speedup(result: Finished) -> list[Ours]:
 
 
 def training_accuracy(result: Finished) -> list[Ours]:
-    entry, data = _deepest(result), result.content["settings"].get("data", "mnist")
+    entry = _deepest(result)
     found = []
     for mode, label in (("parallel", "trained in parallel"), ("sequential", "trained layer by layer")):
         ends = [each[-1] for each in entry[mode]["test_accuracy"] if each]
         if ends:
             of = f"mean of {len(ends)} runs" if len(ends) > 1 else "one run"
-            found.append(Ours(f"{100 * fmean(ends):.1f}%", f"{label}; L = {entry['L']:,}, {_images(data)}, {of}"))
+            found.append(Ours(f"{100 * fmean(ends):.1f}%", f"{label}; L = {entry['L']:,}, {result.images}, {of}"))
     return found
 
 
@@ -263,10 +270,6 @@ def _range(values: Iterable[float]) -> str:
     found = list(values)
     low, high = min(found), max(found)
     return f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
-
-
-def _images(data: str) -> str:
-    return {"mnist": "MNIST", "digits": "scikit-learn's digits"}.get(data, data)
 
 
 def _loss(entry: dict[str, Any]) -> str:

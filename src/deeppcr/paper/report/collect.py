@@ -6,16 +6,17 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..catalogue import EXPERIMENTS
 from ..experiment import Experiment
-from ..settings import show
-from ..store import PARTIAL, PaperError, as_json, read
+from ..store import PARTIAL, PaperError, read
 
 QUICK = "quick run, small sizes: shows that it works"
+#: What the trainings call their images, in words.
+IMAGES = {"mnist": "MNIST", "digits": "scikit-learn's digits"}
 _FIRST = "deeppcr reproduce mlp-timing --quick"
 
 
@@ -66,15 +67,12 @@ class Finished:
     @property
     def changes(self) -> dict[str, str]:
         """Settings that are other than this version's for such a run, as they are given on the command line."""
-        if self.experiment is None:
-            return {}
-        usual = as_json(asdict(self.experiment.quick if self.quick else self.experiment.full))
-        mine, by_options = self.content["settings"], {"seed", "files", "threads"}
-        return {
-            name: show(mine[name])
-            for name in usual
-            if name not in by_options and name in mine and mine[name] != usual[name]
-        }
+        return self.experiment.changes(self.content["settings"], quick=self.quick) if self.experiment else {}
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of those settings, also of the results that this one compares."""
+        return [*self.changes, *self.content["settings"].get("changed", [])]
 
     @property
     def command(self) -> str:
@@ -94,9 +92,18 @@ class Finished:
     @property
     def remark(self) -> str:
         """What has to be said of its sizes; nothing where they are the paper's."""
-        if self.quick:
-            return QUICK
-        return f"changed: {', '.join(self.changes)}" if self.changes else ""
+        other = f"on {self.images}" if self.images not in ("", IMAGES["mnist"]) else ""
+        return "; ".join(filter(None, [QUICK if self.quick else "", other, self.changed_in_words]))
+
+    @property
+    def images(self) -> str:
+        """What was learnt, in a training; empty for other experiments."""
+        data = str(self.content["settings"].get("data", ""))
+        return IMAGES.get(data, data)
+
+    @property
+    def changed_in_words(self) -> str:
+        return f"changed: {', '.join(self.changed)}" if self.changed else ""
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -147,7 +154,7 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
     names = [each.name for each in EXPERIMENTS]
     newest: dict[tuple[str, str], Finished] = {}
     # The last one stays: a full one, of those one whose settings nobody changed, of those the newest.
-    for result in sorted(found, key=lambda each: (not each.quick, not each.changes, each.date, each.path.name)):
+    for result in sorted(found, key=lambda each: (not each.quick, not each.changed, each.date, each.path.name)):
         newest[result.name, result.hardware] = result
     full = {result.name for result in newest.values() if not result.quick}
     kept = [result for result in newest.values() if not (result.quick and result.name in full)]

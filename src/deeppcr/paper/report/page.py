@@ -13,6 +13,8 @@ from typing import Any
 import deeppcr
 
 from ..figures import Figure, draw
+from ..figures.style import LABELS
+from ..mlp_summary import MEANINGS
 from ..store import now
 from .claims import Row, rows
 from .collect import QUICK, Finished
@@ -48,7 +50,7 @@ def make_page(results: Sequence[Finished]) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
-<title>DeepPCR: the paper's figures and ours</title>
+<title>DeepPCR: the paper's claims and our figures</title>
 <style>
 {_asset("page.css")}</style>
 </head>
@@ -89,7 +91,7 @@ def _header(results: Sequence[Finished]) -> str:
             "<code>--quick</code> the sizes are the paper's, and take longer.</p>"
         )
     return f"""<header>
-<h1>DeepPCR: the paper's figures and ours</h1>
+<h1>DeepPCR: the paper's claims and our figures</h1>
 <p class="lead">A loop of L dependent steps, solved in parallel over its steps by Newton's method and parallel cyclic
 reduction, measured again: <cite>DeepPCR: Parallelizing Sequential Operations in Neural Networks</cite> (Danieli, Sarabia,
 Suau, Rodríguez, Zappella, NeurIPS 2023).</p>
@@ -101,10 +103,15 @@ number on it is computed from the result files listed at its end.</p>
 
 def _summary(table: Sequence[Row]) -> str:
     heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Claim", "Paper", "Ours", "Where"))
+    words = "".join(
+        f"<li><strong>{escape(LABELS[column])}</strong>: {escape(meaning)}.</li>"
+        for column, meaning in MEANINGS.items()
+    )
     return f"""<section id="summary">
 <h2>The paper's claims and our figures</h2>
 <p>The paper ran on a V100 against the plain loop in eager PyTorch. Where stronger loops were measured (in a CUDA graph, in
 one fused kernel), ours are given against each of them. <em>L</em> is the number of layers, <em>w</em> their width.</p>
+<ul class="quiet">{words}</ul>
 <table class="summary"><thead><tr>{heads}</tr></thead><tbody>
 {"".join(_row(row) for row in table)}
 </tbody></table>
@@ -115,7 +122,7 @@ def _row(row: Row) -> str:
     claim, result = row.claim, row.result
     paper = f"<strong>{escape(claim.paper)}</strong> <span class='quiet'>{_text(claim.source)}</span>"
     if result is None:
-        ours = f"<span class='quiet'>not measured yet: <code>deeppcr reproduce {escape(claim.experiment)}</code></span>"
+        ours = f"<span class='quiet'>not measured yet: <code>{escape(_command(claim.experiment))}</code></span>"
         where = "<span class='quiet'>–</span>"
     else:
         items = (
@@ -124,13 +131,18 @@ def _row(row: Row) -> str:
         ours = (
             f"<ul class='ours'>{''.join(items)}</ul>" if row.ours else "<span class='quiet'>not in these results</span>"
         )
-        short = "quick run" if result.quick else result.remark
+        short = "; ".join(filter(None, ["quick run" if result.quick else "", result.changed_in_words]))
         tag = f" <span class='tag'>{escape(short)}</span>" if short else ""
         where = f"<a href='#{_slug(result.name)}'>{escape(result.hardware)}</a>{tag}"
     return (
         f"<tr><th scope='row'>{escape(claim.what)}</th><td data-label='Paper'>{paper}</td>"
         f"<td data-label='Ours'>{ours}</td><td data-label='Where'>{where}</td></tr>\n"
     )
+
+
+def _command(experiment: str) -> str:
+    """What measures it; a comparison of machines needs their results."""
+    return f"deeppcr reproduce {experiment}" + (" FILE1 FILE2" if experiment == "hardware" else "")
 
 
 def _map(maps: list[dict[str, Any]], results: Sequence[Finished]) -> str:
@@ -202,7 +214,8 @@ def _made(result: Finished) -> str:
     """The command, and what it ran on."""
     # Words that stay whole: a line does not end inside --device.
     command = " ".join(f"<b>{escape(word)}</b>" for word in result.command.split(" "))
-    where = "".join(f"<span>{escape(each)}</span>" for each in result.conditions)
+    data = [f"images: {result.images}"] if result.images else []
+    where = "".join(f"<span>{escape(each)}</span>" for each in (*data, *result.conditions))
     return f"<div class='made'><code>{command}</code>{where}</div>"
 
 

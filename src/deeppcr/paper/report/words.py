@@ -40,14 +40,6 @@ def finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def times(ratio: float) -> str:
-    """
-    >>> times(51.8), times(3.14159), times(0.0421)
-    ('52×', '3.1×', '0.042×')
-    """
-    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
-
-
 def error_size(value: float) -> str:
     """
     >>> error_size(0.0000143), error_size(0)
