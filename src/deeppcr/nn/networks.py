@@ -29,7 +29,7 @@ from .rows import solve_finite_rows
 #: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
 #: (without skip connections); and rows, each walked by a program of its own.
 _NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
-#: Elements of the products of Jacobians, one for every few steps and row, that the kernels make room for: 4 GiB.
+#: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
 _MOST_PRODUCTS = 2**30
 
 
@@ -141,8 +141,10 @@ class _Network(nn.Module):
         if mode == "sequential":
             return 0 < rows <= _MOST_ROWS
         usual = replace(self.newton, atol=None, rtol=None, chunk="auto") == Newton()
-        room = 0 < rows * max(1, steps // 4) * width**2 <= _MOST_PRODUCTS
-        return usual and self.newton.chunk != 1 and self.guess == RepeatInitial() and room
+        chunk = self.newton.chunk
+        chunks = 2 * math.isqrt(self.bias.numel() // width) if chunk == "auto" else -(-steps // chunk)
+        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+        return usual and chunk != 1 and self.guess == RepeatInitial() and room
 
     def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
         from .fused import Layers, Report, apply, one_chunk  # with Triton, which takes a second to import
@@ -164,7 +166,7 @@ class _Network(nn.Module):
         report = reports[0]
         if mode == "parallel":
             self._report = report
-            self._solution = one_chunk(states.shape[0], states.shape[1], states.device)
+            self._solution = one_chunk(states.shape[0], states.shape[1], states.device) if report is None else None
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
             self._keep_activations(states, finite=report is None or not report.finished)
