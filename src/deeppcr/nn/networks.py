@@ -202,6 +202,11 @@ class _Network(nn.Module):
         steps, width = self.weight.shape[0], self.weight.shape[-1]
         if hidden.device.type == "cpu":
             return "parallel" if steps >= 4096 and width <= 16 and hidden.shape[0] <= 4 else "sequential"
+        if self._has_kernels(hidden, "sequential"):
+            # Against the loop in one kernel: on an H200, a call with one row breaks even at 1,024 layers of width 16, and a
+            # training step with eight rows does not yet.
+            deep = self.bias.numel() // width >= 2048 and hidden.shape[0] <= 32
+            return "parallel" if deep and self._has_kernels(hidden, "parallel") else "sequential"
         return "parallel" if steps >= 64 and width <= 64 else "sequential"
 
     def _apply_activation(self, z: Tensor) -> Tensor:
@@ -246,7 +251,8 @@ class MLP(_Network):
         depth: L, layers between the input and the output layer; their parameters are stacked
         activation: "relu", "tanh", "sigmoid", or any elementwise function
         mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto": in parallel
-            on an accelerator from 64 steps of the solve up to width 64, and on a CPU, where the loop usually wins unless the
+            on a GPU from 2,048 layers with at most 32 rows where there are fused kernels (float32, a named activation), else
+            from 64 steps of the solve up to width 64, and on a CPU, where the loop usually wins unless the
             network is very deep and narrow, from 4096 steps up to width 16 and 4 rows; in sequence otherwise
         newton: settings of the parallel mode; its Jacobian is the analytic one whatever they say
         guess: where the parallel mode starts: ``RepeatInitial()``, ``Zeros()``, or anything else that ``deeppcr.solve`` takes

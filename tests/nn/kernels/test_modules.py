@@ -376,6 +376,23 @@ def test_what_the_kernels_are_asked_for(settings, mode, expected):
         assert not net._has_kernels(hidden, mode)
 
 
+@pytest.mark.parametrize(
+    ("depth", "rows", "settings", "expected"),
+    [
+        (2048, 32, {}, "parallel"),
+        (2047, 1, {}, "sequential"),
+        (2048, 33, {}, "sequential"),
+        (2048, 1, {"guess": Zeros()}, "sequential"),
+        (64, 100, {"activation": torch.tanh}, "parallel"),
+        (63, 1, {"activation": torch.tanh}, "sequential"),
+    ],
+)
+def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
+    net = build("mlp", depth, "cpu", **settings)
+    hidden = torch.zeros(rows, 3, device="meta").as_subclass(_OnGpu)
+    assert net._choose_mode(hidden) == expected
+
+
 def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
     seen = []
     run = fused.run
