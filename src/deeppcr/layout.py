@@ -89,6 +89,8 @@ class Layout:
 
     def norms(self, packed: Tensor) -> Tensor:
         """The largest magnitude in each leaf: [..., B, D] to [..., B, leaves]."""
+        if len(self.shapes) == 1:
+            return packed.abs().amax(-1, keepdim=True)
         return torch.stack([part.abs().amax(-1) for part in self._split(packed)], -1)
 
     def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
