@@ -261,10 +261,10 @@ class _Wide:
         if passes % 2 == 0:
             blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
             slopes = dense.Chain(_slopes(self.x[:-1], self.layers), 0, False)
-            products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
-            self.products = torch.nan_to_num(products, 0.0, 0.0, 0.0)  # as kernels.finite_or_zero
+            self.products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
         deltas = torch.zeros_like(self.starts)
-        deltas[1:] = torch.nan_to_num(self.ends[:-1] - self.starts[1:], 0.0, 0.0, 0.0)
+        # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.
+        deltas[1:] = self.ends[:-1] - self.starts[1:]
         dense.solve_in_place(self.products, deltas)
         arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
         arguments = (*arguments, self.layers.atol, self.layers.rtol)

@@ -215,12 +215,14 @@ def spread(
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         delta = tl.zeros((PADDED,), tl.float32)
+        largest, missed = 0.0, 0.0
         for earlier in tl.range(0, group, num_stages=STAGES):
             at = tl.cast(earlier, tl.int64) * rows + row
             p = tl.load(group_products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
             term = tl.load(group_terms + at * WIDTH + i, mask=inside, other=0.0)
-            delta = finite_or_zero(tl.sum(p * delta[None, :], 1) + term)
-        largest, missed = 0.0, 0.0
+            delta = tl.sum(p * delta[None, :], 1) + term
+            largest = tl.where(is_finite(delta), largest, float("inf"))
+            delta = finite_or_zero(delta)
         last = tl.minimum(group * group_chunks + group_chunks, chunks)
         for chunk in tl.range(group * group_chunks, last, num_stages=STAGES):
             at = tl.cast(chunk, tl.int64) * rows + row
@@ -239,7 +241,9 @@ def spread(
             pushed = tl.sum(finite_or_zero(p) * delta[None, :], 1)
             moved = tl.max(tl.abs(pushed), 0)
             moved = tl.where(moved == 0, 0.0, moved / (atol + rtol * tl.max(tl.abs(end), 0)))
-            largest = tl.where(is_finite(end) & (moved < float("inf")), tl.maximum(largest, moved), float("inf"))
+            lost = tl.sum(tl.sum((tl.abs(p) < float("inf")).to(tl.int32), 1), 0) < PADDED * PADDED
+            known = is_finite(end) & (moved < float("inf")) & (lost == 0)
+            largest = tl.where(known, tl.maximum(largest, moved), float("inf"))
             delta = finite_or_zero(pushed + (end - after))
         tl.atomic_max(found + passes * 2 * rows + row, largest)
         tl.atomic_max(found + passes * 2 * rows + rows + row, missed)

@@ -482,3 +482,20 @@ def test_all_blocks_in_one_chunk_is_the_loop():
     layers = Layers(skip=4, residual=True, activation="relu", chunk=16)
     assert layers.chunk_blocks(16) == 16
     assert fused.run(*network(16, skip=4, residual=True, activation="relu"), None, layers)[1] is None
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_product_that_overflows_settles_nothing(grouped, device):
+    """The states are numbers, and right from the first pass on; what their errors would become is not known."""
+    layers = Layers(**MLP, activation="relu", chunk=2)
+    weight = torch.ones(16, 1, 1, 1, device=device)
+    weight[4 if grouped else 5], weight[6] = 1e25, 1e25
+    bias, initial = torch.zeros(16, 1, 1, device=device), torch.full((1, 1), 1e-30, device=device)
+    weight[8], weight[10] = 1e-25, 1e-25
+    if not grouped:
+        weight[4], weight[6] = 1e25, 1.0
+    exact = loop(weight, bias, initial, layers)
+    x, report = fused.run(weight, bias, initial, exact[:, 0], layers)
+    assert torch.isfinite(exact).all()
+    assert report.solution().result is Result.FINISHED_BY_LOOP
+    torch.testing.assert_close(after_blocks(x, layers), exact)
