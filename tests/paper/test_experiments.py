@@ -379,3 +379,35 @@ def test_a_checkpoint_that_is_spoilt_is_as_good_as_none(images, context, tmp_pat
     runner = resnet.Runner(TRAINING, 16, 0, images, "eager")
     found = resnet.train({"eager": runner}, images, TRAINING, 0, context)
     assert found["runs"]["eager"]["curves"]["step"][-1] == 24
+
+
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+def test_replayed_steps_train_as_steps_taken_one_by_one(mode, images, context):
+    settings = replace(TRAINING, window=5)  # ends inside an epoch of 12 steps
+
+    def run(replayed):
+        runner = resnet.Runner(settings, 16, 0, images, mode, resnet.newton(settings))
+        runner.replayable = replayed
+        return runner, resnet.train({mode: runner}, images, settings, 0, context)["runs"][mode]
+
+    (one, by_one), (other, replayed) = run(False), run(True)
+    for curve in ("step", "loss", "accuracy"):
+        assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=1e-5)
+    assert replayed["test_accuracy"] == by_one["test_accuracy"]
+    assert resnet.distance(one, other) < 1e-5
+    assert len(replayed["curves"]["replayed_seconds"]) >= 4
+
+
+def test_a_replayed_training_that_diverges_says_where(images, context):
+    settings = replace(TRAINING, rate=50.0, window=8)
+
+    def run(replayed):
+        runner = resnet.Runner(settings, 16, 0, images, "sequential")
+        runner.replayable = replayed
+        return resnet.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
+
+    by_one, replayed = run(False), run(True)
+    assert by_one["diverged"] == replayed["diverged"]
+    assert by_one["diverged"] is not None
+    assert by_one["diverged"] % 8 >= resnet.TIMED  # in a replayed step
+    assert replayed["curves"].get("loss", []) == pytest.approx(by_one["curves"].get("loss", []), rel=1e-4)

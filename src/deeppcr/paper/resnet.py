@@ -20,10 +20,13 @@ from deeppcr.nn.networks import ACTIVATIONS
 
 from .data import Images, digits, mnist
 from .experiment import Context, OutOfTime
+from .replay import ReplayedSteps
 from .settings import setting
 from .store import PaperError
-from .timing import no_collection, synchronise
+from .timing import no_collection, own_stream, synchronise
 
+#: Steps of a window that are taken one by one, and timed, where the others are replayed.
+TIMED = 2
 #: Seconds between checkpoints of a cell.
 CHECKPOINT = 60.0
 CLASSES = 10
@@ -114,7 +117,8 @@ class Runner:
     """One network in training, and the curves of it.
 
     Args:
-        mode: "sequential" (a CUDA graph on a GPU: the fastest that goes layer by layer), "eager" or "parallel"
+        mode: "sequential" (the fastest that goes layer by layer: on a GPU one kernel or, where there is none, a CUDA graph),
+            "eager" or "parallel"
         newton: of the parallel mode
         guess: of the parallel mode: "batch-mean", "random", "zeros", "first-layer"
     """
@@ -147,14 +151,25 @@ class Runner:
         self.optimiser = torch.optim.SGD(self.network.parameters(), lr=settings.rate)
         self.guess, self.passes = guess, 0
         self.forward: Callable[[Tensor], Tensor] = self._in_parallel
-        if mode != "parallel":
+        # With the fused kernels nothing in a step asks the host: all of it is one CUDA graph.
+        probe = images.train.new_empty(settings.batch, settings.width)
+        usual = mode == "sequential" or (mode == "parallel" and guess in ("batch-mean", "first-layer"))
+        self.replayable = usual and self.network._has_kernels(probe, mode)  # pyright: ignore[reportArgumentType]
+        self._replayed: ReplayedSteps | None = None
+        self._report: Any = None  # of the recorded pass: how to read what a replay has found
+        self.method = "parallel" if mode == "parallel" else "loop"
+        if mode == "sequential" and self.replayable:
+            self.method = "fused"
+            self.forward = lambda x: self.network(x, mode="sequential")
+        elif mode != "parallel":
             self.forward = _LayerByLayer(self.network)
             if mode == "sequential" and self.device.type == "cuda":
+                self.method = "graph"
                 sample = images.train[: settings.batch].clone()
                 with no_collection():
                     self.forward = torch.cuda.make_graphed_callables(self.forward, (sample,))  # pyright: ignore
         self.diverged: int | None = None
-        self.loss = math.nan  # of the last step
+        self.losses: list[float] = []  # since the last point of the curves
         self.curves: dict[str, list[Any]] = {}
         self.test_accuracy: list[float] = []
         self._window: dict[str, list[float]] = {}
@@ -166,6 +181,56 @@ class Runner:
         elif self.guess == "zeros":
             self.network.guess = deeppcr.Zeros()
         return self.network(x)
+
+    def advance(self, images: Images, order: Tensor, first: int, count: int, number: int) -> None:
+        """Take steps ``first`` to ``first + count`` of the epoch, with the images ``order`` [epoch, batch] names.
+
+        Args:
+            number: of the first of them, counted from the beginning of the training
+        """
+        timed = min(count, TIMED) if self.replayable else count
+        for index in range(first, first + timed):
+            picked = order[index]
+            self.step(images.train[picked], images.train_labels[picked], number + index - first)
+        if timed < count and self.diverged is None:
+            self.replay(images, order, first + timed, count - timed, number + timed)
+
+    def replay(self, images: Images, order: Tensor, first: int, count: int, number: int) -> None:
+        if self._replayed is None or self._replayed.order is not order or count > len(self._replayed.losses):
+            state = [*self.network.parameters(), self.network.activations]
+            self._replayed = ReplayedSteps(self.forward, self.optimiser, state, images, order, count, self._found)
+            self._report = self.network._report
+        synchronise(self.device)
+        begun = time.perf_counter()
+        losses, hits, passes = self._replayed.run(first, count)
+        seconds = (time.perf_counter() - begun) / count
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            self.diverged, count = number + bad[0], bad[0]
+        self.losses += losses[:count]
+        found: dict[str, list[float]] = {"loss": losses, "accuracy": hits, "replayed_seconds": [seconds] * count}
+        if passes is not None:
+            taken = [replace(self._report, found=each).solution() for each in passes.cpu().unbind()]
+            found["iterations"] = [solution.iterations.float().mean().item() for solution in taken]
+            found["not_converged"] = [float(solution.result is not deeppcr.Result.CONVERGED) for solution in taken]
+        elif self.mode == "parallel":  # a single chunk: nothing to iterate
+            found |= {"iterations": [1.0] * count, "not_converged": [0.0] * count}
+        for name, values in found.items():
+            self._window.setdefault(name, []).extend(values[:count])
+
+    def _found(self) -> Tensor | None:
+        """What the kernels of the last parallel pass found out about it; None where one chunk was all there was."""
+        report = self.network._report if self.mode == "parallel" else None
+        return None if report is None else report.found
+
+    def warm_up(self, images: Images, batch: int) -> None:
+        """One pass, forward and backward, that leaves no trace: kernels are compiled before anything is timed."""
+        network, passes = self.network, self.passes
+        kept, warm = network.activations.clone(), network._warm
+        nn.functional.cross_entropy(self.forward(images.train[:batch]), images.train_labels[:batch]).backward()
+        self.optimiser.zero_grad(set_to_none=True)
+        network.activations.copy_(kept)
+        network._warm, self.passes = warm, passes
 
     def step(self, x: Tensor, labels: Tensor, number: int) -> None:
         """One step of training; none once the loss is no longer finite."""
@@ -182,10 +247,11 @@ class Runner:
         self.optimiser.step()
         synchronise(self.device)
         ended = time.perf_counter()
-        value = self.loss = loss.item()
+        value = loss.item()
         if not math.isfinite(value):
             self.diverged = number
             return
+        self.losses.append(value)
         found = {
             "loss": value,
             "accuracy": (scores.argmax(-1) == labels).float().mean().item(),
@@ -203,7 +269,7 @@ class Runner:
 
     def close_window(self, number: int) -> None:
         """A point of each curve: mean and standard deviation over the window."""
-        window, self._window = self._window, {}
+        window, self._window, self.losses = self._window, {}, []
         if not window:
             return
         self.curves.setdefault("step", []).append(number)
@@ -220,7 +286,12 @@ class Runner:
         self.test_accuracy.append(hits / len(images.test_labels))
 
     def record(self) -> dict[str, Any]:
-        return {"curves": self.curves, "test_accuracy": self.test_accuracy, "diverged": self.diverged}
+        return {
+            "method": self.method,
+            "curves": self.curves,
+            "test_accuracy": self.test_accuracy,
+            "diverged": self.diverged,
+        }
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs; taken between windows."""
@@ -253,46 +324,51 @@ def train(
     if settings.steps is not None:
         total = min(total, settings.steps)
     first, distances, apart = 0, [], []
-    farthest = 0.0
     kept = context.load_checkpoint()
     if kept is not None and set(kept["runners"]) == set(runners):
         first, distances, apart = kept["step"], kept["distances"], kept["apart"]
         for name, runner in runners.items():
             runner.load(kept["runners"][name])
-    order, saved = None, time.monotonic()
-    for step in range(first, total):
-        epoch, index = divmod(step, per_epoch)
-        if order is None or index == 0:
-            generator = torch.Generator().manual_seed((1000 * seed + epoch) % 2**63)
-            order = torch.randperm(len(images.train_labels), generator=generator).to(context.device)
-        picked = order[index * settings.batch : (index + 1) * settings.batch]
-        x, labels = images.train[picked], images.train_labels[picked]
+    with own_stream(context.device):
+        order = torch.empty(per_epoch, settings.batch, dtype=torch.long, device=context.device)
         for runner in runners.values():
-            runner.step(x, labels, step)
-        losses = [runner.loss for runner in runners.values() if runner.diverged is None]
-        farthest = max(farthest, max(losses, default=0.0) - min(losses, default=0.0))
-        if index == per_epoch - 1 or step + 1 == total:
+            runner.warm_up(images, settings.batch)
+        step, shuffled, saved = first, None, time.monotonic()
+        while step < total:
+            epoch, index = divmod(step, per_epoch)
+            if epoch != shuffled:
+                generator = torch.Generator().manual_seed((1000 * seed + epoch) % 2**63)
+                picked = torch.randperm(len(images.train_labels), generator=generator)[: order.numel()]
+                order.copy_(picked.view_as(order))
+                shuffled = epoch
+            # To the end of the window, of the epoch or of the training, whichever comes first.
+            count = min(settings.window - step % settings.window, per_epoch - index, total - step)
             for runner in runners.values():
                 if runner.diverged is None:
-                    runner.test(images)
-        if (step + 1) % settings.window and step + 1 < total:
-            continue
-        for runner in runners.values():
-            runner.close_window(step + 1)
-        if len(runners) == 2:
-            distances.append(distance(*runners.values()))
-            apart.append(farthest)
-            farthest = 0.0
-        context.watcher.part((step + 1) / total)
-        late = _out_of_time(context)
-        if step + 1 < total and (late or time.monotonic() - saved > CHECKPOINT):
-            states = {name: runner.state() for name, runner in runners.items()}
-            context.save_checkpoint({"step": step + 1, "distances": distances, "apart": apart, "runners": states})
-            saved = time.monotonic()
-            if late:
-                raise OutOfTime
-        if all(runner.diverged is not None for runner in runners.values()):
-            break
+                    runner.advance(images, order, index, count, step)
+            step += count
+            if step % per_epoch == 0 or step == total:
+                for runner in runners.values():
+                    if runner.diverged is None:
+                        runner.test(images)
+            if step % settings.window and step < total:
+                continue
+            if len(runners) == 2:
+                one, other = runners.values()
+                distances.append(distance(one, other))
+                apart.append(max((abs(a - b) for a, b in zip(one.losses, other.losses, strict=False)), default=0.0))
+            for runner in runners.values():
+                runner.close_window(step)
+            context.watcher.part(step / total)
+            late = _out_of_time(context)
+            if step < total and (late or time.monotonic() - saved > CHECKPOINT):
+                states = {name: runner.state() for name, runner in runners.items()}
+                context.save_checkpoint({"step": step, "distances": distances, "apart": apart, "runners": states})
+                saved = time.monotonic()
+                if late:
+                    raise OutOfTime
+            if all(runner.diverged is not None for runner in runners.values()):
+                break
     found: dict[str, Any] = {"runs": {name: runner.record() for name, runner in runners.items()}}
     if len(runners) == 2:
         found["parameter_distance"], found["loss_distance"] = distances, apart

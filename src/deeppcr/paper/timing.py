@@ -104,6 +104,19 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 
 @contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Everything inside goes to one new stream of a GPU: a pass with autograd can be recorded there after eager ones."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, outside = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        yield
+    outside.wait_stream(stream)
+
+
+@contextmanager
 def no_collection() -> Iterator[None]:
     """Collect garbage first, and none inside: what it frees there, another CUDA graph say, would end a capture."""
     gc.collect()

@@ -164,8 +164,13 @@ def memory_ratio(result: Finished) -> list[Ours]:
 def training_speedup(result: Finished) -> list[Ours]:
     entry = _deepest(result)
     # On a CPU the loop of the training is the eager one, too.
-    loops = {"eager": "loop", **({"fastest_loop": "graph"} if result.content["device"] == "cuda" else {})}
+    loops = {"eager": "loop"}
+    if result.content["device"] == "cuda":
+        loops["fastest_loop"] = entry["loop"] or "graph"
     found = []
+    if entry["printed_speedup_over_eager"]:
+        where = f"forward pass as printed (chunk 1) over the {BASELINES['loop']}; L = {entry['L']:,}"
+        found.append(Ours(times(entry["printed_speedup_over_eager"]), where))
     for name, loop in loops.items():
         if entry[f"speedup_over_{name}"]:
             where = f"forward pass over the {BASELINES[loop]}; L = {entry['L']:,}"
