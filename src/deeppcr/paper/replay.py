@@ -71,7 +71,8 @@ class ReplayedSteps:
         if extra is not None:
             if self.extras is None:
                 self.extras = torch.zeros(len(self.losses), *extra.shape, dtype=extra.dtype, device=extra.device)
-            self.extras.index_copy_(0, self.slot, extra.unsqueeze(0))
+            # A recorded pass may find less than the ones before it: it cannot ask the host whether to go on.
+            self.extras[:, : len(extra)].index_copy_(0, self.slot, extra.unsqueeze(0))
         self.position += 1
         self.slot += 1
 
