@@ -364,3 +364,13 @@ class TestOnTheDevice:
         for reverse in (False, True):
             actual = linear.Fused().solve_coupled(linear.Dense(far_data), far_rhs, reverse=reverse)
             assert_right(actual, couplings, rhs, reverse)
+
+
+@pytest.mark.parametrize("width", [33, 64, 65])
+def test_products_that_are_slightly_off_do_not_spoil_the_states(width, device, monkeypatch):
+    """As the matrix units make them: they cut off the last bits of a sum."""
+    found = dense._reduce_chunks
+    monkeypatch.setattr(dense, "_reduce_chunks", lambda *arguments: found(*arguments).mul_(1 - 1e-4))
+    couplings, rhs = system(13, width, (2,), device=device)
+    couplings = linear.Dense(couplings.data / 0.9)  # so that errors are carried along
+    assert_right(dense.solve_coupled(couplings, rhs, chunk=4), couplings, rhs)

@@ -197,11 +197,15 @@ def _substitute_wide(
     blocks, block_first, block_step, block_row, block_i, block_j,
     scales, scale_first, scale_step, scale_row,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
-    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
+    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps, ends,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    SCALE: tl.constexpr, TERMS: tl.constexpr,
+    SCALE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """``_substitute`` tile by tile. TERMS: start every chunk from zero, and write its end to the next one's start."""
+    """``_substitute`` tile by tile.
+
+    WALK: "states" as there. "terms": start every chunk from zero, and write its end to entry c + 1 of ``ends``, which are
+    the starts. "ends": the same from the starts as they are, to other ``ends``.
+    """
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i, all_j = tl.arange(0, TILE), tl.arange(0, PADDED)
     inside = all_j < WIDTH
@@ -212,12 +216,16 @@ def _substitute_wide(
     start = starts + (chunk * rows + row).to(tl.int64) * WIDTH
 
     first = chunk * chunk_steps
-    if TERMS:
+    if WALK == "terms":
         last = first + chunk_steps
         tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, tl.zeros((PADDED,), tl.float32), mask=inside)
         if chunk == 0:
             known = tl.load(vector - rhs_step + all_j * rhs_i, mask=inside, other=0.0)
             tl.store(start + all_j, known, mask=inside)
+    elif WALK == "ends":
+        last = first + chunk_steps
+        z = tl.load(start + all_j, mask=inside, other=0.0)
+        tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, z, mask=inside)
     else:
         last = tl.where(chunk == chunks - 1, steps, first + chunk_steps - 1)
         final = tl.load(starts + ((chunks - 1) * rows + row).to(tl.int64) * WIDTH + all_j, mask=inside, other=0.0)
@@ -241,8 +249,9 @@ def _substitute_wide(
             if SCALE == "rows":
                 found = found * tl.load(scale + at * scale_step + top + i, mask=rows_inside, other=0.0)
             found += b
-            if TERMS and step == last - 1:
-                tl.store(start + rows * WIDTH + top + i, found, mask=rows_inside)
+            if WALK != "states" and step == last - 1:
+                end = ends + ((chunk + 1) * rows + row).to(tl.int64) * WIDTH
+                tl.store(end + top + i, found, mask=rows_inside)
             else:
                 tl.store(state + at * state_step + top + i, found, mask=rows_inside)
         tl.debug_barrier()
@@ -351,8 +360,8 @@ def solve_chain(
         starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
         products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales)
         solve_in_place(products, starts)
-        if shape.precision == "tf32x3" and width <= NARROW:
-            _refine(blocks, rhs, starts, products, chunk, shape)
+        if shape.precision == "tf32x3":
+            _refine(blocks, rhs, starts, products, chunk, shape, scales)
     rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
@@ -361,11 +370,13 @@ def solve_chain(
         launch(_substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
     else:
         given, scale = _scaling(blocks, scales)
-        arguments, constants = (*blocks.arguments, *given, *rest), (width, shape.padded, 16, scale, False)
+        arguments, constants = (*blocks.arguments, *given, *rest, starts), (width, shape.padded, 16, scale, "states")
         launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 
-def _refine(blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape) -> None:
+def _refine(
+    blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape, scales: Chain | None
+) -> None:
     """Correct the starts by what the chunks miss when they are walked.
 
     The matrix units cut off the last bits of a sum instead of rounding it, so products of many blocks err to one side; the
@@ -373,10 +384,15 @@ def _refine(blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: 
     """
     chunks, rows, width = starts.shape
     misses = torch.empty_like(starts)
-    arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
-    warps, stages = shape.without
-    integers = (blocks.integers, rhs.integers)
-    launch(_miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+    if width <= NARROW:
+        arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
+        warps, stages = shape.without
+        integers = (blocks.integers, rhs.integers)
+        launch(_miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+    else:
+        misses[0] = starts[0]
+        _walk_wide(blocks, rhs, starts, misses, chunk, shape, scales, "ends")
+        misses -= starts
     solve_in_place(products, misses)
     # A product that overflowed is found where the states are, by a start that is not finite.
     starts += misses
@@ -389,22 +405,32 @@ def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
 
 def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape, scales: Chain | None) -> Tensor:
     """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
-    (chunks, rows, width), integers = starts.shape, (blocks.integers, rhs.integers)
+    chunks, rows, width = starts.shape
     if width <= NARROW:
         products = torch.empty((chunks - 1, rows, width, width), dtype=starts.dtype, device=starts.device)
         arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
         warps, stages = shape.with_products
         constants = (width, shape.padded, shape.precision, stages)
+        integers = (blocks.integers, rhs.integers)
         launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
         return products
+    _walk_wide(blocks, rhs, starts, starts, chunk, shape, scales, "terms")
+    return multiply_wide(blocks, scales, _scaling(blocks, scales)[1], chunks - 1, chunk)
+
+
+def _walk_wide(
+    blocks: Chain, rhs: Chain, starts: Tensor, ends: Tensor, chunk: int, shape: Shape, scales: Chain | None, walk: str
+) -> None:
+    """Take all chunks but the last; only where they end is kept."""
+    chunks, rows, width = starts.shape
     scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
     given, scale = _scaling(blocks, scales)
     arguments = (
-        *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk,
+        *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk, ends,
     )  # fmt: skip
-    constants, integers = (width, shape.padded, 16, scale, True), (integers, scratch.integers, given[1:])
+    constants = (width, shape.padded, 16, scale, walk)
+    integers = (blocks.integers, rhs.integers, scratch.integers, given[1:])
     launch(_substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
-    return multiply_wide(blocks, scales, scale, chunks - 1, chunk)
 
 
 def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int) -> Tensor:
