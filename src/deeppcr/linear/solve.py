@@ -90,7 +90,7 @@ def solve(
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
     """
-    _check(blocks, rhs, initial)
+    batch = _check(blocks, rhs, initial)
     if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
@@ -100,24 +100,20 @@ def solve(
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
 
-    batch = torch.broadcast_shapes(
-        rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ()
-    )
-    rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
-    rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
+    if rhs.shape[1:-1] != batch:
+        rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
+        rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
     blocks = blocks.aligned(len(batch))
 
     # With the initial state folded into the first right-hand side, only the L - 1 blocks between unknowns are left:
     # the adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
-    if reverse:
-        edge, couplings = blocks[-1:], blocks[:-1]
-        if initial is not None:
-            rhs = torch.cat([rhs[:-1], rhs[-1:] + edge.apply(initial.unsqueeze(0))])
-    else:
-        edge, couplings = blocks[:1], blocks[1:]
-        if initial is not None:
-            rhs = torch.cat([rhs[:1] + edge.apply(initial.unsqueeze(0)), rhs[1:]])
-    return solve_coupled(couplings, rhs, reverse=reverse, solver=solver).to(result_dtype)
+    couplings = blocks[:-1] if reverse else blocks[1:]
+    if initial is not None and reverse:
+        rhs = torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
+    elif initial is not None:
+        rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
+    solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    return solution if solution.dtype == result_dtype else solution.to(result_dtype)
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver) -> Tensor:
@@ -146,11 +142,13 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
 
 def _is_constant(*tensors: Tensor) -> bool:
     """Whether nobody differentiates in these tensors, nor transforms them."""
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not (recorded or is_batched(tensors[0]) or forward_ad._current_level >= 0)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return not (is_batched(tensors[0]) or forward_ad._current_level >= 0)
 
 
-def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
+def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
+    """The batch shape of the result; raises what is wrong with the arguments."""
     if not isinstance(blocks, Blocks):
         raise TypeError(
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
@@ -158,6 +156,47 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
     for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "initial"):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    _check_shapes_once(blocks, rhs, initial)
+    dtype, device = rhs.dtype, rhs.device
+    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+        if tensor is None:
+            continue
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
+        if tensor.dtype != dtype or tensor.device != device:
+            raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {dtype} on {device}")
+    if rhs.shape[1:-1] == blocks.batch_shape and initial is None:  # to broadcast shapes takes long
+        return rhs.shape[1:-1]
+    shapes = blocks.batch_shape, rhs.shape[1:-1], initial.shape[:-1] if initial is not None else ()
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        text = "{}, {} and {}".format(*(tuple(shape) for shape in shapes))
+        raise ValueError(f"blocks, rhs, initial: batch shapes {text} do not broadcast") from None
+
+
+def _check_shapes_once(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
+    """Shapes repeat, and those that were right before are so again."""
+    if torch.compiler.is_compiling():
+        return _check_shapes(blocks, rhs, initial)
+    shapes = (type(blocks), blocks.data.shape, rhs.shape, None if initial is None else initial.shape)
+    try:
+        known = shapes in _right
+    except TypeError:  # sizes that are symbols cannot be looked up
+        return _check_shapes(blocks, rhs, initial)
+    if not known:
+        _check_shapes(blocks, rhs, initial)
+        if len(_right) >= _MOST:
+            _right.clear()
+        _right.add(shapes)
+    return None
+
+
+_MOST = 4096
+_right: set[tuple] = set()
+
+
+def _check_shapes(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
     if rhs.ndim < 2:
         raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
     if rhs.shape[0] == 0:
@@ -175,20 +214,6 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
         raise ValueError(f"blocks: width {blocks.width}, but rhs has width {rhs.shape[-1]}")
     if initial is not None and (initial.ndim < 1 or initial.shape[-1] != rhs.shape[-1]):
         raise ValueError(f"initial: expected [*batch, {rhs.shape[-1]}], got shape {tuple(initial.shape)}")
-    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
-        if tensor is None:
-            continue
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
-        if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
-            raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
-    try:
-        torch.broadcast_shapes(rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ())
-    except RuntimeError:
-        raise ValueError(
-            f"blocks, rhs, initial: batch shapes {tuple(blocks.batch_shape)}, {tuple(rhs.shape[1:-1])} and "
-            f"{tuple(initial.shape[:-1]) if initial is not None else ()} do not broadcast"
-        ) from None
 
 
 def in_functorch() -> bool:

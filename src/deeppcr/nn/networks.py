@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,16 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
     "tanh": (torch.tanh, _tanh_slope),
     "sigmoid": (torch.sigmoid, _sigmoid_slope),
 }
+
+
+_USUAL = Newton()
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
+
+
+def _is_usual(newton: Newton) -> bool:
+    """Whether only tolerances and chunk are set: the kernels know no other method."""
+    pairs = ((getattr(newton, name), getattr(_USUAL, name)) for name in _SETTINGS)
+    return all(ours is usual or ours == usual for ours, usual in pairs)
 
 
 class _Network(nn.Module):
@@ -105,23 +115,32 @@ class _Network(nn.Module):
     def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
         """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
         hidden = self.input(x)
-        states = self.hidden_states(hidden.reshape(-1, hidden.shape[-1]), mode)
-        return self.output(self._apply_activation(states[-1]).reshape(hidden.shape).to(hidden.dtype))
+        rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
+        state = self._apply_activation(self._run(rows, mode, last=True))
+        if hidden.ndim != 2:
+            state = state.reshape(hidden.shape)
+        return self.output(state if state.dtype == hidden.dtype else state.to(hidden.dtype))
 
     def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
         """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
+        return self._run(hidden, mode, last=False)
+
+    def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
+        """The states after every step, [L, B, w], or after the last one, [B, w]."""
         chosen = check_mode(self.mode if mode is None else mode)
         if len(hidden) == 0:
             chosen = "sequential"  # nothing to solve
         elif chosen == "auto":
             chosen = self._choose_mode(hidden)
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
-        hidden = hidden.to(self.weight.dtype)
+        if hidden.dtype != self.weight.dtype:
+            hidden = hidden.to(self.weight.dtype)
         if self._has_kernels(hidden, chosen):
             run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
-            return run(hidden, chosen)
+            return run(hidden, chosen, last)
         with torch.autocast(hidden.device.type, enabled=False):
-            return self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+        return states[-1] if last else states
 
     def _loop(self, hidden: Tensor) -> Tensor:
         states, z = [], hidden
@@ -140,36 +159,37 @@ class _Network(nn.Module):
             return False
         if mode == "sequential":
             return 0 < rows <= _MOST_ROWS
-        usual = replace(self.newton, atol=None, rtol=None, chunk="auto") == Newton()
         chunk = self.newton.chunk
         chunks = 2 * math.isqrt(self.bias.numel() // width) if chunk == "auto" else -(-steps // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        return usual and chunk != 1 and self.guess == RepeatInitial() and room
+        return room and chunk != 1 and _is_usual(self.newton) and self.guess == RepeatInitial()
 
-    def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
-        from .fused import Layers, Report, apply, one_chunk  # with Triton, which takes a second to import
+    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
+        from .fused import Layers, apply, one_chunk  # with Triton, which takes a second to import
 
-        skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
-        chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
-        atol, rtol = (float(each) for each in self.newton.tolerances(hidden.dtype))
+        weight = self.weight
+        blocks, skip = weight.shape[0], weight.shape[1] if weight.ndim == 4 else 1
+        chunk = blocks if mode == "sequential" else self.newton.chunk
+        atol, rtol = self.newton.tolerances(hidden.dtype)
         layers = Layers(
             skip=skip,
-            residual=self.weight.ndim == 4,
+            residual=weight.ndim == 4,
             activation=str(self.activation),
-            atol=atol,
-            rtol=rtol,
+            atol=float(atol),
+            rtol=float(rtol),
             chunk=None if chunk == "auto" else chunk,
         )
         guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
-        reports: list[Report | None] = []
-        states = apply(self.weight, self.bias, hidden, guess, layers, reports)
-        report = reports[0]
+        left: list[Any] = []
+        states = apply(weight, self.bias, hidden, guess, layers, left, last)
         if mode == "parallel":
+            report, x = left
             self._report = report
-            self._solution = one_chunk(states.shape[0], states.shape[1], states.device) if report is None else None
+            self._solution = one_chunk(blocks, x.shape[1], x.device) if report is None else None
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
-            self._keep_activations(states, finite=report is None or not report.finished)
+            if self.warm_start and self.training:
+                self._keep_activations(x[skip::skip], finite=report is None or not report.finished)
         return states
 
     def _keep_activations(self, states: Tensor, *, finite: bool) -> None:

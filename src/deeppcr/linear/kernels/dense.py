@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .launch import aligned, launch
+from .launch import Launches, aligned, repeat
 
 #: the widest block that one program holds in its registers
 NARROW = 64
@@ -137,6 +137,13 @@ def _miss(
     tl.store(misses + at + rows * WIDTH, z - following, mask=inside)
     if chunk == 0:
         tl.store(misses + at, tl.zeros((PADDED,), tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add(values, more, count, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.load(values + at, mask=at < count) + tl.load(more + at, mask=at < count)
+    tl.store(values + at, total, mask=at < count)
 
 
 @triton.jit
@@ -284,15 +291,27 @@ def chunk_length(steps: int, width: int) -> int:
     return 32 if width <= 32 else 64
 
 
+_solved: dict[tuple, Launches] = {}
+
+
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
-    length, width = rhs.shape[0], rhs.shape[-1]
-    rows = rhs.shape[1:-1].numel()
-    vectors = aligned(rhs.reshape(length, rows, width))
-    blocks = _flatten_batch(aligned(couplings.data), rhs.shape[1:-1])
-    states = torch.empty((length, rows, width), dtype=rhs.dtype, device=rhs.device)
-    solve_chain(Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(states, 1, reverse), chunk)
-    return states.view(rhs.shape)
+    data, rhs, device = aligned(couplings.data), aligned(rhs), rhs.device
+    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=device)
+
+    def make(launches: Launches) -> None:
+        length, batch, width = rhs.shape[0], rhs.shape[1:-1], rhs.shape[-1]
+        flat = (length, batch.numel(), width)
+        blocks, vectors, results = _flatten_batch(data, batch), aligned(rhs.reshape(flat)), states.view(flat)
+        for given, found in ((data, blocks), (rhs, vectors), (states, results)):
+            if found.data_ptr() == given.data_ptr():  # not a copy
+                launches.part(given, found)
+        chains = Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(results, 1, reverse)
+        solve_chain(*chains, chunk, launches=launches)
+
+    key = (data.shape, data.stride(), rhs.shape, rhs.stride(), reverse, chunk, device)
+    repeat(_solved, key, (data, rhs, states), make)
+    return states
 
 
 class Chain:
@@ -324,14 +343,20 @@ class Chain:
         return self.tensor[-1 if self.reverse else 0]
 
 
-def solve_in_place(products: Tensor, vectors: Tensor) -> None:
+def solve_in_place(products: Tensor, vectors: Tensor, launches: Launches) -> None:
     """``vectors`` [N, B, w] become the states of the chain with blocks ``products`` [N - 1, B, w, w], both contiguous."""
     chain = Chain(vectors, 1, False)
-    solve_chain(Chain(products, 0, False), chain, chain)
+    solve_chain(Chain(products, 0, False), chain, chain, launches=launches)
 
 
 def solve_chain(
-    blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = None, scales: Chain | None = None
+    blocks: Chain,
+    rhs: Chain,
+    states: Chain,
+    chunk: int | None = None,
+    scales: Chain | None = None,
+    *,
+    launches: Launches,
 ) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
 
@@ -340,46 +365,57 @@ def solve_chain(
         rhs, states: S + 1 vectors each
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
+        launches: makes the launches
     """
     steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
     shape = Shape(width)
     chunk = chunk_length(steps, width) if chunk is None else min(chunk, max(steps, 1))
     chunks = max(1, -(-steps // chunk))
     if chunks == 1:
-        starts = aligned(rhs.before_first().contiguous())
+        known = rhs.before_first()
+        starts = aligned(known.contiguous())
+        if starts is known:
+            launches.part(rhs.tensor, starts)
     else:
-        starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
-        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales)
-        solve_in_place(products, starts)
+        starts = launches.empty((chunks, rows, width), rhs.tensor)
+        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales, launches)
+        solve_in_place(products, starts, launches)
         if shape.precision == "tf32x3" and width <= NARROW:
-            _refine(blocks, rhs, starts, products, chunk, shape)
+            _refine(blocks, rhs, starts, products, chunk, shape, launches)
     rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
         arguments = (*blocks.arguments, *rest)
         warps, stages = shape.without
-        launch(_substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+        launches.launch(
+            _substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers
+        )
     else:
         given, scale = _scaling(blocks, scales)
         arguments, constants = (*blocks.arguments, *given, *rest), (width, shape.padded, 16, scale, False)
-        launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
+        launches.launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 
-def _refine(blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape) -> None:
+def _refine(
+    blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape, launches: Launches
+) -> None:
     """Correct the starts by what the chunks miss when they are walked.
 
     The matrix units cut off the last bits of a sum instead of rounding it, so products of many blocks err to one side; the
     correction sees them only in what is left.
     """
     chunks, rows, width = starts.shape
-    misses = torch.empty_like(starts)
+    misses = launches.empty((chunks, rows, width), starts)
     arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
     warps, stages = shape.without
     integers = (blocks.integers, rhs.integers)
-    launch(_miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
-    solve_in_place(products, misses)
+    launches.launch(
+        _miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers
+    )
+    solve_in_place(products, misses, launches)
     # A product that overflowed is found where the states are, by a start that is not finite.
-    starts += misses
+    count = starts.numel()
+    launches.launch(_add, -(-count // 1024), (starts, misses, count), (1024,), warps=4)
 
 
 def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
@@ -387,37 +423,47 @@ def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
     return ((blocks.tensor, 0, 0, 0), "none") if scales is None else (scales.arguments[:-1], "rows")
 
 
-def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape, scales: Chain | None) -> Tensor:
+def _reduce_chunks(
+    blocks: Chain,
+    rhs: Chain,
+    starts: Tensor,
+    chunk: int,
+    shape: Shape,
+    scales: Chain | None,
+    launches: Launches,
+) -> Tensor:
     """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
     (chunks, rows, width), integers = starts.shape, (blocks.integers, rhs.integers)
     if width <= NARROW:
-        products = torch.empty((chunks - 1, rows, width, width), dtype=starts.dtype, device=starts.device)
+        products = launches.empty((chunks - 1, rows, width, width), starts)
         arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
         warps, stages = shape.with_products
         constants = (width, shape.padded, shape.precision, stages)
-        launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
+        launches.launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
         return products
-    scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
+    scratch = Chain(launches.empty((chunks * chunk + 1, rows, width), starts), 1, False)
     given, scale = _scaling(blocks, scales)
     arguments = (
         *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk,
     )  # fmt: skip
     constants, integers = (width, shape.padded, 16, scale, True), (integers, scratch.integers, given[1:])
-    launch(_substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
-    return multiply_wide(blocks, scales, scale, chunks - 1, chunk)
+    launches.launch(_substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
+    return multiply_wide(blocks, scales, scale, chunks - 1, chunk, launches)
 
 
-def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int) -> Tensor:
+def multiply_wide(
+    blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int, launches: Launches
+) -> Tensor:
     """The products of the blocks of each chunk, [chunks, B, w, w]; the blocks are scaled on the way."""
     tensor, (rows, width) = blocks.tensor, blocks.tensor.shape[1:3]
-    products = torch.empty((chunks, rows, width, width), dtype=tensor.dtype, device=tensor.device)
+    products = launches.empty((chunks, rows, width, width), tensor)
     given = scales.arguments[:-1] if scales is not None else (tensor, 0, 0, 0)
     half = triton.next_power_of_2(width) // 2
     arguments = (*blocks.arguments, *given, products, rows, chunk)
     programs = chunks * rows * -(-width // _COLUMNS)
     constants = (width, half, _COLUMNS, scale, "tf32x3", 1)
     integers = (blocks.integers, given[1:])
-    launch(_reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
+    launches.launch(_reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
     return products
 
 
