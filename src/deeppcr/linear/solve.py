@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from .blocks import Blocks, Diagonal, Scalar
@@ -135,16 +136,15 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
-    if _is_constant(couplings.data, rhs):  # autograd's bookkeeping takes longer than a small system
-        return _Solve.forward(couplings.data, rhs, type(couplings), solver, reverse)
-    return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
+    return _solve_system(couplings.data, rhs, type(couplings), solver, reverse)
 
 
-def _is_constant(*tensors: Tensor) -> bool:
-    """Whether nobody differentiates in these tensors, nor transforms them."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    return not (is_batched(tensors[0]) or forward_ad._current_level >= 0)
+def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
+    """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
+    differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
+    if differentiated or forward_ad._current_level >= 0 or is_batched(data) or is_batched(rhs):
+        return _Solve.apply(data, rhs, *how)
+    return _Solve.forward(data, rhs, *how)
 
 
 def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
@@ -241,6 +241,14 @@ class _Solve(torch.autograd.Function):
 
     generate_vmap_rule = True
 
+    @classmethod
+    def apply(cls, *arguments):
+        if in_functorch():
+            return super().apply(*arguments)
+        # What torch does, but for the search for arguments that were left out, which takes longer than the launches.
+        base: Any = super(torch.autograd.Function, cls)
+        return base.apply(*unwrap_dead_wrappers(arguments))
+
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):
         couplings = structure(data)
@@ -264,7 +272,7 @@ class _Solve(torch.autograd.Function):
         (grad,) = grad_outputs
         data, states = ctx.saved_tensors
         transposed = ctx.structure(data).transpose()
-        adjoint = _Solve.apply(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
+        adjoint = _solve_system(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
         grad_data = None
         if ctx.needs_input_grad[0]:
             left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,14 +55,25 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
+@cache
+def _kernels() -> Any:
+    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
+    from . import fused
+
+    return fused
+
+
 _USUAL = Newton()
 _SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
 
 
 def _is_usual(newton: Newton) -> bool:
     """Whether only tolerances and chunk are set: the kernels know no other method."""
-    pairs = ((getattr(newton, name), getattr(_USUAL, name)) for name in _SETTINGS)
-    return all(ours is usual or ours == usual for ours, usual in pairs)
+    for name in _SETTINGS:
+        ours, usual = getattr(newton, name), getattr(_USUAL, name)
+        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
+            return False
+    return True
 
 
 class _Network(nn.Module):
@@ -100,8 +112,7 @@ class _Network(nn.Module):
         self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)
-        self._report: Any = None
-        self._solution: Solution | None = None
+        self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -128,13 +139,14 @@ class _Network(nn.Module):
     def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
         """The states after every step, [L, B, w], or after the last one, [B, w]."""
         chosen = check_mode(self.mode if mode is None else mode)
-        if len(hidden) == 0:
+        if hidden.shape[0] == 0:
             chosen = "sequential"  # nothing to solve
         elif chosen == "auto":
             chosen = self._choose_mode(hidden)
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
-        if hidden.dtype != self.weight.dtype:
-            hidden = hidden.to(self.weight.dtype)
+        dtype = self.weight.dtype
+        if hidden.dtype != dtype:
+            hidden = hidden.to(dtype)
         if self._has_kernels(hidden, chosen):
             run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
             return run(hidden, chosen, last)
@@ -153,25 +165,25 @@ class _Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        steps, width, rows = self.weight.shape[0], self.weight.shape[-1], hidden.shape[0]
+        shape, rows = self.weight.shape, hidden.shape[0]
+        steps, width = shape[0], shape[-1]
         traced = in_functorch() or forward_ad._current_level >= 0
-        if width > (_NARROW if self.weight.ndim == 4 else WIDEST) or traced or not has_triton():
+        if width > (_NARROW if len(shape) == 4 else WIDEST) or traced or not has_triton():
             return False
         if mode == "sequential":
             return 0 < rows <= _MOST_ROWS
         chunk = self.newton.chunk
-        chunks = 2 * math.isqrt(self.bias.numel() // width) if chunk == "auto" else -(-steps // chunk)
+        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
         return room and chunk != 1 and _is_usual(self.newton) and self.guess == RepeatInitial()
 
     def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
-        from .fused import Layers, apply, one_chunk  # with Triton, which takes a second to import
-
+        fused = _kernels()
         weight = self.weight
         blocks, skip = weight.shape[0], weight.shape[1] if weight.ndim == 4 else 1
         chunk = blocks if mode == "sequential" else self.newton.chunk
         atol, rtol = self.newton.tolerances(hidden.dtype)
-        layers = Layers(
+        layers = fused.Layers(
             skip=skip,
             residual=weight.ndim == 4,
             activation=str(self.activation),
@@ -181,11 +193,10 @@ class _Network(nn.Module):
         )
         guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
         left: list[Any] = []
-        states = apply(weight, self.bias, hidden, guess, layers, left, last)
+        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last)
         if mode == "parallel":
             report, x = left
-            self._report = report
-            self._solution = one_chunk(blocks, x.shape[1], x.device) if report is None else None
+            self._passed = report or fused.one_chunk(blocks, x.shape[1], x.device)
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
             if self.warm_start and self.training:
@@ -200,9 +211,9 @@ class _Network(nn.Module):
     @property
     def solution(self) -> Solution | None:
         """How the last parallel pass went; its states are not kept."""
-        if self._report is not None:  # read anew: a CUDA graph of the caller may have been replayed since
-            return self._report.solution()
-        return self._solution
+        if self._passed is None or isinstance(self._passed, Solution):
+            return self._passed
+        return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
     def _solve(self, hidden: Tensor) -> Tensor:
         solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
@@ -214,7 +225,7 @@ class _Network(nn.Module):
             lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
         )
         self._keep_activations(solution.states, finite=False)
-        self._report, self._solution = None, replace(solution, states=None)
+        self._passed = replace(solution, states=None)
         return solution.states
 
     def _choose_mode(self, hidden: Tensor) -> Mode:
