@@ -142,9 +142,13 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
 def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
     differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
-    if differentiated or forward_ad._current_level >= 0 or is_batched(data) or is_batched(rhs):
+    if differentiated or forward_ad._current_level >= 0 or is_batched(data) or _functorch.is_legacy_batchedtensor(rhs):
         return _Solve.apply(data, rhs, *how)
     return _Solve.forward(data, rhs, *how)
+
+
+_MOST = 4096
+_checked: dict[tuple, torch.Size] = {}
 
 
 def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
@@ -153,50 +157,29 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
         raise TypeError(
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
         )
-    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+    data = blocks.data
+    for name, tensor in (("rhs", rhs), ("blocks", data), ("initial", initial)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "initial"):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    _check_shapes_once(blocks, rhs, initial)
-    dtype, device = rhs.dtype, rhs.device
-    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
-        if tensor is None:
-            continue
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
-        if tensor.dtype != dtype or tensor.device != device:
-            raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {dtype} on {device}")
-    if rhs.shape[1:-1] == blocks.batch_shape and initial is None:  # to broadcast shapes takes long
-        return rhs.shape[1:-1]
-    shapes = blocks.batch_shape, rhs.shape[1:-1], initial.shape[:-1] if initial is not None else ()
-    try:
-        return torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        text = "{}, {} and {}".format(*(tuple(shape) for shape in shapes))
-        raise ValueError(f"blocks, rhs, initial: batch shapes {text} do not broadcast") from None
-
-
-def _check_shapes_once(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
-    """Shapes repeat, and those that were right before are so again."""
     if torch.compiler.is_compiling():
-        return _check_shapes(blocks, rhs, initial)
-    shapes = (type(blocks), blocks.data.shape, rhs.shape, None if initial is None else initial.shape)
+        return _check_tensors(blocks, rhs, initial)
+    # Shapes, dtypes and devices repeat, and those that were right before are so again.
+    key = (type(blocks), data.shape, data.dtype, data.device, rhs.shape, rhs.dtype, rhs.device)
+    if initial is not None:
+        key += (initial.shape, initial.dtype, initial.device)
     try:
-        known = shapes in _right
+        batch = _checked.get(key)
     except TypeError:  # sizes that are symbols cannot be looked up
-        return _check_shapes(blocks, rhs, initial)
-    if not known:
-        _check_shapes(blocks, rhs, initial)
-        if len(_right) >= _MOST:
-            _right.clear()
-        _right.add(shapes)
-    return None
+        return _check_tensors(blocks, rhs, initial)
+    if batch is None:
+        batch = _check_tensors(blocks, rhs, initial)
+        if len(_checked) >= _MOST:
+            _checked.clear()
+        _checked[key] = batch
+    return batch
 
 
-_MOST = 4096
-_right: set[tuple] = set()
-
-
-def _check_shapes(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
+def _check_tensors(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
     if rhs.ndim < 2:
         raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
     if rhs.shape[0] == 0:
@@ -214,6 +197,20 @@ def _check_shapes(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
         raise ValueError(f"blocks: width {blocks.width}, but rhs has width {rhs.shape[-1]}")
     if initial is not None and (initial.ndim < 1 or initial.shape[-1] != rhs.shape[-1]):
         raise ValueError(f"initial: expected [*batch, {rhs.shape[-1]}], got shape {tuple(initial.shape)}")
+    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+        if tensor is None:
+            continue
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
+        if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
+            raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
+    shapes = blocks.batch_shape, rhs.shape[1:-1], initial.shape[:-1] if initial is not None else ()
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ValueError(
+            f"blocks, rhs, initial: batch shapes {tuple(shapes[0])}, {tuple(shapes[1])} and {tuple(shapes[2])} do not broadcast"
+        ) from None
 
 
 def in_functorch() -> bool:

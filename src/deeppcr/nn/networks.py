@@ -205,7 +205,7 @@ class _Network(nn.Module):
 
     def _keep_activations(self, states: Tensor, *, finite: bool) -> None:
         if self.warm_start and self.training:
-            torch.mean(states.detach(), 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
+            torch.mean(states, 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
             self._warm = finite or bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
 
     @property
@@ -224,7 +224,7 @@ class _Network(nn.Module):
         solution = solve_finite_rows(
             lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
         )
-        self._keep_activations(solution.states, finite=False)
+        self._keep_activations(solution.states.detach(), finite=False)
         self._passed = replace(solution, states=None)
         return solution.states
 
