@@ -3,11 +3,13 @@
 The ``conftest.py`` of each folder with such tests takes the hook and the fixtures from here.
 """
 
+import ctypes
 import os
 import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def pytest_configure(config):
@@ -58,6 +60,113 @@ def poisoned_memory(device):
     assert torch.empty(3, device=device).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class Compiled:
+    """Takes the launches of a kernel as one that was compiled does: tensors or, instead of them, pointers.
+
+    Args:
+        kernel: an interpreted one
+        run: what an interpreted kernel does when it is called; None: nothing
+        arguments: of the first launch
+    """
+
+    function = packed_metadata = None
+    launches = 0
+
+    def __init__(self, kernel, run, arguments):
+        self.kernel, self.interpret = kernel, run
+        self.pointers = [at for at, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
+
+    def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
+        assert launch_metadata is enter is leave is None
+        self[(programs, 1, 1)](*arguments)
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            Compiled.launches += 1
+            arguments = list(arguments)
+            for at in self.pointers:
+                if isinstance(arguments[at], int):
+                    buffer = (ctypes.c_float * 1).from_address(arguments[at])
+                    arguments[at] = torch.frombuffer(buffer, dtype=torch.float32)
+            if self.interpret is not None:
+                self.interpret(self.kernel, *arguments, grid=grid, warmup=False)
+
+        return launch
+
+
+def _compile(patch, *, interpret):
+    """From now on interpreted kernels return something that can be launched again."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from deeppcr.linear.kernels import launch
+
+    run = interpreter.InterpretedFunction.run
+
+    def first(kernel, *arguments, grid, warmup, num_warps):
+        Compiled.launches += 1
+        if interpret:
+            run(kernel, *arguments, grid=grid, warmup=warmup, num_warps=num_warps)
+        return Compiled(kernel, run if interpret else None, arguments)
+
+    patch.setattr(interpreter.InterpretedFunction, "run", first)
+    patch.setattr(launch, "current_stream", lambda device: 0)
+
+
+def _forget(patch):
+    """From now on nothing was launched before."""
+    from deeppcr.linear.kernels import dense, launch
+    from deeppcr.nn import adjoint, fused
+
+    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (adjoint, "_noted"), (fused, "_plans")):
+        patch.setattr(module, cache, {})
+
+
+@pytest.fixture
+def compiled(device, monkeypatch):
+    """Launches are made again with new pointers, without a GPU too; a list of how many at a time."""
+    from deeppcr.linear.kernels.launch import Launches
+
+    _forget(monkeypatch)
+    if device.type == "cpu":
+        _compile(monkeypatch, interpret=True)
+    repeated, again = [], Launches.again
+
+    def counting(self, *arguments):
+        repeated.append(len(self.noted))
+        again(self, *arguments)
+
+    monkeypatch.setattr(Launches, "again", counting)
+    return repeated
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of PyTorch's operations, and launches."""
+
+    def __enter__(self):
+        self.operations, self.launches = [], -Compiled.launches
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self.launches += Compiled.launches
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.operations.append(function.__name__)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.fixture
+def uncomputed(device, monkeypatch):
+    """Kernels are launched and do nothing, on a CPU as if it were a GPU: what is left is the host's part of a call."""
+    from deeppcr.linear.fused import Fused
+
+    if device.type != "cpu":
+        pytest.skip("counts launches by pretending: --device=cpu")
+    _forget(monkeypatch)
+    _compile(monkeypatch, interpret=False)
+    monkeypatch.setattr(Fused, "refusal", lambda self, couplings: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
 
 def strided(tensor):

@@ -45,7 +45,7 @@ class Blocks:
 
     def aligned(self, batch_dims: int) -> Blocks:
         """The same blocks with size-1 batch dimensions put in until there are ``batch_dims``."""
-        missing = batch_dims - len(self.batch_shape)
+        missing = batch_dims + 1 + self.core_dims - self.data.ndim
         if missing <= 0:
             return self
         length, *rest = self.data.shape

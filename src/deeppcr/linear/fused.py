@@ -49,8 +49,11 @@ class Fused:
         refusal = self.refusal(couplings)
         if refusal is not None:
             raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")
+        kernels = _kernels(type(couplings))
+        if rhs.device.index == torch.cuda.current_device():  # to change it takes as long as a launch
+            return kernels.solve_coupled(couplings, rhs, reverse=reverse)
         with torch.cuda.device(rhs.device):
-            return _kernels(type(couplings)).solve_coupled(couplings, rhs, reverse=reverse)
+            return kernels.solve_coupled(couplings, rhs, reverse=reverse)
 
 
 @cache
@@ -59,6 +62,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
 def _kernels(structure: type[Blocks]) -> Any:
     """The module with the kernels of a structure: imported when it is first used, since that takes a second."""
     if structure is Dense:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from .blocks import Blocks, Diagonal, Scalar
@@ -90,7 +91,7 @@ def solve(
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
     """
-    _check(blocks, rhs, initial)
+    batch = _check(blocks, rhs, initial)
     if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
@@ -100,24 +101,20 @@ def solve(
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
 
-    batch = torch.broadcast_shapes(
-        rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ()
-    )
-    rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
-    rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
+    if rhs.shape[1:-1] != batch:
+        rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
+        rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
     blocks = blocks.aligned(len(batch))
 
     # With the initial state folded into the first right-hand side, only the L - 1 blocks between unknowns are left:
     # the adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
-    if reverse:
-        edge, couplings = blocks[-1:], blocks[:-1]
-        if initial is not None:
-            rhs = torch.cat([rhs[:-1], rhs[-1:] + edge.apply(initial.unsqueeze(0))])
-    else:
-        edge, couplings = blocks[:1], blocks[1:]
-        if initial is not None:
-            rhs = torch.cat([rhs[:1] + edge.apply(initial.unsqueeze(0)), rhs[1:]])
-    return solve_coupled(couplings, rhs, reverse=reverse, solver=solver).to(result_dtype)
+    couplings = blocks[:-1] if reverse else blocks[1:]
+    if initial is not None and reverse:
+        rhs = torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
+    elif initial is not None:
+        rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
+    solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    return solution if solution.dtype == result_dtype else solution.to(result_dtype)
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver) -> Tensor:
@@ -139,25 +136,50 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
-    if _is_constant(couplings.data, rhs):  # autograd's bookkeeping takes longer than a small system
-        return _Solve.forward(couplings.data, rhs, type(couplings), solver, reverse)
-    return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
+    return _solve_system(couplings.data, rhs, type(couplings), solver, reverse)
 
 
-def _is_constant(*tensors: Tensor) -> bool:
-    """Whether nobody differentiates in these tensors, nor transforms them."""
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not (recorded or is_batched(tensors[0]) or forward_ad._current_level >= 0)
+def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
+    """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
+    differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
+    if differentiated or forward_ad._current_level >= 0 or is_batched(data) or _functorch.is_legacy_batchedtensor(rhs):
+        return _Solve.apply(data, rhs, *how)
+    return _Solve.forward(data, rhs, *how)
 
 
-def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
+_MOST = 4096
+_checked: dict[tuple, torch.Size] = {}
+
+
+def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
+    """The batch shape of the result; raises what is wrong with the arguments."""
     if not isinstance(blocks, Blocks):
         raise TypeError(
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
         )
-    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
+    data = blocks.data
+    for name, tensor in (("rhs", rhs), ("blocks", data), ("initial", initial)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "initial"):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if torch.compiler.is_compiling():
+        return _check_tensors(blocks, rhs, initial)
+    # Shapes, dtypes and devices repeat, and those that were right before are so again.
+    key = (type(blocks), data.shape, data.dtype, data.device, rhs.shape, rhs.dtype, rhs.device)
+    if initial is not None:
+        key += (initial.shape, initial.dtype, initial.device)
+    try:
+        batch = _checked.get(key)
+    except TypeError:  # sizes that are symbols cannot be looked up
+        return _check_tensors(blocks, rhs, initial)
+    if batch is None:
+        batch = _check_tensors(blocks, rhs, initial)
+        if len(_checked) >= _MOST:
+            _checked.clear()
+        _checked[key] = batch
+    return batch
+
+
+def _check_tensors(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
     if rhs.ndim < 2:
         raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
     if rhs.shape[0] == 0:
@@ -182,12 +204,12 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> None:
             raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
         if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
             raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
+    shapes = blocks.batch_shape, rhs.shape[1:-1], initial.shape[:-1] if initial is not None else ()
     try:
-        torch.broadcast_shapes(rhs.shape[1:-1], blocks.batch_shape, initial.shape[:-1] if initial is not None else ())
+        return torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ValueError(
-            f"blocks, rhs, initial: batch shapes {tuple(blocks.batch_shape)}, {tuple(rhs.shape[1:-1])} and "
-            f"{tuple(initial.shape[:-1]) if initial is not None else ()} do not broadcast"
+            f"blocks, rhs, initial: batch shapes {tuple(shapes[0])}, {tuple(shapes[1])} and {tuple(shapes[2])} do not broadcast"
         ) from None
 
 
@@ -216,6 +238,14 @@ class _Solve(torch.autograd.Function):
 
     generate_vmap_rule = True
 
+    @classmethod
+    def apply(cls, *arguments):
+        if in_functorch():
+            return super().apply(*arguments)
+        # What torch does, but for the search for arguments that were left out, which takes longer than the launches.
+        base: Any = super(torch.autograd.Function, cls)
+        return base.apply(*unwrap_dead_wrappers(arguments))
+
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):
         couplings = structure(data)
@@ -239,7 +269,7 @@ class _Solve(torch.autograd.Function):
         (grad,) = grad_outputs
         data, states = ctx.saved_tensors
         transposed = ctx.structure(data).transpose()
-        adjoint = _Solve.apply(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
+        adjoint = _solve_system(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
         grad_data = None
         if ctx.needs_input_grad[0]:
             left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])

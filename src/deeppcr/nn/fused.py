@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..linear.kernels import dense
-from ..linear.kernels.launch import aligned, launch
+from ..linear.kernels.launch import Launches, aligned, remember, repeat
 from ..linear.solve import is_batched
 from ..solution import Plan, Result, Solution
 from . import kernels
+from .adjoint import adjoint, all_gradients, slopes_at
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
 #: where the host cannot be asked whether another is needed, there are fewer.
@@ -119,33 +120,50 @@ def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
 
 
 def apply(
-    weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, reports: list[Report | None]
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    left: list,
+    last: bool = False,
 ) -> Tensor:
-    """The states after every block, [blocks, B, w]; ``Apply`` says of what. How it went is added to ``reports``."""
+    """The states after every block, [blocks, B, w], or after the last one, [B, w]; ``Apply`` says of what. ``left``
+    gets how it went (a ``Report``; None for a single chunk) and ``x``."""
     if initial.is_cuda and initial.device.index != torch.cuda.current_device():
         with torch.cuda.device(initial.device):
-            return apply(weight, bias, initial, guess, layers, reports)
+            return apply(weight, bias, initial, guess, layers, left, last)
     if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
-        return Apply.apply(weight, bias, initial, guess, layers, reports)
+        return Apply.apply(weight, bias, initial, guess, layers, left, last)
     weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
     x, report = run(weight, bias, initial, guess, layers)
-    reports.append(report)
-    return x[layers.skip :: layers.skip]
+    left.extend((report, x))
+    return x[-1] if last else x[layers.skip :: layers.skip]
 
 
 class Apply(torch.autograd.Function):
-    """The states after every block as a function of weights [blocks, skip, w, w], biases and the initial state [B, w]."""
+    """The states after every block as a function of weights [blocks, skip, w, w], biases and the initial state [B, w].
+
+    Or that after the last block alone: where nobody asks for the others, none of their gradients is made up of zeros.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, box: list
+        ctx: Any,
+        weight: Tensor,
+        bias: Tensor,
+        initial: Tensor,
+        guess: Tensor | None,
+        layers: Layers,
+        left: list,
+        last: bool = False,
     ):
         ctx.layers = layers
         weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
         x, report = run(weight, bias, initial, guess, layers)
-        box.append(report)
+        left.extend((report, x))
         ctx.save_for_backward(weight, x)
-        return x[layers.skip :: layers.skip]
+        return x[-1] if last else x[layers.skip :: layers.skip]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
@@ -159,116 +177,164 @@ class Apply(torch.autograd.Function):
                 'takes the general path; with it, mode="sequential" can be differentiated any number of times'
             )
         weight, x = ctx.saved_tensors
-        layers: Layers = ctx.layers
-        adjoints, initial = adjoint(weight, x, aligned(grad_outputs[0].contiguous()), layers)
-        grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            values = _ACTIVATIONS[layers.activation](x[:-1])
-            if x.shape[1] == 1:
-                grad_weight = adjoints.mT * values
-            else:
-                grad_weight = torch.bmm(adjoints.mT, values)
-            grad_weight = grad_weight.view_as(weight)
-        if ctx.needs_input_grad[1]:
-            grad_bias = adjoints.sum(1).view(weight.shape[:-1])
-        return grad_weight, grad_bias, initial, None, None, None
+        gradient = aligned(grad_outputs[0].contiguous())
+        of_weights, of_biases, _ = ctx.needs_input_grad[:3]
+        if not (of_weights or of_biases):
+            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None, None, None, None
+        return *all_gradients(weight, x, gradient, ctx.layers), None, None, None, None
 
 
-_ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+class _Plan:
+    """What is the same for all calls with tensors of the same shapes.
+
+    Attributes:
+        rounds: how many the last call took: before that many, nobody looks whether they were enough
+        noted: what was launched, by round; and the loop
+    """
+
+    __slots__ = ("chunk", "chunks", "constants", "group", "groups", "has_loop", "noted", "rounds", "shape", "workspace")
+
+    def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
+        self.chunk = layers.chunk_blocks(blocks)
+        self.chunks = -(-blocks // self.chunk)
+        self.group = 2 ** math.ceil(math.log2(self.chunks) / 2)
+        self.groups = -(-self.chunks // self.group)
+        self.workspace = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
+        self.shape = dense.Shape(width)
+        self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
+        self.rounds, self.has_loop = 1, False
+        self.noted: dict[Any, Launches] = {}
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def _plan(weight: Tensor, rows: int, guess: Tensor | None, layers: Layers) -> _Plan:
+    key = (weight.shape, rows, None if guess is None else guess.stride(), layers, weight.device)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _Plan(weight.shape[0], rows, weight.shape[-1], layers)
+        remember(_plans, key, plan)
+    return plan
 
 
 class _Narrow:
     """The passes over a network whose layers fit the registers of one program."""
 
     captured_rounds = 3
+    idle_when_settled = True
 
-    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, chunk: int):
-        self.weight, self.bias, self.x, self.layers, self.chunk = weight, bias, x, layers, chunk
-        self.rows, self.width = x.shape[1:]
-        self.blocks = weight.shape[0]
-        self.chunks = -(-self.blocks // chunk)
-        self.shape = dense.Shape(self.width)
-        self.constants = (layers.skip, layers.residual, layers.activation, self.width, self.shape.padded)
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: _Plan):
+        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
+        self.rows, self.blocks = x.shape[1], weight.shape[0]
 
-    def prepare(self, initial: Tensor, initial_step: int, found: Tensor) -> None:
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
         """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
-        self.initial, self.initial_step, self.found = initial, initial_step, found
-        self.group = 2 ** math.ceil(math.log2(self.chunks) / 2)
-        self.groups = -(-self.chunks // self.group)
-        size = (self.chunks + self.groups) * self.width * (self.width + 1) + self.chunks * self.width
-        self.workspace = torch.empty(size * self.rows, dtype=self.x.dtype, device=self.x.device)
+        self.initial, self.guess, self.found = initial, initial if guess is None else guess, found
+        self.guess_step = 0 if guess is None else guess.stride(0)
+        self.guess_row = initial.shape[-1] if guess is None else guess.stride(1) if guess.ndim == 3 else 0
+        self.workspace = torch.empty(self.plan.workspace, dtype=self.x.dtype, device=self.x.device)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
-        arguments = (
-            self.weight, self.bias, start, 0, self.x, self.x, found,
-            self.rows, first, self.blocks, passes, self.blocks, 0, 0,
-        )  # fmt: skip
-        warps, stages = self.shape.without
-        launch(kernels.roll, self.rows, arguments, (*self.constants, False, "", True, stages), warps=warps)
 
-    def one_pass(self, passes: int) -> None:
-        """Roll out and correct the starts; every other pass with new Jacobians, the others with the last ones."""
-        product = passes % 2 == 0
-        how = (product, self.shape.precision)
-        sizes = (self.width, self.shape.padded)
-        warps, stages = self.shape.with_products if product else self.shape.without
+        def make(launches: Launches) -> None:
+            arguments = (
+                self.weight, self.bias, start, start, 0, 0, self.x, self.x, found,
+                self.rows, first, self.blocks, passes, self.blocks, 0, 0,
+            )  # fmt: skip
+            warps, stages = self.plan.shape.without
+            constants = (*self.plan.constants, False, "", True, stages)
+            launches.launch(kernels.roll, self.rows, arguments, constants, warps=warps)
+
+        repeat(self.plan.noted, ("whole", first, passes), (self.weight, self.bias, start, self.x, found), make)
+
+    def one_round(self, first_pass: int) -> None:
+        """Two passes: one with new Jacobians, one with the same."""
+
+        def make(launches: Launches) -> None:
+            self._one_pass(first_pass, True, launches)
+            self._one_pass(first_pass + 1, False, launches)
+
+        tensors = (self.weight, self.bias, self.initial, self.guess, self.x, self.workspace, self.found)
+        repeat(self.plan.noted, first_pass, tensors, make)
+
+    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+        """Roll out and correct the starts."""
+        plan, shape = self.plan, self.plan.shape
+        how = (product, shape.precision)
+        sizes = plan.constants[-2:]
+        warps, stages = shape.with_products if product else shape.without
         arguments = (
-            self.weight, self.bias, self.initial, self.initial_step, self.x, self.workspace, self.found,
-            self.rows, 0, self.blocks, passes, self.chunk, self.chunks, self.groups,
+            self.weight, self.bias, self.initial, self.guess, self.guess_step, self.guess_row,
+            self.x, self.workspace, self.found,
+            self.rows, 0, self.blocks, passes, plan.chunk, plan.chunks, plan.groups,
         )  # fmt: skip
-        launch(kernels.roll, self.chunks * self.rows, arguments, (*self.constants, *how, False, stages), warps=warps)
-        arguments = (self.workspace, self.found, self.rows, passes, self.group, self.chunks, self.groups)
-        launch(kernels.gather, (self.groups - 1) * self.rows, arguments, (*sizes, *how, stages), warps=warps)
-        warps, stages = self.shape.without
+        constants = (*plan.constants, *how, False, stages)
+        launches.launch(kernels.roll, plan.chunks * self.rows, arguments, constants, warps=warps)
+        arguments = (self.workspace, self.found, self.rows, passes, plan.group, plan.chunks, plan.groups)
+        programs = (plan.groups - 1) * self.rows
+        launches.launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
+        warps, stages = shape.without
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
-        launch(kernels.spread, self.groups * self.rows, arguments, (*sizes, stages), warps=warps)
+        launches.launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
 
 
 class _Wide:
     """The same for wider layers, of networks without skip connections."""
 
-    captured_rounds = 1  # what a settled row does not need is done all the same, and costs as much
+    captured_rounds = 1
+    idle_when_settled = False  # what a settled row does not need is done all the same, and costs as much
 
-    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, chunk: int):
-        self.weight, self.bias, self.x, self.layers, self.chunk = weight, bias, x, layers, chunk
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: _Plan):
+        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
         self.rows, self.width = x.shape[1:]
         self.blocks = weight.shape[0]
-        self.chunks = -(-self.blocks // chunk)
-        self.constants = (layers.activation, self.width, dense.Shape(self.width).padded, 16)
+        self.constants = (layers.activation, self.width, plan.shape.padded, 16)
 
-    def prepare(self, initial: Tensor, initial_step: int, found: Tensor) -> None:
-        self.initial, self.initial_step, self.found = initial, initial_step, found
-        self.starts = self.x.new_empty(self.chunks, self.rows, self.width)
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
+        self.initial, self.initial_step, self.found = initial, 0, found
+        if guess is not None:
+            picked = guess[self.plan.chunk - 1 : (self.plan.chunks - 1) * self.plan.chunk : self.plan.chunk]
+            if picked.ndim == 2:
+                picked = picked.unsqueeze(1).expand(-1, self.rows, -1)
+            self.initial, self.initial_step = torch.cat([initial.unsqueeze(0), picked]), self.rows * self.width
+        self.starts = self.x.new_empty(self.plan.chunks, self.rows, self.width)
         self.ends = torch.empty_like(self.starts)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         sizes = (self.rows, first, self.blocks, passes, self.blocks)
         if self.width <= _HELD_WITHOUT_PRODUCT:
-            arguments = (self.weight, self.bias, start, 0, self.x, self.x, found, *sizes, 0, 0)
+            arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, *sizes, 0, 0)
             constants = (1, False, *self.constants[:3], False, "", True, 3)
-            launch(kernels.roll, self.rows, arguments, constants, warps=8)
+            Launches().launch(kernels.roll, self.rows, arguments, constants, warps=8)
         else:
             arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
-            launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
+            Launches().launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
 
-    def one_pass(self, passes: int) -> None:
+    def one_round(self, first_pass: int) -> None:
+        launches = Launches()
+        self._one_pass(first_pass, True, launches)
+        self._one_pass(first_pass + 1, False, launches)
+
+    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+        plan = self.plan
         arguments = (
             self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found,
-            self.rows, 0, self.blocks, passes, self.chunk,
+            self.rows, 0, self.blocks, passes, plan.chunk,
         )  # fmt: skip
-        launch(kernels.roll_wide, self.chunks * self.rows, arguments, (*self.constants, False), warps=8)
-        if passes % 2 == 0:
+        launches.launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
+        if product:
             blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
-            slopes = dense.Chain(_slopes(self.x[:-1], self.layers), 0, False)
-            self.products = dense.multiply_wide(blocks, slopes, "columns", self.chunks - 1, self.chunk)
+            slopes = dense.Chain(slopes_at(self.x[:-1], self.layers), 0, False)
+            self.products = dense.multiply_wide(blocks, slopes, "columns", plan.chunks - 1, plan.chunk, launches)
         deltas = torch.zeros_like(self.starts)
         # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.
         deltas[1:] = self.ends[:-1] - self.starts[1:]
-        dense.solve_in_place(self.products, deltas)
+        dense.solve_in_place(self.products, deltas, launches)
         arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
-        launch(kernels.correct_wide, self.chunks * self.rows, arguments, self.constants[1:3], warps=4)
+        launches.launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
 def run(
@@ -282,37 +348,37 @@ def run(
         guess: [blocks, w] or [blocks, B, w], states after every block; None: the initial state repeated
     """
     blocks, (rows, width) = weight.shape[0], initial.shape
-    chunk = layers.chunk_blocks(blocks)
+    if guess is not None:
+        guess = aligned(guess.contiguous())
+    plan = _plan(weight, rows, guess, layers)
     x = torch.empty((blocks * layers.skip + 1, rows, width), dtype=weight.dtype, device=weight.device)
-    network = (_Narrow if width <= dense.NARROW else _Wide)(weight, bias, x, layers, chunk)
-    if network.chunks == 1:
+    network = (_Narrow if width <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
+    if plan.chunks == 1:
         network.whole(initial, 0, x, 0)
         return x, None
 
     captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     most = network.captured_rounds if captured else _ROUNDS
     found = torch.empty((2 * most, 2, rows), dtype=weight.dtype, device=weight.device)
-    if guess is None:
-        network.prepare(initial, 0, found)
-    else:
-        network.prepare(_starts(initial, guess, chunk, network.chunks), rows * width, found)
-    report = Report(layers, blocks, chunk, found, most)
+    network.prepare(initial, guess, found)
+    report = Report(layers, blocks, plan.chunk, found, most)
     for rounds in range(1, most + 1):
-        network.one_pass(2 * rounds - 2)
-        network.one_pass(2 * rounds - 1)
-        if not captured:
-            report.rounds = rounds
-            if all(report.passes_taken()):
-                _load_loop(network, initial, found, 2 * rounds)
-                return x, report
+        network.one_round(2 * rounds - 2)
+        if captured or rounds < min(plan.rounds, most):
+            continue
+        report.rounds = rounds
+        taken = report.passes_taken()
+        if all(taken):
+            report.rounds = -(-max(taken) // 2)
+            if network.idle_when_settled:
+                plan.rounds = report.rounds
+            _load_loop(network, initial, found, 2 * rounds)
+            return x, report
     # Each pass but the last has made the start of one more chunk exact: the rows that are not settled go on from there.
-    exact = min(network.chunks - 1, 2 * most - 1) * chunk
+    exact = min(plan.chunks - 1, 2 * most - 1) * plan.chunk
     network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
     report.finished = not captured
     return x, report
-
-
-_loaded: set[tuple] = set()
 
 
 def _load_loop(network: _Narrow | _Wide, initial: Tensor, found: Tensor, passes: int) -> None:
@@ -321,60 +387,6 @@ def _load_loop(network: _Narrow | _Wide, initial: Tensor, found: Tensor, passes:
     It is part of every CUDA graph of a caller who warmed up with passes that did not need it, and a capture is no place to
     compile and load it.
     """
-    key = (type(network), network.constants, initial.device)
-    if key not in _loaded:
+    if not network.plan.has_loop:
         network.whole(initial, 0, found, passes)
-        _loaded.add(key)
-
-
-def _starts(initial: Tensor, guess: Tensor, chunk: int, chunks: int) -> Tensor:
-    """The first states of all chunks, [N, B, w]."""
-    picked = guess[chunk - 1 : (chunks - 1) * chunk : chunk]
-    if picked.ndim == 2:
-        picked = picked.unsqueeze(1).expand(-1, initial.shape[0], -1)
-    return torch.cat([initial.unsqueeze(0), picked])
-
-
-def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
-    """The gradients of all layers' outputs [T, B, w] and of the initial state, from those of the blocks' outputs."""
-    blocks, (rows, width) = weight.shape[0], x.shape[1:]
-    chunk = layers.chunk_blocks(blocks)
-    chunks = -(-blocks // chunk)
-    shape = dense.Shape(width)
-    if width > dense.NARROW:
-        return _adjoint_wide(weight, x, gradients, layers)
-    adjoints, initial = torch.empty_like(x[1:]), torch.empty_like(x[0])
-    constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
-    if chunks == 1:
-        starts = aligned(gradients[-1])
-    else:
-        starts = torch.empty((chunks, rows, width), dtype=x.dtype, device=x.device)
-        products = torch.empty((chunks - 1, rows, width, width), dtype=x.dtype, device=x.device)
-        arguments = (weight, x, gradients, products, starts, rows, blocks, chunk)
-        warps, stages = shape.with_products
-        how = (*constants, shape.precision, stages)
-        launch(kernels.adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
-        dense.solve_in_place(products, starts)
-    arguments = (weight, x, gradients, starts, adjoints, initial, rows, blocks, chunk)
-    warps, stages = shape.without
-    launch(kernels.adjoint_substitute, chunks * rows, arguments, (*constants, chunks == 1, stages), warps=warps)
-    return adjoints, initial
-
-
-def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
-    """The adjoint of layer l - 1 is ``diag(f'(x_l)) W_l^T`` times that of layer l, plus its own gradient."""
-    rows, blocks = x.shape[1], weight.shape[0]
-    slopes, adjoints = _slopes(x[:-1], layers), torch.empty_like(gradients)
-    transposed = dense.Chain(weight[1:].mT.unsqueeze(1).expand(-1, rows, -1, -1), 0, True)
-    scales = dense.Chain(slopes[1:], 0, True)
-    chunk = min(layers.chunk_blocks(blocks), max(1, blocks - 1))
-    dense.solve_chain(transposed, dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True), chunk, scales)
-    return adjoints, slopes[0] * (adjoints[0] @ weight[0])
-
-
-def _slopes(z: Tensor, layers: Layers) -> Tensor:
-    """The derivative of the activation."""
-    value = _ACTIVATIONS[layers.activation](z)
-    if layers.activation == "relu":
-        return (value > 0).to(z.dtype)
-    return 1 - value * value if layers.activation == "tanh" else value * (1 - value)
+        network.plan.has_loop = True

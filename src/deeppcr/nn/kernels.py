@@ -1,4 +1,4 @@
-"""Triton kernels for networks of narrow layers: multiple shooting forward, the adjoint backward.
+"""Triton kernels for the forward pass of networks of narrow layers: multiple shooting.
 
 Shapes: T layers in ``blocks`` blocks of SKIP layers (an MLP: T blocks of one), N chunks of blocks, B rows, w the
 width. ``x`` [T + 1, B, w] holds the input of every layer and the last output; a chunk's first entry is its start.
@@ -25,7 +25,8 @@ import triton.language as tl
 from ..linear.kernels.dense import is_finite, multiply
 
 #: Sizes that a kernel is not compiled for anew.
-_SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step"]
+_SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
+          "guess_step", "guess_row"]  # fmt: skip
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
 
@@ -79,7 +80,7 @@ def settled(found, passes, row, rows):
 
 @triton.jit(do_not_specialize=_SIZES)
 def roll(
-    weights, biases, initial, initial_step, x, workspace, found,
+    weights, biases, initial, guess, guess_step, guess_row, x, workspace, found,
     rows, first_block, blocks, passes, chunk_blocks, chunks, groups,
     SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,7 +88,8 @@ def roll(
 ):  # fmt: skip
     """Roll a chunk out from its start. PRODUCT: with the product of its Jacobians.
 
-    The first pass starts from ``initial``, whose entries lie ``initial_step`` apart: 0 where one state serves all chunks.
+    The first pass starts from ``initial`` [B, w] and, behind the first chunk, from what ``guess`` holds for the block before,
+    whose entries lie ``guess_step`` apart for blocks and ``guess_row`` for rows: 0 where one state serves all.
     WHOLE: one chunk from ``first_block`` to the end, and nothing but ``x``.
     """
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -99,10 +101,14 @@ def roll(
         tl.store(found + passes * 2 * rows + row, 0.0)
         tl.store(found + passes * 2 * rows + rows + row, 0.0)
     if not settled(found, passes, row, rows):
-        source, source_step = starts, rows * WIDTH
-        if WHOLE or passes == 0:
-            source, source_step = initial, initial_step
-        z = tl.load(source + chunk * source_step + row * WIDTH + i, mask=inside, other=0.0)
+        source = starts + (chunk * rows + row) * WIDTH
+        if WHOLE:
+            source = initial + row * WIDTH
+        elif passes == 0:
+            source = guess + tl.cast(chunk * chunk_blocks - 1, tl.int64) * guess_step + row * guess_row
+            if chunk == 0:
+                source = initial + row * WIDTH
+        z = tl.load(source + i, mask=inside, other=0.0)
         if not WHOLE:
             tl.store(starts + (chunk * rows + row) * WIDTH + i, z, mask=inside)
         if PRODUCT:
@@ -247,89 +253,6 @@ def spread(
             delta = finite_or_zero(pushed + (end - after))
         tl.atomic_max(found + passes * 2 * rows + row, largest)
         tl.atomic_max(found + passes * 2 * rows + rows + row, missed)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def adjoint_reduce(
-    weights, x, gradients, products, starts, rows, blocks, chunk_blocks,
-    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One equation for a chunk: from the adjoint of its last block's output to that of the chunk before it.
-
-    Chunks are counted from the end: program q takes the q-th from the end, and writes starts[q + 1].
-    """
-    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
-    chunks = (blocks + chunk_blocks - 1) // chunk_blocks
-    first = (chunks - 1 - q) * chunk_blocks
-    last = tl.minimum(first + chunk_blocks, blocks)
-    product = (i[:, None] == i[None, :]).to(tl.float32)
-    term = tl.zeros((PADDED,), tl.float32)
-    for back in tl.range(1, last - first + 1, num_stages=STAGES):
-        block = tl.cast(last - back, tl.int64)
-        product_before = product
-        term_before = term
-        for k in tl.static_range(SKIP):
-            layer = block * SKIP + (SKIP - 1 - k)
-            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
-            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
-            slope = activate(z, ACTIVATION)[1]
-            product = multiply(w * slope[:, None], product, PRECISION)
-            term = tl.sum(w * term[None, :], 1) * slope
-        if RESIDUAL:
-            product += product_before
-            term += term_before
-        term += tl.load(gradients + ((block - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
-    out = tl.cast(q * rows + row, tl.int64)
-    tl.store(products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
-    tl.store(starts + (out + rows) * WIDTH + i, term, mask=inside)
-    if q == 0:
-        known = tl.load(gradients + (tl.cast(blocks - 1, tl.int64) * rows + row) * WIDTH + i, mask=inside, other=0.0)
-        tl.store(starts + row * WIDTH + i, known, mask=inside)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def adjoint_substitute(
-    weights, x, gradients, starts, adjoints, initial, rows, blocks, chunk_blocks,
-    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """From the adjoint at the end of every chunk those of all its layers' outputs [T, B, w], and of the initial state.
-
-    Where the last start is not finite, a product overflowed although the adjoints may not: then the first program takes
-    all blocks of its row one after the other. WHOLE: there is one chunk.
-    """
-    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
-    chunks = 1 if WHOLE else (blocks + chunk_blocks - 1) // chunk_blocks
-    first = 0 if WHOLE else (chunks - 1 - q) * chunk_blocks
-    last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
-    if not WHOLE:
-        final = tl.load(starts + ((chunks - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
-        if not is_finite(final):
-            first = tl.where(q == 0, 0, last)
-    adjoint = tl.load(starts + (q * rows + row) * WIDTH + i, mask=inside, other=0.0)
-    for back in tl.range(1, last - first + 1, num_stages=STAGES):
-        block = tl.cast(last - back, tl.int64)
-        before = adjoint
-        for k in tl.static_range(SKIP):
-            layer = block * SKIP + (SKIP - 1 - k)
-            tl.store(adjoints + (layer * rows + row) * WIDTH + i, adjoint, mask=inside)
-            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
-            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
-            adjoint = tl.sum(w * adjoint[None, :], 1) * activate(z, ACTIVATION)[1]
-        if RESIDUAL:
-            adjoint += before
-        before_first = tl.cast(block == 0, tl.int64)
-        gradient = tl.load(gradients + ((block - 1 + before_first) * rows + row) * WIDTH + i, mask=inside, other=0.0)
-        adjoint += tl.where(block == 0, 0.0, gradient)
-    if (first == 0) & (last > first):
-        tl.store(initial + row * WIDTH + i, adjoint, mask=inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)

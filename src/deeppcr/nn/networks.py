@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,27 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
+@cache
+def _kernels() -> Any:
+    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
+    from . import fused
+
+    return fused
+
+
+_USUAL = Newton()
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
+
+
+def _is_usual(newton: Newton) -> bool:
+    """Whether only tolerances and chunk are set: the kernels know no other method."""
+    for name in _SETTINGS:
+        ours, usual = getattr(newton, name), getattr(_USUAL, name)
+        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
+            return False
+    return True
+
+
 class _Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
@@ -90,8 +112,7 @@ class _Network(nn.Module):
         self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)
-        self._report: Any = None
-        self._solution: Solution | None = None
+        self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,23 +126,33 @@ class _Network(nn.Module):
     def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
         """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
         hidden = self.input(x)
-        states = self.hidden_states(hidden.reshape(-1, hidden.shape[-1]), mode)
-        return self.output(self._apply_activation(states[-1]).reshape(hidden.shape).to(hidden.dtype))
+        rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
+        state = self._apply_activation(self._run(rows, mode, last=True))
+        if hidden.ndim != 2:
+            state = state.reshape(hidden.shape)
+        return self.output(state if state.dtype == hidden.dtype else state.to(hidden.dtype))
 
     def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
         """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
+        return self._run(hidden, mode, last=False)
+
+    def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
+        """The states after every step, [L, B, w], or after the last one, [B, w]."""
         chosen = check_mode(self.mode if mode is None else mode)
-        if len(hidden) == 0:
+        if hidden.shape[0] == 0:
             chosen = "sequential"  # nothing to solve
         elif chosen == "auto":
             chosen = self._choose_mode(hidden)
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
-        hidden = hidden.to(self.weight.dtype)
+        dtype = self.weight.dtype
+        if hidden.dtype != dtype:
+            hidden = hidden.to(dtype)
         if self._has_kernels(hidden, chosen):
             run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
-            return run(hidden, chosen)
+            return run(hidden, chosen, last)
         with torch.autocast(hidden.device.type, enabled=False):
-            return self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+        return states[-1] if last else states
 
     def _loop(self, hidden: Tensor) -> Tensor:
         states, z = [], hidden
@@ -134,55 +165,55 @@ class _Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        steps, width, rows = self.weight.shape[0], self.weight.shape[-1], hidden.shape[0]
+        shape, rows = self.weight.shape, hidden.shape[0]
+        steps, width = shape[0], shape[-1]
         traced = in_functorch() or forward_ad._current_level >= 0
-        if width > (_NARROW if self.weight.ndim == 4 else WIDEST) or traced or not has_triton():
+        if width > (_NARROW if len(shape) == 4 else WIDEST) or traced or not has_triton():
             return False
         if mode == "sequential":
             return 0 < rows <= _MOST_ROWS
-        usual = replace(self.newton, atol=None, rtol=None, chunk="auto") == Newton()
         chunk = self.newton.chunk
-        chunks = 2 * math.isqrt(self.bias.numel() // width) if chunk == "auto" else -(-steps // chunk)
+        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        return usual and chunk != 1 and self.guess == RepeatInitial() and room
+        return room and chunk != 1 and _is_usual(self.newton) and self.guess == RepeatInitial()
 
-    def _fused(self, hidden: Tensor, mode: Mode) -> Tensor:
-        from .fused import Layers, Report, apply, one_chunk  # with Triton, which takes a second to import
-
-        skip = self.weight.shape[1] if self.weight.ndim == 4 else 1
-        chunk = self.weight.shape[0] if mode == "sequential" else self.newton.chunk
-        atol, rtol = (float(each) for each in self.newton.tolerances(hidden.dtype))
-        layers = Layers(
+    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
+        fused = _kernels()
+        weight = self.weight
+        blocks, skip = weight.shape[0], weight.shape[1] if weight.ndim == 4 else 1
+        chunk = blocks if mode == "sequential" else self.newton.chunk
+        atol, rtol = self.newton.tolerances(hidden.dtype)
+        layers = fused.Layers(
             skip=skip,
-            residual=self.weight.ndim == 4,
+            residual=weight.ndim == 4,
             activation=str(self.activation),
-            atol=atol,
-            rtol=rtol,
+            atol=float(atol),
+            rtol=float(rtol),
             chunk=None if chunk == "auto" else chunk,
         )
         guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
-        reports: list[Report | None] = []
-        states = apply(self.weight, self.bias, hidden, guess, layers, reports)
-        report = reports[0]
+        left: list[Any] = []
+        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last)
         if mode == "parallel":
-            self._report = report
-            self._solution = one_chunk(states.shape[0], states.shape[1], states.device) if report is None else None
+            report, x = left
+            self._passed = report or fused.one_chunk(blocks, x.shape[1], x.device)
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
-            self._keep_activations(states, finite=report is None or not report.finished)
+            if self.warm_start and self.training:
+                self._keep_activations(x[skip::skip], finite=report is None or not report.finished)
         return states
 
     def _keep_activations(self, states: Tensor, *, finite: bool) -> None:
         if self.warm_start and self.training:
-            torch.mean(states.detach(), 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
+            torch.mean(states, 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
             self._warm = finite or bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
 
     @property
     def solution(self) -> Solution | None:
         """How the last parallel pass went; its states are not kept."""
-        if self._report is not None:  # read anew: a CUDA graph of the caller may have been replayed since
-            return self._report.solution()
-        return self._solution
+        if self._passed is None or isinstance(self._passed, Solution):
+            return self._passed
+        return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
     def _solve(self, hidden: Tensor) -> Tensor:
         solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
@@ -193,8 +224,8 @@ class _Network(nn.Module):
         solution = solve_finite_rows(
             lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
         )
-        self._keep_activations(solution.states, finite=False)
-        self._report, self._solution = None, replace(solution, states=None)
+        self._keep_activations(solution.states.detach(), finite=False)
+        self._passed = replace(solution, states=None)
         return solution.states
 
     def _choose_mode(self, hidden: Tensor) -> Mode:

@@ -199,7 +199,7 @@ class Runner:
         if self._replayed is None or self._replayed.order is not order or count > len(self._replayed.losses):
             state = [*self.network.parameters(), self.network.activations]
             self._replayed = ReplayedSteps(self.forward, self.optimiser, state, images, order, count, self._found)
-            self._report = self.network._report
+            self._report = self.network._passed
         synchronise(self.device)
         begun = time.perf_counter()
         losses, hits, passes = self._replayed.run(first, count)
@@ -220,8 +220,8 @@ class Runner:
 
     def _found(self) -> Tensor | None:
         """What the kernels of the last parallel pass found out about it; None where one chunk was all there was."""
-        report = self.network._report if self.mode == "parallel" else None
-        return None if report is None else report.found
+        report = self.network._passed if self.mode == "parallel" else None
+        return getattr(report, "found", None)
 
     def warm_up(self, images: Images, batch: int) -> None:
         """One pass, forward and backward, that leaves no trace: kernels are compiled before anything is timed."""

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .launch import aligned, launch
+from .launch import Launches, aligned, repeat
+from .wide import SIZES, is_finite, reduce_wide, substitute_wide
 
 #: the widest block that one program holds in its registers
 NARROW = 64
@@ -32,8 +33,6 @@ WIDEST = 256
 _TOP = 32
 #: columns of a product of wide blocks that one program takes
 _COLUMNS = 32
-#: Sizes that a kernel is not compiled for anew: a program waits for memory, not for arithmetic on them.
-_SIZES = ["rows", "steps", "chunks", "chunk_steps"]
 
 
 @triton.jit
@@ -46,12 +45,7 @@ def multiply(block, product, PRECISION: tl.constexpr):
     return found
 
 
-@triton.jit
-def is_finite(values):
-    return tl.sum((tl.abs(values) < float("inf")).to(tl.int32), 0) == values.shape[0]
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _reduce(
     blocks, block_first, block_step, block_row, block_i, block_j,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
@@ -80,7 +74,7 @@ def _reduce(
         tl.store(starts + row * WIDTH + i, known, mask=inside)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _substitute(
     blocks, block_first, block_step, block_row, block_i, block_j,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
@@ -113,7 +107,7 @@ def _substitute(
             tl.store(state + tl.cast(step, tl.int64) * state_step, z, mask=inside)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _miss(
     blocks, block_first, block_step, block_row, block_i, block_j,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
@@ -139,122 +133,11 @@ def _miss(
         tl.store(misses + at, tl.zeros((PADDED,), tl.float32), mask=inside)
 
 
-@triton.jit
-def _tile(block, top, left, block_i, block_j, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    i, j = top + tl.arange(0, HALF), left + tl.arange(0, HALF)
-    inside = (i[:, None] < WIDTH) & (j[None, :] < WIDTH)
-    return tl.load(block + i[:, None] * block_i + j[None, :] * block_j, mask=inside, other=0.0)
-
-
-@triton.jit
-def _half(vector, top, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    i = top + tl.arange(0, HALF)
-    return tl.load(vector + i, mask=i < WIDTH, other=0.0)[:, None]
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _reduce_wide(
-    blocks, block_first, block_step, block_row, block_i, block_j,
-    scales, scale_first, scale_step, scale_row,
-    products, rows, chunk_steps,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Some columns of a chunk's product of blocks, [N-1, B, w, w], in two halves.
-
-    SCALE: "none", or blocks are ``A diag(s)`` ("columns") or ``diag(s) A`` ("rows") with s from ``scales``.
-    """
-    column_blocks: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    chunk = tl.program_id(0) // (rows * column_blocks)
-    row = tl.program_id(0) // column_blocks % rows
-    j = tl.program_id(0) % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    i = tl.arange(0, HALF)
-    block = blocks + block_first + row.to(tl.int64) * block_row
-    scale = scales + scale_first + row.to(tl.int64) * scale_row
-    upper = (i[:, None] == j[None, :]).to(tl.float32)
-    lower = (HALF + i[:, None] == j[None, :]).to(tl.float32)
-    for step in tl.range(chunk * chunk_steps, chunk * chunk_steps + chunk_steps, num_stages=STAGES):
-        at = block + tl.cast(step, tl.int64) * block_step
-        scaled = scale + tl.cast(step, tl.int64) * scale_step
-        if SCALE == "columns":
-            upper = upper * _half(scaled, 0, WIDTH, HALF)
-            lower = lower * _half(scaled, HALF, WIDTH, HALF)
-        above = tl.dot(_tile(at, 0, 0, block_i, block_j, WIDTH, HALF), upper, input_precision=PRECISION)
-        above = tl.dot(_tile(at, 0, HALF, block_i, block_j, WIDTH, HALF), lower, above, input_precision=PRECISION)
-        below = tl.dot(_tile(at, HALF, 0, block_i, block_j, WIDTH, HALF), upper, input_precision=PRECISION)
-        below = tl.dot(_tile(at, HALF, HALF, block_i, block_j, WIDTH, HALF), lower, below, input_precision=PRECISION)
-        if SCALE == "rows":
-            above = above * _half(scaled, 0, WIDTH, HALF)
-            below = below * _half(scaled, HALF, WIDTH, HALF)
-        upper, lower = above, below
-    product = products + (chunk * rows + row).to(tl.int64) * WIDTH * WIDTH + j[None, :]
-    tl.store(product + i[:, None] * WIDTH, upper, mask=(i[:, None] < WIDTH) & (j[None, :] < WIDTH))
-    tl.store(product + (HALF + i)[:, None] * WIDTH, lower, mask=((HALF + i)[:, None] < WIDTH) & (j[None, :] < WIDTH))
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def _substitute_wide(
-    blocks, block_first, block_step, block_row, block_i, block_j,
-    scales, scale_first, scale_step, scale_row,
-    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
-    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps, ends,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    SCALE: tl.constexpr, WALK: tl.constexpr,
-):  # fmt: skip
-    """``_substitute`` tile by tile.
-
-    WALK: "states" as there. "terms": start every chunk from zero, and write its end to entry c + 1 of ``ends``, which are
-    the starts. "ends": the same from the starts as they are, to other ``ends``.
-    """
-    chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i, all_j = tl.arange(0, TILE), tl.arange(0, PADDED)
-    inside = all_j < WIDTH
-    block = blocks + block_first + row.to(tl.int64) * block_row
-    scale = scales + scale_first + row.to(tl.int64) * scale_row
-    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row
-    state = states + state_first + row.to(tl.int64) * state_row
-    start = starts + (chunk * rows + row).to(tl.int64) * WIDTH
-
-    first = chunk * chunk_steps
-    if WALK == "terms":
-        last = first + chunk_steps
-        tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, tl.zeros((PADDED,), tl.float32), mask=inside)
-        if chunk == 0:
-            known = tl.load(vector - rhs_step + all_j * rhs_i, mask=inside, other=0.0)
-            tl.store(start + all_j, known, mask=inside)
-    elif WALK == "ends":
-        last = first + chunk_steps
-        z = tl.load(start + all_j, mask=inside, other=0.0)
-        tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, z, mask=inside)
-    else:
-        last = tl.where(chunk == chunks - 1, steps, first + chunk_steps - 1)
-        final = tl.load(starts + ((chunks - 1) * rows + row).to(tl.int64) * WIDTH + all_j, mask=inside, other=0.0)
-        if not is_finite(final):
-            last = tl.where(chunk == 0, steps, first - 1)
-        if last >= first:
-            z = tl.load(start + all_j, mask=inside, other=0.0)
-            tl.store(state + (first - 1).to(tl.int64) * state_step + all_j, z, mask=inside)
-    tl.debug_barrier()
-    for step in range(first, last):
-        at = tl.cast(step, tl.int64)
-        z = tl.load(state + (at - 1) * state_step + all_j, mask=inside, other=0.0)
-        for top in range(0, WIDTH, TILE):
-            rows_inside = top + i < WIDTH
-            a = tl.load(
-                block + at * block_step + (top + i)[:, None] * block_i + all_j[None, :] * block_j,
-                mask=rows_inside[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            b = tl.load(vector + at * rhs_step + (top + i) * rhs_i, mask=rows_inside, other=0.0)
-            found = tl.sum(a * z[None, :], 1)
-            if SCALE == "rows":
-                found = found * tl.load(scale + at * scale_step + top + i, mask=rows_inside, other=0.0)
-            found += b
-            if WALK != "states" and step == last - 1:
-                end = ends + ((chunk + 1) * rows + row).to(tl.int64) * WIDTH
-                tl.store(end + top + i, found, mask=rows_inside)
-            else:
-                tl.store(state + at * state_step + top + i, found, mask=rows_inside)
-        tl.debug_barrier()
+@triton.jit(do_not_specialize=["count"])
+def _add(values, more, count, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.load(values + at, mask=at < count) + tl.load(more + at, mask=at < count)
+    tl.store(values + at, total, mask=at < count)
 
 
 @dataclass(frozen=True)
@@ -293,15 +176,27 @@ def chunk_length(steps: int, width: int) -> int:
     return 32 if width <= 32 else 64
 
 
+_solved: dict[tuple, Launches] = {}
+
+
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
-    length, width = rhs.shape[0], rhs.shape[-1]
-    rows = rhs.shape[1:-1].numel()
-    vectors = aligned(rhs.reshape(length, rows, width))
-    blocks = _flatten_batch(aligned(couplings.data), rhs.shape[1:-1])
-    states = torch.empty((length, rows, width), dtype=rhs.dtype, device=rhs.device)
-    solve_chain(Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(states, 1, reverse), chunk)
-    return states.view(rhs.shape)
+    data, rhs, device = aligned(couplings.data), aligned(rhs), rhs.device
+    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=device)
+
+    def make(launches: Launches) -> None:
+        length, batch, width = rhs.shape[0], rhs.shape[1:-1], rhs.shape[-1]
+        flat = (length, batch.numel(), width)
+        blocks, vectors, results = _flatten_batch(data, batch), aligned(rhs.reshape(flat)), states.view(flat)
+        for given, found in ((data, blocks), (rhs, vectors), (states, results)):
+            if found.data_ptr() == given.data_ptr():  # not a copy
+                launches.part(given, found)
+        chains = Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(results, 1, reverse)
+        solve_chain(*chains, chunk, launches=launches)
+
+    key = (data.shape, data.stride(), rhs.shape, rhs.stride(), reverse, chunk, device)
+    repeat(_solved, key, (data, rhs, states), make)
+    return states
 
 
 class Chain:
@@ -333,14 +228,20 @@ class Chain:
         return self.tensor[-1 if self.reverse else 0]
 
 
-def solve_in_place(products: Tensor, vectors: Tensor) -> None:
+def solve_in_place(products: Tensor, vectors: Tensor, launches: Launches) -> None:
     """``vectors`` [N, B, w] become the states of the chain with blocks ``products`` [N - 1, B, w, w], both contiguous."""
     chain = Chain(vectors, 1, False)
-    solve_chain(Chain(products, 0, False), chain, chain)
+    solve_chain(Chain(products, 0, False), chain, chain, launches=launches)
 
 
 def solve_chain(
-    blocks: Chain, rhs: Chain, states: Chain, chunk: int | None = None, scales: Chain | None = None
+    blocks: Chain,
+    rhs: Chain,
+    states: Chain,
+    chunk: int | None = None,
+    scales: Chain | None = None,
+    *,
+    launches: Launches,
 ) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
 
@@ -349,33 +250,46 @@ def solve_chain(
         rhs, states: S + 1 vectors each
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
+        launches: makes the launches
     """
     steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
     shape = Shape(width)
     chunk = chunk_length(steps, width) if chunk is None else min(chunk, max(steps, 1))
     chunks = max(1, -(-steps // chunk))
     if chunks == 1:
-        starts = aligned(rhs.before_first().contiguous())
+        known = rhs.before_first()
+        starts = aligned(known.contiguous())
+        if starts is known:
+            launches.part(rhs.tensor, starts)
     else:
-        starts = torch.empty((chunks, rows, width), dtype=rhs.tensor.dtype, device=rhs.tensor.device)
-        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales)
-        solve_in_place(products, starts)
+        starts = launches.empty((chunks, rows, width), rhs.tensor)
+        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales, launches)
+        solve_in_place(products, starts, launches)
         if shape.precision == "tf32x3":
-            _refine(blocks, rhs, starts, products, chunk, shape, scales)
+            _refine(blocks, rhs, starts, products, chunk, shape, scales, launches)
     rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
         arguments = (*blocks.arguments, *rest)
         warps, stages = shape.without
-        launch(_substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+        launches.launch(
+            _substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers
+        )
     else:
         given, scale = _scaling(blocks, scales)
         arguments, constants = (*blocks.arguments, *given, *rest, starts), (width, shape.padded, 16, scale, "states")
-        launch(_substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
+        launches.launch(substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 
 def _refine(
-    blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, chunk: int, shape: Shape, scales: Chain | None
+    blocks: Chain,
+    rhs: Chain,
+    starts: Tensor,
+    products: Tensor,
+    chunk: int,
+    shape: Shape,
+    scales: Chain | None,
+    launches: Launches,
 ) -> None:
     """Correct the starts by what the chunks miss when they are walked.
 
@@ -383,19 +297,18 @@ def _refine(
     correction sees them only in what is left.
     """
     chunks, rows, width = starts.shape
-    misses = torch.empty_like(starts)
+    misses = launches.empty((chunks, rows, width), starts)
     if width <= NARROW:
         arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
         warps, stages = shape.without
-        integers = (blocks.integers, rhs.integers)
-        launch(_miss, (chunks - 1) * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers)
+        constants, integers = (width, shape.padded, stages), (blocks.integers, rhs.integers)
+        launches.launch(_miss, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
     else:
-        misses[0] = starts[0]
-        _walk_wide(blocks, rhs, starts, misses, chunk, shape, scales, "ends")
-        misses -= starts
-    solve_in_place(products, misses)
+        _walk_wide(blocks, rhs, starts, misses, chunk, shape, scales, "misses", launches)
+    solve_in_place(products, misses, launches)
     # A product that overflowed is found where the states are, by a start that is not finite.
-    starts += misses
+    count = starts.numel()
+    launches.launch(_add, -(-count // 1024), (starts, misses, count), (1024,), warps=4)
 
 
 def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
@@ -403,47 +316,65 @@ def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
     return ((blocks.tensor, 0, 0, 0), "none") if scales is None else (scales.arguments[:-1], "rows")
 
 
-def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, chunk: int, shape: Shape, scales: Chain | None) -> Tensor:
+def _reduce_chunks(
+    blocks: Chain,
+    rhs: Chain,
+    starts: Tensor,
+    chunk: int,
+    shape: Shape,
+    scales: Chain | None,
+    launches: Launches,
+) -> Tensor:
     """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
     chunks, rows, width = starts.shape
     if width <= NARROW:
-        products = torch.empty((chunks - 1, rows, width, width), dtype=starts.dtype, device=starts.device)
+        products = launches.empty((chunks - 1, rows, width, width), starts)
         arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
         warps, stages = shape.with_products
         constants = (width, shape.padded, shape.precision, stages)
         integers = (blocks.integers, rhs.integers)
-        launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
+        launches.launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
         return products
-    _walk_wide(blocks, rhs, starts, starts, chunk, shape, scales, "terms")
-    return multiply_wide(blocks, scales, _scaling(blocks, scales)[1], chunks - 1, chunk)
+    _walk_wide(blocks, rhs, starts, starts, chunk, shape, scales, "terms", launches)
+    return multiply_wide(blocks, scales, _scaling(blocks, scales)[1], chunks - 1, chunk, launches)
 
 
 def _walk_wide(
-    blocks: Chain, rhs: Chain, starts: Tensor, ends: Tensor, chunk: int, shape: Shape, scales: Chain | None, walk: str
+    blocks: Chain,
+    rhs: Chain,
+    starts: Tensor,
+    ends: Tensor,
+    chunk: int,
+    shape: Shape,
+    scales: Chain | None,
+    walk: str,
+    launches: Launches,
 ) -> None:
     """Take all chunks but the last; only where they end is kept."""
     chunks, rows, width = starts.shape
-    scratch = Chain(torch.empty((chunks * chunk + 1, rows, width), dtype=starts.dtype, device=starts.device), 1, False)
+    scratch = Chain(launches.empty((chunks * chunk + 1, rows, width), starts), 1, False)
     given, scale = _scaling(blocks, scales)
     arguments = (
         *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk, ends,
     )  # fmt: skip
     constants = (width, shape.padded, 16, scale, walk)
     integers = (blocks.integers, rhs.integers, scratch.integers, given[1:])
-    launch(_substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
+    launches.launch(substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
 
 
-def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int) -> Tensor:
+def multiply_wide(
+    blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int, launches: Launches
+) -> Tensor:
     """The products of the blocks of each chunk, [chunks, B, w, w]; the blocks are scaled on the way."""
     tensor, (rows, width) = blocks.tensor, blocks.tensor.shape[1:3]
-    products = torch.empty((chunks, rows, width, width), dtype=tensor.dtype, device=tensor.device)
+    products = launches.empty((chunks, rows, width, width), tensor)
     given = scales.arguments[:-1] if scales is not None else (tensor, 0, 0, 0)
     half = triton.next_power_of_2(width) // 2
     arguments = (*blocks.arguments, *given, products, rows, chunk)
     programs = chunks * rows * -(-width // _COLUMNS)
     constants = (width, half, _COLUMNS, scale, "tf32x3", 1)
     integers = (blocks.integers, given[1:])
-    launch(_reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
+    launches.launch(reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
     return products
 
 

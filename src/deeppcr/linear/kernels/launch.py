@@ -1,45 +1,156 @@
-"""Launching a kernel that was compiled before, without Triton's inspection of every argument.
+"""Launching kernels that were compiled before, without Triton's inspection of every argument.
 
 That inspection takes longer than most kernels here. It is needed once for every way a kernel is compiled: for its
 constants, for the kind of every pointer, and for the integers that it is specialised on. The first two do not change
 between calls with the same constants (all tensors are float32 and begin at multiples of 16 bytes: see ``aligned``);
 the integers are part of the key.
+
+A call that launches several kernels for tensors of the same shapes, strides and device does so with the same numbers
+every time: only its pointers are new. ``Launches`` makes the launches of a call, notes them, and makes them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 _MOST = 4096
 _compiled: dict[tuple, Any] = {}
 
 
-def launch(kernel: Any, programs: int, arguments: tuple, constants: tuple, *, warps: int, integers: tuple = ()) -> None:
-    """Launch so many programs of a kernel.
+class Launches:
+    """Makes the launches of one call, and notes them where every tensor in them is known: a kernel that was compiled,
+    tensors that each call brings anew, parts of them, and scratch memory.
 
     Args:
-        kernel: by ``triton.jit``
-        arguments: tensors and numbers
-        constants: the kernel's last parameters, all of them ``tl.constexpr``
-        warps: of a program
-        integers: those of the arguments that the kernel is specialised on
+        tensors: those that each call brings anew, beginning at multiples of 16 bytes
+
+    Attributes:
+        noted: what ``again`` makes; None where a launch cannot be repeated
     """
-    if programs == 0:
+
+    __slots__ = ("_alive", "_places", "_scratch", "_slots", "noted")
+
+    def __init__(self, *tensors: Tensor):
+        self._places: dict[int, tuple[int, int]] = {id(tensor): (slot, 0) for slot, tensor in enumerate(tensors)}
+        self._alive = [*tensors]  # as long as launches are noted, so that no other tensor takes their ids
+        self._slots, self._scratch = len(tensors), 0
+        self.noted: list[tuple] | None = []
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Scratch memory: later calls have all of it in one piece."""
+        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._places[id(tensor)] = self._slots, 4 * self._scratch
+        self._alive.append(tensor)
+        self._scratch += -(-tensor.numel() // 32) * 32  # every piece begins at a line of the cache
+        return tensor
+
+    def part(self, of: Tensor, part: Tensor) -> Tensor:
+        """``part``, which lies in the tensor ``of``: known if that one is."""
+        if id(of) in self._places:
+            slot, offset = self._places[id(of)]
+            self._places[id(part)] = slot, offset + part.data_ptr() - of.data_ptr()
+            self._alive.append(part)
+        return part
+
+    def launch(
+        self, kernel: Any, programs: int, arguments: tuple, constants: tuple, *, warps: int, integers: tuple = ()
+    ) -> None:
+        """Launch so many programs of a kernel.
+
+        Args:
+            kernel: by ``triton.jit``
+            arguments: tensors and numbers
+            constants: the kernel's last parameters, all of them ``tl.constexpr``
+            warps: of a program
+            integers: those of the arguments that the kernel is specialised on
+        """
+        if programs == 0:
+            return
+        device = torch.cuda.current_device() if arguments[0].is_cuda else None
+        key = (id(kernel), constants, warps, integers, device)  # a kernel's own hash is that of its source text
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*arguments, *constants)
+        else:
+            compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps)
+            if compiled is not None:  # by the interpreter nothing is compiled
+                remember(_compiled, key, compiled)
+        self._note(compiled, programs, [*arguments, *constants])
+
+    def _note(self, compiled: Any, programs: int, arguments: list) -> None:
+        pointers = []
+        for at, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                pointers.append((at, *self._places.get(id(argument), (-1, 0))))
+                arguments[at] = None
+        if compiled is None or any(slot < 0 for _, slot, _ in pointers):
+            self.noted = None
+        elif self.noted is not None:
+            how = compiled.run, compiled.function, compiled.packed_metadata
+            self.noted.append((compiled, *how, programs, arguments, pointers))
+
+    def finished(self) -> bool:
+        """No more launches are made for these tensors. Whether they can be made for others."""
+        self._places, self._alive = {}, []
+        return self.noted is not None
+
+    def again(self, pointers: Sequence[int], device: torch.device) -> None:
+        """All launches anew, for other tensors of the same shapes and strides on ``device``, the current one."""
+        if self._scratch:
+            scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)  # freed in the order of the stream
+            pointers = (*pointers, scratch.data_ptr())
+        stream = current_stream(device.index)
+        watched = is_watched()
+        assert self.noted is not None
+        for compiled, run, function, metadata, programs, template, places in self.noted:
+            arguments = template.copy()
+            for at, slot, offset in places:
+                arguments[at] = pointers[slot] + offset
+            if watched:
+                compiled[(programs, 1, 1)](*arguments)
+            else:
+                run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+
+def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], make: Callable[[Launches], None]) -> None:
+    """Make the launches of a call: again as they were noted under ``key``, or for the first time by ``make``.
+
+    Args:
+        noted: where they are noted
+        key: what the launches depend on: shapes, strides and device of the tensors, and settings
+        tensors: those that each call brings anew, beginning at multiples of 16 bytes, on the current device
+        make: makes the launches; the only tensors in them are these, their parts, and scratch memory
+    """
+    known = noted.get(key)
+    if known is not None:
+        known.again([tensor.data_ptr() for tensor in tensors], tensors[0].device)
         return
-    device = torch.cuda.current_device() if arguments[0].is_cuda else None
-    key = (id(kernel), constants, warps, integers, device)  # a kernel's own hash is that of its source text
-    found = _compiled.get(key)
-    if found is not None:
-        found[(programs, 1, 1)](*arguments, *constants)
-        return
-    found = kernel[(programs,)](*arguments, *constants, num_warps=warps)
-    if found is not None:  # by the interpreter nothing is compiled
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        _compiled[key] = found
+    launches = Launches(*tensors)
+    make(launches)
+    if launches.finished():
+        remember(noted, key, launches)
+
+
+def remember(cache: dict, key: Any, value: Any) -> None:
+    """Keep a value in a cache of bounded size."""
+    if len(cache) >= _MOST:
+        cache.clear()
+    cache[key] = value
+
+
+def current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def is_watched() -> bool:
+    """Whether a profiler wants to be told of every launch of Triton's."""
+    hook: Any = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,248 @@
+"""The backward pass of networks of narrow layers: the adjoint in parallel over chunks of layers, then all gradients.
+
+Shapes: T layers in ``blocks`` blocks of ``skip``, N chunks of blocks, B rows, w the width. ``x`` [T + 1, B, w] holds the
+input of every layer and the last output.
+"""
+
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..linear.kernels import dense
+from ..linear.kernels.dense import is_finite, multiply
+from ..linear.kernels.launch import Launches, aligned, repeat
+from .kernels import activate
+
+if TYPE_CHECKING:
+    from .fused import Layers
+
+#: Sizes that a kernel is not compiled for anew.
+_SIZES = ["rows", "blocks", "chunk_blocks"]
+#: Rows up to which one program sums a layer's gradients; of more, the matrix units take the product.
+_FEW_ROWS = 64
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def adjoint_reduce(
+    weights, x, gradients, products, starts, rows, blocks, chunk_blocks,
+    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, EVERY: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One equation for a chunk: from the adjoint of its last block's output to that of the chunk before it.
+
+    Chunks are counted from the end: program q takes the q-th from the end, and writes starts[q + 1].
+    EVERY: ``gradients`` are of the outputs of all blocks [blocks, B, w], else of the last one alone [B, w].
+    """
+    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    chunks = (blocks + chunk_blocks - 1) // chunk_blocks
+    first = (chunks - 1 - q) * chunk_blocks
+    last = tl.minimum(first + chunk_blocks, blocks)
+    product = (i[:, None] == i[None, :]).to(tl.float32)
+    term = tl.zeros((PADDED,), tl.float32)
+    for back in tl.range(1, last - first + 1, num_stages=STAGES):
+        block = tl.cast(last - back, tl.int64)
+        product_before = product
+        term_before = term
+        for k in tl.static_range(SKIP):
+            layer = block * SKIP + (SKIP - 1 - k)
+            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
+            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
+            slope = activate(z, ACTIVATION)[1]
+            product = multiply(w * slope[:, None], product, PRECISION)
+            term = tl.sum(w * term[None, :], 1) * slope
+        if RESIDUAL:
+            product += product_before
+            term += term_before
+        if EVERY:
+            term += tl.load(gradients + ((block - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+    out = tl.cast(q * rows + row, tl.int64)
+    tl.store(products + out * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], product, mask=square)
+    tl.store(starts + (out + rows) * WIDTH + i, term, mask=inside)
+    if q == 0:
+        last_gradient = gradients
+        if EVERY:
+            last_gradient += tl.cast(blocks - 1, tl.int64) * rows * WIDTH
+        known = tl.load(last_gradient + row * WIDTH + i, mask=inside, other=0.0)
+        tl.store(starts + row * WIDTH + i, known, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def adjoint_substitute(
+    weights, x, gradients, starts, adjoints, initial, rows, blocks, chunk_blocks,
+    SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr, EVERY: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """From the adjoint at the end of every chunk those of all its layers' outputs [T, B, w], and of the initial state.
+
+    Where the last start is not finite, a product overflowed although the adjoints may not: then the first program takes
+    all blocks of its row one after the other. WHOLE: there is one chunk.
+    """
+    q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    chunks = 1 if WHOLE else (blocks + chunk_blocks - 1) // chunk_blocks
+    first = 0 if WHOLE else (chunks - 1 - q) * chunk_blocks
+    last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
+    if not WHOLE:
+        final = tl.load(starts + ((chunks - 1) * rows + row) * WIDTH + i, mask=inside, other=0.0)
+        if not is_finite(final):
+            first = tl.where(q == 0, 0, last)
+    adjoint = tl.load(starts + (q * rows + row) * WIDTH + i, mask=inside, other=0.0)
+    for back in tl.range(1, last - first + 1, num_stages=STAGES):
+        block = tl.cast(last - back, tl.int64)
+        before = adjoint
+        for k in tl.static_range(SKIP):
+            layer = block * SKIP + (SKIP - 1 - k)
+            tl.store(adjoints + (layer * rows + row) * WIDTH + i, adjoint, mask=inside)
+            w = tl.load(weights + layer * WIDTH * WIDTH + i[None, :] * WIDTH + i[:, None], mask=square, other=0.0)
+            z = tl.load(x + (layer * rows + row) * WIDTH + i, mask=inside, other=0.0)
+            adjoint = tl.sum(w * adjoint[None, :], 1) * activate(z, ACTIVATION)[1]
+        if RESIDUAL:
+            adjoint += before
+        if EVERY:
+            before_first = tl.cast(block == 0, tl.int64)
+            gradient = tl.load(
+                gradients + ((block - 1 + before_first) * rows + row) * WIDTH + i, mask=inside, other=0.0
+            )
+            adjoint += tl.where(block == 0, 0.0, gradient)
+    if (first == 0) & (last > first):
+        tl.store(initial + row * WIDTH + i, adjoint, mask=inside)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def gradients_of_layers(
+    x, adjoints, weight_gradients, bias_gradients, rows,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one layer's weights and biases, from the adjoints of its output and from its inputs."""
+    layer = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    of_weights = tl.zeros((PADDED, PADDED), tl.float32)
+    of_biases = tl.zeros((PADDED,), tl.float32)
+    for row in tl.range(0, rows, num_stages=STAGES):
+        at = (layer * rows + row) * WIDTH + i
+        adjoint = tl.load(adjoints + at, mask=inside, other=0.0)
+        value = activate(tl.load(x + at, mask=inside, other=0.0), ACTIVATION)[0]
+        of_weights += adjoint[:, None] * value[None, :]
+        of_biases += adjoint
+    tl.store(weight_gradients + layer * WIDTH * WIDTH + i[:, None] * WIDTH + i[None, :], of_weights, mask=square)
+    tl.store(bias_gradients + layer * WIDTH + i, of_biases, mask=inside)
+
+
+_ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+_noted: dict[tuple, Launches] = {}
+
+
+def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
+    """The gradients of all layers' outputs [T, B, w] and of the initial state.
+
+    Args:
+        weight: [blocks, (skip,) w, w]
+        x: [T + 1, B, w], as the forward pass left it
+        gradients: of the blocks' outputs [blocks, B, w], or of the last block's alone [B, w]
+    """
+    rows, width = x.shape[1:]
+    if width > dense.NARROW:
+        return _adjoint_wide(weight, x, gradients, layers)
+    adjoints = torch.empty((x.shape[0] - 1, rows, width), dtype=x.dtype, device=x.device)
+    initial = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+
+    def make(launches: Launches) -> None:
+        _solve(weight, x, gradients, adjoints, initial, layers, launches)
+
+    key = ("adjoint", weight.shape, gradients.shape, layers, x.device)
+    repeat(_noted, key, (weight, x, gradients, adjoints, initial), make)
+    return adjoints, initial
+
+
+def all_gradients(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of weights, of biases and of the initial state: as ``adjoint``, which takes the same."""
+    rows, width = x.shape[1:]
+    if width > dense.NARROW or rows > _FEW_ROWS:
+        adjoints, initial = adjoint(weight, x, gradients, layers)
+        values = _ACTIVATIONS[layers.activation](x[:-1])
+        of_weights = adjoints.mT * values if rows == 1 else torch.bmm(adjoints.mT, values)
+        return of_weights.view_as(weight), adjoints.sum(1).view(weight.shape[:-1]), initial
+    of_weights = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+    of_biases = torch.empty(weight.shape[:-1], dtype=x.dtype, device=x.device)
+    initial = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+
+    def make(launches: Launches) -> None:
+        layer_count = x.shape[0] - 1
+        adjoints = launches.empty((layer_count, rows, width), x)
+        _solve(weight, x, gradients, adjoints, initial, layers, launches)
+        shape = dense.Shape(width)
+        warps, stages = shape.without
+        arguments, constants = (x, adjoints, of_weights, of_biases, rows), (layers.activation, width, shape.padded)
+        launches.launch(gradients_of_layers, layer_count, arguments, (*constants, stages), warps=warps)
+
+    key = ("all", weight.shape, gradients.shape, layers, x.device)
+    repeat(_noted, key, (weight, x, gradients, of_weights, of_biases, initial), make)
+    return of_weights, of_biases, initial
+
+
+def _solve(
+    weight: Tensor, x: Tensor, gradients: Tensor, adjoints: Tensor, initial: Tensor, layers: Layers, launches: Launches
+) -> None:
+    """Fill ``adjoints`` and ``initial``."""
+    blocks, (rows, width) = weight.shape[0], x.shape[1:]
+    chunk = layers.chunk_blocks(blocks)
+    chunks = -(-blocks // chunk)
+    shape, every = dense.Shape(width), gradients.ndim == 3
+    constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
+    if chunks == 1:
+        last = gradients[-1] if every else gradients
+        starts = aligned(last)
+        if starts is last:
+            launches.part(gradients, starts)
+    else:
+        starts = launches.empty((chunks, rows, width), x)
+        products = launches.empty((chunks - 1, rows, width, width), x)
+        arguments = (weight, x, gradients, products, starts, rows, blocks, chunk)
+        warps, stages = shape.with_products
+        how = (*constants, shape.precision, every, stages)
+        launches.launch(adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
+        dense.solve_in_place(products, starts, launches)
+    arguments = (weight, x, gradients, starts, adjoints, initial, rows, blocks, chunk)
+    warps, stages = shape.without
+    how = (*constants, chunks == 1, every, stages)
+    launches.launch(adjoint_substitute, chunks * rows, arguments, how, warps=warps)
+
+
+def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
+    """The adjoint of layer l - 1 is ``diag(f'(x_l)) W_l^T`` times that of layer l, plus its own gradient."""
+    rows, blocks = x.shape[1], weight.shape[0]
+    if gradients.ndim == 2:
+        gradients = torch.cat([gradients.new_zeros(blocks - 1, *gradients.shape), gradients.unsqueeze(0)])
+    slopes, adjoints = slopes_at(x[:-1], layers), torch.empty_like(gradients)
+    transposed = dense.Chain(weight[1:].mT.unsqueeze(1).expand(-1, rows, -1, -1), 0, True)
+    scales = dense.Chain(slopes[1:], 0, True)
+    chunk = min(layers.chunk_blocks(blocks), max(1, blocks - 1))
+    rhs, states = dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True)
+    dense.solve_chain(transposed, rhs, states, chunk, scales, launches=Launches())
+    return adjoints, slopes[0] * (adjoints[0] @ weight[0])
+
+
+def slopes_at(z: Tensor, layers: Layers) -> Tensor:
+    """The derivative of the activation."""
+    value = _ACTIVATIONS[layers.activation](z)
+    if layers.activation == "relu":
+        return (value > 0).to(z.dtype)
+    return 1 - value * value if layers.activation == "tanh" else value * (1 - value)

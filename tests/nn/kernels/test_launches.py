@@ -1,0 +1,164 @@
+"""Networks whose launches are made again with new pointers, and what a call costs the host besides them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from deeppcr.nn import MLP, ResNet
+from kernel_support import Calls, error
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+pytest.importorskip("numpy")  # which the interpreter needs
+
+from deeppcr.nn import adjoint, fused, networks  # noqa: E402  (imports Triton)
+from deeppcr.nn.fused import Layers  # noqa: E402
+from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # noqa: E402
+
+
+@pytest.fixture
+def by_kernels(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(networks._Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+CASES = [  # blocks, width, rows, skip, residual, activation, chunk
+    (1, 3, 2, 3, True, "tanh", None),
+    (7, 3, 2, 1, False, "relu", 2),
+    (6, 5, 3, 2, True, "sigmoid", 2),
+    (3, 66, 1, 1, False, "tanh", 2),
+]
+
+
+@pytest.mark.parametrize(("blocks", "width", "rows", "skip", "residual", "activation", "chunk"), CASES)
+def test_other_values_in_the_same_places(blocks, width, rows, skip, residual, activation, chunk, compiled, device):
+    layers = Layers(skip, residual, activation, chunk=chunk)
+    for _ in range(2):
+        problem = network(blocks, width, rows, skip=skip, residual=residual, activation=activation, device=device)
+        assert_states_and_gradients(problem, layers)
+    assert len(compiled) >= 2 or width > 64
+
+
+def test_gradients_of_many_rows(compiled, device, monkeypatch):
+    """More than one program sums."""
+    monkeypatch.setattr(adjoint, "_FEW_ROWS", 1)
+    for _ in range(2):
+        assert_states_and_gradients(network(3, 3, 2, device=device), Layers(1, False, "tanh", chunk=2))
+
+
+@pytest.mark.parametrize(("width", "chunk"), [(3, 2), (3, 3), (66, 3)])
+def test_the_last_state_alone(width, chunk, compiled, device):
+    layers = Layers(1, False, "tanh", chunk=chunk)
+    for _ in range(2 if width < 66 else 1):
+        leaves = [each.requires_grad_() for each in network(3, width, 2, device=device)]
+        last, states = fused.apply(*leaves, None, layers, [], True), fused.apply(*leaves, None, layers, [])
+        assert torch.equal(last, states[-1])
+        gradient = torch.randn_like(last)
+        found = torch.autograd.grad(last, leaves, gradient)
+        full = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        right = torch.autograd.grad(loop(*full, layers)[-1], full, gradient.double())
+        for ours, theirs in zip(found, right, strict=True):
+            assert error(ours, theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_one_gradient_alone(wanted, compiled, device):
+    layers, problem = Layers(1, False, "tanh", chunk=2), network(3, 3, 2, device=device)
+    leaves = [each.clone().requires_grad_(k == wanted) for k, each in enumerate(problem)]
+    all_leaves = [each.clone().requires_grad_() for each in problem]
+    found, right = (fused.apply(*each, None, layers, []).square().sum() for each in (leaves, all_leaves))
+    (found,), right = torch.autograd.grad(found, [leaves[wanted]]), torch.autograd.grad(right, all_leaves)
+    assert torch.equal(found, right[wanted])
+
+
+def test_guesses_for_all_rows_and_for_each(compiled, device):
+    """They are read where they lie, whatever lies there later."""
+    layers = Layers(1, False, "tanh", chunk=2)
+    for _ in range(2):
+        problem = network(5, 3, 2, device=device)
+        exact = loop(*problem, layers)
+        for guess in (None, exact, exact[:, 1], exact.transpose(1, 2).contiguous().transpose(1, 2)):
+            x, report = fused.run(*problem, guess, layers)
+            assert error(x[1:], exact) <= 2e-5
+            assert report is not None
+            if guess is exact:
+                assert report.passes_taken() == [2, 2]
+            if guess is not None and guess.ndim == 2:
+                assert report.passes_taken()[1] == 2
+
+
+def test_a_hard_pass_makes_the_next_look_later_and_report_the_same(compiled, device):
+    layers, problem = Layers(1, False, "tanh", chunk=1), network(8, 3, device=device)
+    exact = loop(*problem, layers)[:, 0]
+
+    def rounds(guess):
+        x, report = fused.run(*problem, guess, layers)
+        assert error(x[1:, 0], exact) <= 2e-5
+        solution = report.solution()
+        return report.rounds, solution.iterations.tolist(), solution.updates.shape
+
+    far = exact + torch.randn_like(exact)
+    first = rounds(exact), rounds(far)
+    assert first[0][0] < first[1][0]
+    assert (rounds(far), rounds(exact)) == (first[1], first[0])
+
+
+# What a call needs of PyTorch, besides launches: see the same for linear systems.
+@pytest.fixture
+def settled(uncomputed, by_kernels, monkeypatch):
+    def passes_taken(report):
+        report.found[: 2 * report.rounds].tolist()
+        return [2] * report.found.shape[-1]
+
+    monkeypatch.setattr(fused.Report, "passes_taken", passes_taken)
+
+
+def counted(function):
+    for _ in range(2):  # the second is what every later one is
+        function()
+    with Calls() as calls:
+        function()
+    return calls
+
+
+def test_calls_of_an_mlp(settled):
+    net, hidden = MLP(4, 4, 1024, 3, mode="parallel"), torch.zeros(1, 4)
+    with torch.no_grad():
+        calls = counted(lambda: net.hidden_states(hidden))
+    # States, what the passes find, a workspace; what they found so far, and the states after every layer.
+    assert sorted(calls.operations) == ["empty.memory_format"] * 3 + ["slice.Tensor"] * 2
+    assert calls.launches == 6
+
+    calls = counted(lambda: net.hidden_states(hidden))
+    assert (len(calls.operations), calls.launches) == (5, 6)
+
+    states, gradient = net.hidden_states(hidden), torch.zeros(1024, 1, 4)
+    calls = counted(lambda: torch.autograd.grad(states, (net.weight, net.bias), gradient, retain_graph=True))
+    # Gradients of weights, biases and the initial state, and scratch memory.
+    assert calls.operations == ["empty.memory_format"] * 4
+    assert calls.launches == 6
+
+
+def test_calls_of_a_loop(settled):
+    net, hidden = MLP(4, 4, 1024, 3, mode="sequential"), torch.zeros(1, 4)
+    with torch.no_grad():
+        calls = counted(lambda: net.hidden_states(hidden))
+    assert (sorted(calls.operations), calls.launches) == (["empty.memory_format", "slice.Tensor"], 1)
+
+
+def test_calls_of_a_training_step(settled):
+    net = ResNet(8, 4, 256, 3, skip=4, mode="parallel", warm_start=True)
+    x, labels = torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)
+    calls = counted(lambda: torch.nn.functional.cross_entropy(net(x), labels))
+    assert (len(calls.operations), calls.launches) == (16, 6)
+
+    def step():
+        net.zero_grad(set_to_none=True)
+        torch.nn.functional.cross_entropy(net(x), labels).backward()
+
+    calls = counted(step)
+    assert (len(calls.operations), calls.launches) == (46, 10)
