@@ -5,6 +5,7 @@ consecutive steps, time within the tile q R + r. A group lies in the registers o
 costs no communication; only the Q groups are joined by a parallel scan. From the product and sum of every group
 follows the state each group starts from, and from there the R states are found by forward substitution.
 
+Very many channels of float32: see ``lookback``.
 Many channels: one sweep over memory, each program carrying its channels' states from tile to tile.
 Few channels: time is cut into chunks as well. Each chunk is reduced to one equation, these are solved for the states
 between chunks (the same sweep), and all chunks are swept at once.
@@ -30,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
+from . import lookback
 from .channels import multiprocessors
 from .recurrence import System, as_system, compose, compose_and_keep, last, load, places, repair
 
@@ -96,6 +98,8 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
     channels = max(1, rhs[0].numel())
+    if rhs.dtype == torch.float32 and lookback.pays(rhs.shape[0], channels):
+        return lookback.run(couplings, rhs, reverse, lookback.Plan())
     return run(couplings, rhs, reverse, plan(rhs.shape[0], channels, multiprocessors(rhs.device)))
 
 
