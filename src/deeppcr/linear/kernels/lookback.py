@@ -143,7 +143,7 @@ def _joined(equation_at, row, channel, channels, count, RUN: tl.constexpr):
     return product, total, missing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "blocks"])  # they only count: compiled once for all of them
 def _solve(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner, z_ptr, z_start, z_step,
     counter_ptr, equations_ptr, ends_ptr, marks_ptr, length, channels, inner, blocks,
