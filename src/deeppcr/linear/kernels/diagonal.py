@@ -98,13 +98,20 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
     channels = max(1, rhs[0].numel())
-    if rhs.dtype == torch.float32 and lookback.pays(rhs.shape[0], channels):
-        return lookback.run(couplings, rhs, reverse, lookback.Plan())
-    return run(couplings, rhs, reverse, plan(rhs.shape[0], channels, multiprocessors(rhs.device)))
+    return run(couplings, rhs, reverse, choose(rhs.shape[0], channels, multiprocessors(rhs.device), rhs.dtype))
 
 
-def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
+def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
+    """Which way, and how it is cut up."""
+    if dtype == torch.float32 and lookback.pays(length, channels):
+        return lookback.Plan()
+    return plan(length, channels, processors)
+
+
+def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Plan) -> Tensor:
     """``solve_coupled`` by a given plan."""
+    if isinstance(plan, lookback.Plan):
+        return lookback.run(couplings, rhs, reverse, plan)
     system = as_system(couplings, rhs, reverse)
     states, length, channels = system.states, system.length, system.channels
     if states.numel() == 0:
