@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from deeppcr import linear
-from deeppcr.linear.kernels import block_diagonal, diagonal
+from deeppcr.linear.kernels import block_diagonal, diagonal, lookback
 from deeppcr.paper.timing import machine, relative_error
 
 TOLERANCE = 1e-5
@@ -64,11 +64,22 @@ class Case:
     def kernel(self):
         return block_diagonal if self.structure is linear.BlockDiagonal else diagonal
 
+    def chosen(self) -> Any:
+        """The plan of the library."""
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        if self.kernel is block_diagonal:
+            return block_diagonal.plan(self.length, self.channels, processors)
+        return diagonal.choose(self.length, self.channels, processors, torch.float32)
+
     def plans(self, chosen) -> Iterator[Any]:
         """The plan the library chooses is varied: one or two things at a time, not all at once."""
         if self.kernel is block_diagonal:
             for chunk, lanes, stages in itertools.product((16, 32, 64, 128), (32, 64, 128), (1, 3)):
                 yield block_diagonal.Plan(chunk, lanes, lanes // 32, stages)
+            return
+        if isinstance(chosen, lookback.Plan):
+            for steps, groups, in_run, stream in itertools.product((16, 32), (4, 8), (4, 8), (False, True)):
+                yield lookback.Plan(steps, groups, 32, in_run, groups, stream, 80 if steps == 16 else 128)
             return
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         alone, one_sweep = self.channels == 1, chosen.chunk >= self.length
@@ -161,7 +172,7 @@ def run_case(case: Case, device: torch.device, *, planned: bool) -> dict[str, An
     moved = (couplings.data.numel() + 2 * rhs.numel()) * rhs.element_size()
     source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
     copy = milliseconds(in_graph(lambda: target.copy_(source)))
-    chosen = case.kernel.plan(case.length, case.channels, torch.cuda.get_device_properties(0).multi_processor_count)
+    chosen = case.chosen()
 
     print(f"\n{case.name}: {moved / 1e6:.0f} MB, a copy takes {copy:.4f} ms ({moved / copy / 1e9:.2f} TB/s)")
     rows = [
@@ -208,6 +219,7 @@ def main() -> int:
         parser.error("needs a CUDA device")
     device = torch.device("cuda")
     print("plans: " + ", ".join(diagonal.Plan.__dataclass_fields__), end="")
+    print("; of many channels: " + ", ".join(lookback.Plan.__dataclass_fields__), end="")
     print("; of small blocks: " + ", ".join(block_diagonal.Plan.__dataclass_fields__))
     results: dict[str, Any] = {"machine": {**machine(device), "triton": triton.__version__}, "cases": []}
     for case in CASES:

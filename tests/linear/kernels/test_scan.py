@@ -12,6 +12,7 @@ import torch
 
 from deeppcr import linear
 from kernel_support import offset, strided
+from scan_problems import LENGTHS, assert_right, either_way, expected, system
 
 # Where products overflow, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -21,13 +22,11 @@ pytest.importorskip("numpy")  # which the interpreter needs
 from deeppcr.linear.kernels import block_diagonal, diagonal  # noqa: E402  (imports Triton)
 from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
 
-LENGTHS = (1, 2, 3, 63, 64, 65, 1000)
 #: small tiles and chunks, so that short systems have many of them
 SMALL = diagonal.Plan(steps=4, groups=4, channels=16, tiles=2, warps=1)
 SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
 STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
 
-either_way = pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reverse"])
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
@@ -50,41 +49,6 @@ class Kernel:
         if self.small:
             return in_small_chunks(couplings, rhs, reverse)
         return kernel_of(type(couplings)).solve_coupled(couplings, rhs, reverse=reverse)
-
-
-def system(
-    structure, length, batch=(), width=6, size=2, *, device, dtype=torch.float32, coupling_batch=None, reverse=False
-):
-    """Couplings and right-hand side of any sign, yet no state is a difference: each is right to its own last digits.
-
-    With signs s_t for every entry, ``s_t A s_{t-1}`` and ``s_t b`` have the solution ``s_t z``; A, b, z positive.
-    """
-    coupling_batch = batch if coupling_batch is None else coupling_batch
-    signs = torch.randn(length, *(1,) * len(batch), width).sign()
-    rhs = signs * (0.1 + torch.rand(length, *batch, width))
-    if structure is linear.Scalar:
-        signs = signs[..., 0]
-        rhs = rhs.abs() * signs[..., None]
-        data = signs[1:] * (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch)) * signs[:-1]
-    elif structure is linear.Diagonal:
-        data = signs[1:] * (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch, width)) * signs[:-1]
-    else:
-        s = signs.unflatten(-1, (width // size, size))
-        entries = (0.2 + 0.7 * torch.rand(length - 1, *coupling_batch, width // size, size, size)) / size
-        data = s[1:].unsqueeze(-1) * entries * s[:-1].unsqueeze(-2)
-    if reverse:
-        data, rhs = data.flip(0), rhs.flip(0)
-    return structure(data.to(device, dtype)), rhs.to(device, dtype)
-
-
-def expected(couplings, rhs, reverse):
-    full = type(couplings)(couplings.data.double())
-    return linear.ForwardSubstitution().solve_coupled(full, rhs.double(), reverse=reverse)
-
-
-def assert_right(actual, couplings, rhs, reverse, rtol=1e-5):
-    assert actual.dtype == rhs.dtype
-    torch.testing.assert_close(actual.double(), expected(couplings, rhs, reverse), rtol=rtol, atol=0)
 
 
 @every_structure

@@ -5,6 +5,7 @@ consecutive steps, time within the tile q R + r. A group lies in the registers o
 costs no communication; only the Q groups are joined by a parallel scan. From the product and sum of every group
 follows the state each group starts from, and from there the R states are found by forward substitution.
 
+Very many channels of float32: see ``lookback``.
 Many channels: one sweep over memory, each program carrying its channels' states from tile to tile.
 Few channels: time is cut into chunks as well. Each chunk is reduced to one equation, these are solved for the states
 between chunks (the same sweep), and all chunks are swept at once.
@@ -29,8 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import Blocks, Scalar
-from .channels import as_channels, multiprocessors
+from ..blocks import Blocks
+from . import lookback
+from .channels import multiprocessors
+from .recurrence import System, as_system, compose, compose_and_keep, last, load, places, repair
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
@@ -45,8 +48,6 @@ WARPS = 4
 STAGES = 3
 #: one sweep is enough from this many programs a multiprocessor on; chunks are made until there are that many
 ONE_SWEEP_PROGRAMS, CHUNKED_PROGRAMS = 0.9, 4.0
-#: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
-REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 8
 
 
 @dataclass(frozen=True)
@@ -97,49 +98,35 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
     channels = max(1, rhs[0].numel())
-    return run(couplings, rhs, reverse, plan(rhs.shape[0], channels, multiprocessors(rhs.device)))
+    return run(couplings, rhs, reverse, choose(rhs.shape[0], channels, multiprocessors(rhs.device), rhs.dtype))
 
 
-def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
+def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
+    """Which way, and how it is cut up."""
+    if dtype == torch.float32 and lookback.pays(length, channels):
+        return lookback.Plan()
+    return plan(length, channels, processors)
+
+
+def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Plan) -> Tensor:
     """``solve_coupled`` by a given plan."""
-    data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
-    data = data.expand(data.shape[0], *rhs.shape[1:])
-    # An empty result is made by hand, not by empty_like: that would keep strides, and the kernels write rows.
-    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=rhs.device)
+    if isinstance(plan, lookback.Plan):
+        return lookback.run(couplings, rhs, reverse, plan)
+    system = as_system(couplings, rhs, reverse)
+    states, length, channels = system.states, system.length, system.channels
     if states.numel() == 0:
         return states
-    inner, (a, b) = as_channels([data, rhs], rhs.ndim - 1)
-    length, channels = rhs.shape[0], rhs[0].numel()
-    a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
-    # Time 0 has no coupling: the address of one before the first is only ever computed.
-    a_start, b_start, z_start = -a_step, 0, 0
-    if reverse:
-        a_start, b_start, z_start = ((length - 1) * step for step in (a_step, b_step, z_step))
-        a_step, b_step, z_step = -a_step, -b_step, -z_step
-    system = (
-        *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
-        *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
-    )
-
     chunks, blocks = triton.cdiv(length, plan.chunk), triton.cdiv(channels, plan.channels)
     marks = torch.empty(chunks, channels, dtype=torch.int8, device=rhs.device)
     with torch.cuda.device_of(rhs):
-        starts = _between_chunks(system, states, length, channels, inner, plan) if chunks > 1 else states
+        starts = _between_chunks(system, plan) if chunks > 1 else states
         _sweep[(blocks * chunks,)](
-            *system,
-            *(states, z_start, z_step, starts, marks),
-            *(length, channels, inner, plan.tiles, blocks),
+            *system.equations,
+            *(states, *system.states_at, starts, marks),
+            *(length, channels, system.inner, plan.tiles, blocks),
             **_tile(plan),
         )
-        _repair[(triton.cdiv(channels, REPAIR_CHANNELS),)](
-            *system,
-            *(states, z_start, z_step, marks),
-            *(length, channels, inner, plan.chunk, chunks),
-            CHANNELS=REPAIR_CHANNELS,
-            MARKS=REPAIR_MARKS,
-            STAGES=REPAIR_STAGES,
-            num_warps=1,
-        )
+        repair(system, marks, plan.chunk)
     return states
 
 
@@ -153,14 +140,15 @@ def _tile(plan: Plan) -> dict[str, int]:
     }
 
 
-def _between_chunks(system: tuple, like: Tensor, length: int, channels: int, inner: int, whole: Plan) -> Tensor:
+def _between_chunks(system: System, whole: Plan) -> Tensor:
     """[chunks - 1, channels]: the state every chunk but the first starts from."""
+    like, length, channels = system.states, system.length, system.channels
     count, blocks = triton.cdiv(length, whole.chunk) - 1, triton.cdiv(channels, whole.channels)
     products, sums, ends = like.new_empty(3, count, channels)
     # Whatever is not finite here spoils the chunk that starts from it, where it is found.
     unread = torch.empty(1, channels, dtype=torch.int8, device=like.device)
     _reduce[(blocks * count,)](
-        *system, products, sums, length, channels, inner, whole.tiles, blocks, **_tile(whole)
+        *system.equations, products, sums, length, channels, system.inner, whole.tiles, blocks, **_tile(whole)
     )  # fmt: skip
     few = plan(count, channels, one_sweep=True)
     _sweep[(triton.cdiv(channels, few.channels),)](
@@ -171,38 +159,6 @@ def _between_chunks(system: tuple, like: Tensor, length: int, channels: int, inn
         **_tile(few),
     )
     return ends
-
-
-@triton.jit
-def _compose(a, b, then_a, then_b):
-    return then_a * a, then_a * b + then_b
-
-
-@triton.jit
-def _compose_and_keep(a, b, before_a, before_b, then_a, then_b, then_before_a, then_before_b):
-    """Composes, and carries along what came before the last element: an inclusive scan that is exclusive too."""
-    return then_a * a, then_a * b + then_b, then_before_a * a, then_before_a * b + then_before_b
-
-
-@triton.jit
-def _last(values, index, SIZE: tl.constexpr):
-    """The last entry along the first axis; ``index`` counts it and broadcasts."""
-    return tl.sum(tl.where(index == SIZE - 1, values, 0), 0)
-
-
-@triton.jit
-def _places(start, outer_stride, inner_stride, channel, inner):
-    channel = channel.to(tl.int64)
-    return start + channel // inner * outer_stride + channel % inner * inner_stride
-
-
-@triton.jit
-def _load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists):
-    """Couplings and terms of a tile; beyond the end both are 0, and so is the coupling of time 0."""
-    far = time.to(tl.int64)
-    a = tl.load(a_ptr + (far * a_step + a_place), mask=exists & (time < length) & (time > 0), other=0)
-    b = tl.load(b_ptr + (far * b_step + b_place), mask=exists & (time < length), other=0)
-    return a, b
 
 
 @triton.jit
@@ -217,21 +173,21 @@ def _reduce(
     q = tl.arange(0, GROUPS)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     exists = (channel < channels)[None, None, :]
-    a_place = _places(a_start, a_outer, a_inner, channel, inner)[None, None, :]
-    b_place = _places(b_start, b_outer, b_inner, channel, inner)[None, None, :]
+    a_place = places(a_start, a_outer, a_inner, channel, inner)[None, None, :]
+    b_place = places(b_start, b_outer, b_inner, channel, inner)[None, None, :]
 
     span, chunk = tiles * STEPS, tiles * STEPS * GROUPS
     product = tl.full([GROUPS, CHANNELS], 1, products_ptr.dtype.element_ty)
     total = tl.zeros([GROUPS, CHANNELS], products_ptr.dtype.element_ty)
     for at in tl.range(0, span, STEPS, num_stages=STAGES):
         time = part * chunk + at + (q[None, :, None] * span + r)
-        a, b = _load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
-        a, b = tl.associative_scan((a, b), 0, _compose)
-        product, total = _compose(product, total, _last(a, r, STEPS), _last(b, r, STEPS))
-    product, total = tl.associative_scan((product, total), 0, _compose)
+        a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
+        a, b = tl.associative_scan((a, b), 0, compose)
+        product, total = compose(product, total, last(a, r, STEPS), last(b, r, STEPS))
+    product, total = tl.associative_scan((product, total), 0, compose)
     place = part.to(tl.int64) * channels + channel
-    tl.store(products_ptr + place, _last(product, q[:, None], GROUPS), mask=channel < channels)
-    tl.store(sums_ptr + place, _last(total, q[:, None], GROUPS), mask=channel < channels)
+    tl.store(products_ptr + place, last(product, q[:, None], GROUPS), mask=channel < channels)
+    tl.store(sums_ptr + place, last(total, q[:, None], GROUPS), mask=channel < channels)
 
 
 @triton.jit
@@ -246,8 +202,8 @@ def _sweep(
     q = tl.arange(0, GROUPS)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     exists = (channel < channels)[None, None, :]
-    a_place = _places(a_start, a_outer, a_inner, channel, inner)[None, None, :]
-    b_place = _places(b_start, b_outer, b_inner, channel, inner)[None, None, :]
+    a_place = places(a_start, a_outer, a_inner, channel, inner)[None, None, :]
+    b_place = places(b_start, b_outer, b_inner, channel, inner)[None, None, :]
     z_place = (z_start + channel.to(tl.int64))[None, None, :]
 
     before = (part - 1).to(tl.int64) * channels + channel
@@ -258,48 +214,18 @@ def _sweep(
     begin, chunk = part * tiles * STEPS * GROUPS, tiles * STEPS * GROUPS
     for at in tl.range(begin, tl.minimum(begin + chunk, length), STEPS * GROUPS, num_stages=STAGES):
         time = at + (q[None, :, None] * STEPS + r)
-        a, b = _load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
-        product, total = tl.associative_scan((a, b), 0, _compose)
+        a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
+        product, total = tl.associative_scan((a, b), 0, compose)
         _, _, product, total = tl.associative_scan(
-            (_last(product, r, STEPS), _last(total, r, STEPS), identity, nothing), 0, _compose_and_keep
+            (last(product, r, STEPS), last(total, r, STEPS), identity, nothing), 0, compose_and_keep
         )
         start = product * state[None, :] + total
         # With its start added to the first term, a group's running sums are its states; the products go unused.
         b = tl.where(r == 0, a * start[None, :, :] + b, b)
-        _, z = tl.associative_scan((a, b), 0, _compose)
+        _, z = tl.associative_scan((a, b), 0, compose)
         tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), z, mask=exists & (time < length))
-        ends = _last(z, r, STEPS)
+        ends = last(z, r, STEPS)
         spoilt |= (tl.abs(ends) < float("inf")).to(tl.int32) ^ 1
-        state = _last(ends, q[:, None], GROUPS)
+        state = last(ends, q[:, None], GROUPS)
     place = part.to(tl.int64) * channels + channel
     tl.store(marks_ptr + place, tl.max(spoilt, 0), mask=channel < channels)
-
-
-@triton.jit
-def _repair(
-    a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
-    z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
-    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    first = tl.full([CHANNELS], 0, tl.int32) + chunks
-    for at in range(0, chunks, MARKS):
-        part = at + tl.arange(0, MARKS)[:, None]
-        marks = tl.load(
-            marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists & (part < chunks), other=0
-        )  # fmt: skip
-        first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
-    begin = tl.min(first, 0) * chunk
-
-    a_place = _places(a_start, a_outer, a_inner, channel, inner)
-    b_place = _places(b_start, b_outer, b_inner, channel, inner)
-    z_place = z_start + channel.to(tl.int64)
-    known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
-    state = tl.load(z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place), mask=channel < known, other=0)
-    for step in tl.range(begin, length, num_stages=STAGES):
-        time = step + tl.zeros([CHANNELS], tl.int32)
-        a, b = _load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
-        state = a * state + b
-        tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), state, mask=exists)

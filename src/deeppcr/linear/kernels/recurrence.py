@@ -1,0 +1,134 @@
+"""What the two scans over diagonal couplings share: a system as strided arrays, joining steps, and the repair.
+
+Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
+"""
+
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import Blocks, Scalar
+from .channels import as_channels
+
+#: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
+REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 8
+
+
+class System(NamedTuple):
+    """Every channel a recurrence ``z_t = a_t z_{t-1} + b_t``, and room for its states."""
+
+    equations: tuple  # a's and b's tensor, start, step, outer and inner stride: as the kernels take them
+    states: Tensor
+    states_at: tuple  # start, step
+    length: int
+    channels: int
+    inner: int
+
+
+def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
+    """See ``ForwardSubstitution.solve_coupled`` for the arguments."""
+    data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
+    data = data.expand(data.shape[0], *rhs.shape[1:])
+    inner, (a, b) = as_channels([data, rhs], rhs.ndim - 1)
+    # The result is made by hand, not by empty_like: that would keep strides, and the kernels write rows.
+    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=rhs.device)
+    length, channels = rhs.shape[0], max(1, rhs[0].numel())
+    a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
+    # Time 0 has no coupling: the address of one before the first is only ever computed.
+    a_start, b_start, z_start = -a_step, 0, 0
+    if reverse:
+        a_start, b_start, z_start = ((length - 1) * step for step in (a_step, b_step, z_step))
+        a_step, b_step, z_step = -a_step, -b_step, -z_step
+    equations = (
+        *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
+        *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
+    )
+    return System(equations, states, (z_start, z_step), length, channels, inner)
+
+
+def repair(system: System, marks: Tensor, chunk: int) -> None:
+    """Redo marked channels by forward substitution, from their first marked chunk on.
+
+    Args:
+        marks: [chunks, channels], not 0 where states of the chunk are not finite
+        chunk: time in a chunk
+    """
+    _repair[(triton.cdiv(system.channels, REPAIR_CHANNELS),)](
+        *system.equations,
+        *(system.states, *system.states_at, marks),
+        *(system.length, system.channels, system.inner, chunk, marks.shape[0]),
+        CHANNELS=REPAIR_CHANNELS,
+        MARKS=REPAIR_MARKS,
+        STAGES=REPAIR_STAGES,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def compose(a, b, then_a, then_b):
+    return then_a * a, then_a * b + then_b
+
+
+@triton.jit
+def compose_and_keep(a, b, before_a, before_b, then_a, then_b, then_before_a, then_before_b):
+    """Composes, and carries along what came before the last element: an inclusive scan that is exclusive too."""
+    return then_a * a, then_a * b + then_b, then_before_a * a, then_before_a * b + then_before_b
+
+
+@triton.jit
+def last(values, index, SIZE: tl.constexpr):
+    """The last entry along the first axis; ``index`` counts it and broadcasts."""
+    return tl.sum(tl.where(index == SIZE - 1, values, 0), 0)
+
+
+@triton.jit
+def places(start, outer_stride, inner_stride, channel, inner):
+    channel = channel.to(tl.int64)
+    return start + channel // inner * outer_stride + channel % inner * inner_stride
+
+
+@triton.jit
+def load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists):
+    """Couplings and terms of a tile; beyond the end both are 0, and so is the coupling of time 0."""
+    far = time.to(tl.int64)
+    a = tl.load(a_ptr + (far * a_step + a_place), mask=exists & (time < length) & (time > 0), other=0)
+    b = tl.load(b_ptr + (far * b_step + b_place), mask=exists & (time < length), other=0)
+    return a, b
+
+
+@triton.jit
+def _repair(
+    a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
+    z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
+    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    first = tl.full([CHANNELS], 0, tl.int32) + chunks
+    for at in range(0, chunks, MARKS):
+        part = at + tl.arange(0, MARKS)[:, None]
+        marks = tl.load(
+            marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists & (part < chunks), other=0
+        )  # fmt: skip
+        first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
+    begin = tl.min(first, 0) * chunk
+
+    a_place = places(a_start, a_outer, a_inner, channel, inner)
+    b_place = places(b_start, b_outer, b_inner, channel, inner)
+    z_place = z_start + channel.to(tl.int64)
+    known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
+    state = tl.load(z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place), mask=channel < known, other=0)
+    for step in tl.range(begin, length, num_stages=STAGES):
+        time = step + tl.zeros([CHANNELS], tl.int32)
+        a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
+        state = a * state + b
+        tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), state, mask=exists)
