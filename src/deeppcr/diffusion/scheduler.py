@@ -1,0 +1,321 @@
+"""The coefficients of a scheduler of ``diffusers``, read by running its own ``step`` on a few numbers.
+
+Without clipping, a step is linear in the sample, in the model's output, and in what the scheduler has stored of the steps
+before (outputs converted to x0, derivatives, earlier samples). So feeding it ones and zeros tells all of it, whatever
+formula it is written with:
+
+    slots_{l+1} = carry_l @ slots_l + gain_l * output_l + noise_l (in slot 0),    output_l = model(scale_l * slots_l[0], t_l)
+
+where slot 0 is the sample, and the others are the tensors found among the scheduler's attributes after a step. Nothing
+here imports ``diffusers``: any object with ``timesteps`` and such a ``step`` will do.
+
+Legend: L steps, K slots, R numbers fed at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: More tensors than this are not what a scheduler stores between steps.
+MAX_SLOTS = 12
+#: How far, relatively, `step` may be from the linear map read from it. Several schedulers compute in float32.
+LINEAR_TO = 1e-5
+#: Magnitudes of the numbers that linearity is tested with: clipping shows at the last one at the latest.
+MAGNITUDES = (0.3, 3.0, 300.0)
+
+Path = tuple[str, int | None]  # an attribute, and where it is a list, the place in it
+
+
+class UnsupportedScheduler(ValueError):
+    """A scheduler, or a pipeline, that cannot be run in parallel; the message says why."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping of the predicted x0 in a scheduler that stores nothing between steps.
+
+    A step becomes ``linear + weight * (clamp(x0, -bound, bound) - x0)`` with ``x0 = sample * x + output * m``; all but
+    the bound are ``[L]``.
+    """
+
+    sample: Tensor
+    output: Tensor
+    weight: Tensor
+    bound: float
+
+
+@dataclass(frozen=True)
+class SchedulerSteps:
+    """What a scheduler does with ``L`` outputs of the model, as numbers: float64, on the CPU.
+
+    Attributes:
+        timesteps: What the model is told at each step, as the scheduler holds it.
+        carry: ``[L, K, K]``, slots after a step from slots before it; slot 0 is the sample.
+        gain: ``[L, K]``, slots after a step from the model's output.
+        scale: ``[L]``, by which ``scale_model_input`` multiplies the sample.
+        noisy: Whether a step adds noise to the sample.
+        clip: Clipping of the predicted x0, where it is on.
+        stored: The names of slots 1 to K - 1 in the scheduler.
+    """
+
+    timesteps: tuple[Any, ...]
+    carry: Tensor
+    gain: Tensor
+    scale: Tensor
+    noisy: bool
+    clip: Clip | None
+    stored: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+
+def read_scheduler(
+    scheduler: Any, timesteps: Sequence[Any] | Tensor | None = None, **step_arguments: Any
+) -> SchedulerSteps:
+    """Reads the coefficients of every step; the scheduler itself is left as it is.
+
+    Args:
+        scheduler: A scheduler after ``set_timesteps`` and before its first ``step``.
+        timesteps: The timesteps of the loop; by default ``scheduler.timesteps``.
+        step_arguments: What the loop passes on to ``step``, such as ``eta``. A ``generator`` does not change coefficients.
+
+    Raises:
+        UnsupportedScheduler: The scheduler thresholds, clips while it stores outputs, predicts variances, or is not
+            linear for another reason.
+    """
+    timesteps = scheduler.timesteps if timesteps is None else timesteps
+    if timesteps is None or len(timesteps) == 0:
+        raise ValueError("the scheduler has no timesteps: call its set_timesteps(number of steps) first")
+    timesteps = tuple(timesteps)
+    arguments = {k: v for k, v in step_arguments.items() if k not in ("generator", "return_dict") and v is not None}
+    name = type(scheduler).__name__
+    _refuse_by_settings(name, scheduler, arguments)
+    clipped = bool(_setting(scheduler, "clip_sample"))
+    plain = _without_clipping(scheduler) if clipped else scheduler
+    # What does not take a generator may draw from the global one: the caller's stays as it is.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        carry, gain, scale, noisy, stored = _read_linear(name, plain, timesteps, arguments)
+        clip = None
+        if clipped:
+            if stored:
+                raise UnsupportedScheduler(
+                    f"{name} clips the predicted x0 (clip_sample=True) and stores {', '.join(stored)} for later steps, which "
+                    "is not supported: clipping is exact for one-step schedulers only. Set clip_sample=False"
+                )
+            clip = _read_clip(name, scheduler, plain, timesteps, arguments, carry[:, 0, 0], gain[:, 0])
+    return SchedulerSteps(timesteps, carry, gain, scale, noisy, clip, stored)
+
+
+def _setting(scheduler: Any, name: str) -> Any:
+    config = getattr(scheduler, "config", None)
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def _refuse_by_settings(name: str, scheduler: Any, arguments: dict[str, Any]) -> None:
+    if _setting(scheduler, "thresholding"):
+        raise UnsupportedScheduler(
+            f"{name} thresholds the predicted x0 (thresholding=True): the threshold is a quantile of the whole sample, so a "
+            "step is not linear. Set thresholding=False"
+        )
+    if _setting(scheduler, "variance_type") in ("learned", "learned_range"):
+        raise UnsupportedScheduler(
+            f"{name} takes its variance from the model (variance_type={_setting(scheduler, 'variance_type')!r}), which is not "
+            "supported: the noise must not depend on the model's output"
+        )
+    for attribute, value in vars(scheduler).items():
+        if callable(getattr(value, "step", None)):
+            raise UnsupportedScheduler(
+                f"{name} runs another scheduler inside (`{attribute}`), whose stored outputs cannot be seen. Set it to None"
+            )
+    for argument, value in arguments.items():
+        if isinstance(value, Tensor) and value.ndim:
+            raise UnsupportedScheduler(f"{name}.step is given the tensor `{argument}`: only numbers are supported")
+
+
+def _without_clipping(scheduler: Any) -> Any:
+    plain = fork(scheduler)
+    plain.register_to_config(clip_sample=False)
+    return plain
+
+
+def fork(scheduler: Any) -> Any:
+    """A copy that steps by itself: lists are copied, tensors (which no step changes in place) are shared."""
+    twin = copy.copy(scheduler)
+    for attribute, value in vars(twin).items():
+        if isinstance(value, list):
+            setattr(twin, attribute, list(value))
+    return twin
+
+
+def _on_cpu(scheduler: Any) -> Any:
+    """A fork whose tensors are on the CPU, where a few numbers are read fastest."""
+    twin = fork(scheduler)
+    for attribute, value in vars(twin).items():
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            setattr(twin, attribute, value.cpu())
+    return twin
+
+
+def stored_tensors(scheduler: Any, shape: torch.Size) -> dict[Path, Tensor]:
+    """The tensors of this shape among the attributes of a scheduler, in lists as well."""
+    found: dict[Path, Tensor] = {}
+    for attribute, value in vars(scheduler).items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            found[attribute, None] = value
+        elif isinstance(value, list):
+            found |= {(attribute, i): v for i, v in enumerate(value) if isinstance(v, Tensor) and v.shape == shape}
+    return found
+
+
+def _store(scheduler: Any, path: Path, value: Tensor) -> None:
+    attribute, place = path
+    if place is None:
+        setattr(scheduler, attribute, value)
+    else:
+        getattr(scheduler, attribute)[place] = value
+
+
+class _Runner:
+    """A scheduler that steps on chosen numbers, its stored tensors overwritten before each step."""
+
+    def __init__(self, name: str, scheduler: Any, arguments: dict[str, Any]) -> None:
+        self.name, self.scheduler, self.arguments = name, _on_cpu(scheduler), dict(arguments)
+        self.takes_generator = "generator" in inspect.signature(self.scheduler.step).parameters
+        if self.takes_generator:
+            self.arguments["generator"] = torch.Generator().manual_seed(0)
+
+    def scale(self, sample: Tensor, t: Any) -> Tensor:
+        method = getattr(self.scheduler, "scale_model_input", None)
+        return sample if method is None else method(sample, t)
+
+    def __call__(self, output: Tensor, t: Any, sample: Tensor) -> tuple[Tensor, ...]:
+        try:
+            return self.scheduler.step(output, t, sample, **self.arguments, return_dict=False)
+        except Exception as error:
+            raise UnsupportedScheduler(f"{self.name}.step failed on plain numbers: {error}") from error
+
+
+def _read_linear(
+    name: str, scheduler: Any, timesteps: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, bool, tuple[str, ...]]:
+    """``carry``, ``gain``, ``scale``, whether there is noise, and the names of the slots that a later step needs."""
+    tests = len(MAGNITUDES)
+    rows = (MAX_SLOTS + 1 + tests, 1, 1, 1)  # a one for each slot, for the output, and rows of random numbers
+    random = torch.Generator().manual_seed(0)
+    # Fed with ones and, its twin, with zeros: the noise is the same in both and drops out of the difference.
+    runner, twin = _Runner(name, scheduler, arguments), _Runner(name, scheduler, arguments)
+    places: dict[Path, int] = {}
+    L = len(timesteps)
+    carry, gain = torch.zeros(L, MAX_SLOTS, MAX_SLOTS).double(), torch.zeros(L, MAX_SLOTS).double()
+    scale = torch.zeros(L).double()
+    noisy = False
+    for l, t in enumerate(timesteps):
+        t = t.cpu() if isinstance(t, Tensor) else t
+        fed = torch.zeros(MAX_SLOTS + 1, rows[0]).double()  # slots and, last, the output
+        fed[:, : MAX_SLOTS + 1] = torch.eye(MAX_SLOTS + 1)
+        fed[:, -tests:] = torch.randn(MAX_SLOTS + 1, tests, generator=random).double() * torch.tensor(MAGNITUDES)
+        before = stored_tensors(runner.scheduler, torch.Size(rows))
+        for path, slot in places.items():
+            if path in before:
+                _store(runner.scheduler, path, fed[slot].clone().view(rows))
+                _store(twin.scheduler, path, torch.zeros(rows).double())
+            else:
+                fed[slot] = 0  # the scheduler holds nothing there now
+        sample, output, zero = fed[0].view(rows), fed[-1].view(rows), torch.zeros(rows).double()
+        scaled = runner.scale(sample, t).double().flatten()
+        twin.scale(zero, t)
+        after, still = runner(output.clone(), t, sample.clone())[0], twin(zero.clone(), t, zero.clone())[0]
+        held, held_still = (stored_tensors(each.scheduler, torch.Size(rows)) for each in (runner, twin))
+        for path in held:
+            places.setdefault(path, len(places) + 1)
+        if len(places) >= MAX_SLOTS:
+            raise UnsupportedScheduler(f"{name} stores more than {MAX_SLOTS - 1} tensors between steps")
+        result = torch.zeros(MAX_SLOTS, rows[0]).double()
+        result[0] = after.double().flatten() - still.double().flatten()
+        for path, value in held.items():
+            result[places[path]] = value.double().flatten() - held_still[path].double().flatten()
+        if still.count_nonzero():
+            noisy = True
+            if not runner.takes_generator:
+                raise UnsupportedScheduler(
+                    f"{name}.step draws noise but takes no generator, so its noise cannot be drawn beforehand"
+                )
+        if any(value.count_nonzero() for value in held_still.values()):
+            raise UnsupportedScheduler(f"{name} stores noise for later steps, which is not supported")
+        carry[l], gain[l], scale[l] = result[:, :MAX_SLOTS], result[:, MAX_SLOTS], scaled[0]
+        # A slot that holds nothing was fed zeros, so its column is zero.
+        size = carry[l].abs() @ fed[:-1].abs() + gain[l, :, None] .abs() * fed[-1].abs()
+        noise = still.double().abs().max()
+        wrong = (result - carry[l] @ fed[:-1] - gain[l, :, None] * fed[-1]).abs() > LINEAR_TO * (size + noise)
+        wrong_scale = (scaled - scale[l] * fed[0]).abs() > LINEAR_TO * scaled.abs()
+        if wrong.any() or wrong_scale.any() or not bool((result.isfinite()).all()):
+            raise UnsupportedScheduler(_not_linear(name, l, t))
+    keep = _needed(carry)
+    names = {slot: path[0] if path[1] is None else f"{path[0]}[{path[1]}]" for path, slot in places.items()}
+    return carry[:, keep][:, :, keep], gain[:, keep], scale, noisy, tuple(names[slot] for slot in keep[1:])
+
+
+def _not_linear(name: str, l: int, t: Any) -> str:
+    return (
+        f"{name} is not supported: its step {l} (timestep {float(t):g}) is not a linear map of the sample, the model's output "
+        "and what it has stored before"
+    )
+
+
+def _needed(carry: Tensor) -> list[int]:
+    """The slots whose value a later step's sample depends on, the sample first."""
+    L, K, _ = carry.shape
+    ever = {0}
+    live = torch.zeros(K, dtype=torch.bool)
+    live[0] = True  # after the last step only the sample matters
+    for l in reversed(range(1, L)):
+        live = (carry[l][live] != 0).any(0)
+        live[0] = True
+        ever |= set(live.nonzero().flatten().tolist())
+    return sorted(ever)
+
+
+def _read_clip(
+    name: str,
+    scheduler: Any,
+    plain: Any,
+    timesteps: tuple[Any, ...],
+    arguments: dict[str, Any],
+    carry: Tensor,
+    gain: Tensor,
+) -> Clip:
+    """What clipping changes: the step with it against the step without, at numbers that are clipped."""
+    bound = float(_setting(scheduler, "clip_sample_range") or 1.0)
+    tests = len(MAGNITUDES)
+    random = torch.Generator().manual_seed(0)
+    clipped, free = _Runner(name, scheduler, arguments), _Runner(name, plain, arguments)
+    weights = torch.zeros(3, len(timesteps)).double()
+    for l, t in enumerate(timesteps):
+        t = t.cpu() if isinstance(t, Tensor) else t
+        noise = torch.randn(2, tests, generator=random).double() * torch.tensor(MAGNITUDES) * bound
+        fed = torch.cat([torch.eye(2).double(), 1e3 * bound * torch.eye(2).double(), noise], 1)
+        sample, output = fed[0].view(-1, 1, 1, 1), fed[1].view(-1, 1, 1, 1)
+        (after, *_), (linear, *predicted) = clipped(output, t, sample), free(output, t, sample)
+        if not predicted:
+            raise UnsupportedScheduler(f"{name} clips the predicted x0 but does not return it from step")
+        x0, change = predicted[0].double().flatten(), (after - linear).double().flatten()
+        cut = x0.clamp(-bound, bound) - x0
+        largest = int(cut.abs().argmax())
+        if cut[largest] == 0:
+            raise UnsupportedScheduler(_not_linear(name, l, t))
+        weight = change[largest] / cut[largest]
+        weights[:, l] = torch.stack([x0[0], x0[1], weight])
+        linear_x0 = x0[0] * fed[0] + x0[1] * fed[1]
+        size = carry[l].abs() * fed[0].abs() + gain[l].abs() * fed[1].abs() + bound
+        wrong = (change - weight * cut).abs() > LINEAR_TO * size
+        if wrong.any() or not torch.allclose(x0, linear_x0, rtol=LINEAR_TO, atol=LINEAR_TO * float(x0.abs().max())):
+            raise UnsupportedScheduler(_not_linear(name, l, t))
+    return Clip(weights[0], weights[1], weights[2], bound)
