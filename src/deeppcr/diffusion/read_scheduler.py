@@ -1,15 +1,11 @@
-"""The coefficients of a scheduler of ``diffusers``, read by running its own ``step`` on a few numbers.
+"""The steps of a scheduler of ``diffusers``, read by running its own ``step`` on a few numbers.
 
 Without clipping, a step is linear in the sample, in the model's output, and in what the scheduler has stored of the steps
 before (outputs converted to x0, derivatives, earlier samples). So feeding it ones and zeros tells all of it, whatever
-formula it is written with:
+formula it is written with. The slots of ``Steps`` are the sample and the tensors found among the scheduler's attributes
+after a step. Nothing here imports ``diffusers``: any object with ``timesteps`` and such a ``step`` will do.
 
-    slots_{l+1} = carry_l @ slots_l + gain_l * output_l + noise_l (in slot 0),    output_l = model(scale_l * slots_l[0], t_l)
-
-where slot 0 is the sample, and the others are the tensors found among the scheduler's attributes after a step. Nothing
-here imports ``diffusers``: any object with ``timesteps`` and such a ``step`` will do.
-
-Legend: L steps, K slots, R numbers fed at once.
+Legend: L steps, K slots.
 """
 
 from __future__ import annotations
@@ -17,11 +13,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .step import Clip, Prediction, Steps
 
 #: More tensors than this are not what a scheduler stores between steps.
 MAX_SLOTS = 12
@@ -30,6 +27,12 @@ LINEAR_TO = 1e-5
 #: Magnitudes of the numbers that linearity is tested with: clipping shows at the last one at the latest.
 MAGNITUDES = (0.3, 3.0, 300.0)
 
+_PREDICTIONS: dict[str, Prediction] = {
+    "epsilon": "epsilon",
+    "v_prediction": "v",
+    "sample": "x0",
+    "original_sample": "x0",
+}
 Path = tuple[str, int | None]  # an attribute, and where it is a list, the place in it
 
 
@@ -37,50 +40,10 @@ class UnsupportedScheduler(ValueError):
     """A scheduler, or a pipeline, that cannot be run in parallel; the message says why."""
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Clipping of the predicted x0 in a scheduler that stores nothing between steps.
-
-    A step becomes ``linear + weight * (clamp(x0, -bound, bound) - x0)`` with ``x0 = sample * x + output * m``; all but
-    the bound are ``[L]``.
-    """
-
-    sample: Tensor
-    output: Tensor
-    weight: Tensor
-    bound: float
-
-
-@dataclass(frozen=True)
-class SchedulerSteps:
-    """What a scheduler does with ``L`` outputs of the model, as numbers: float64, on the CPU.
-
-    Attributes:
-        timesteps: What the model is told at each step, as the scheduler holds it.
-        carry: ``[L, K, K]``, slots after a step from slots before it; slot 0 is the sample.
-        gain: ``[L, K]``, slots after a step from the model's output.
-        scale: ``[L]``, by which ``scale_model_input`` multiplies the sample.
-        noisy: Whether a step adds noise to the sample.
-        clip: Clipping of the predicted x0, where it is on.
-        stored: The names of slots 1 to K - 1 in the scheduler.
-    """
-
-    timesteps: tuple[Any, ...]
-    carry: Tensor
-    gain: Tensor
-    scale: Tensor
-    noisy: bool
-    clip: Clip | None
-    stored: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.timesteps)
-
-
-def read_scheduler(
-    scheduler: Any, timesteps: Sequence[Any] | Tensor | None = None, **step_arguments: Any
-) -> SchedulerSteps:
+def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = None, **step_arguments: Any) -> Steps:
     """Reads the coefficients of every step; the scheduler itself is left as it is.
+
+    Where a scheduler adds noise, the deviation is 1: the noise of ``draw_noise`` has its deviation in it.
 
     Args:
         scheduler: A scheduler after ``set_timesteps`` and before its first ``step``.
@@ -91,18 +54,20 @@ def read_scheduler(
         UnsupportedScheduler: The scheduler thresholds, clips while it stores outputs, predicts variances, or is not
             linear for another reason.
     """
-    timesteps = scheduler.timesteps if timesteps is None else timesteps
-    if timesteps is None or len(timesteps) == 0:
-        raise ValueError("the scheduler has no timesteps: call its set_timesteps(number of steps) first")
-    timesteps = tuple(timesteps)
-    arguments = {k: v for k, v in step_arguments.items() if k not in ("generator", "return_dict") and v is not None}
+    timesteps = getattr(scheduler, "timesteps", None) if timesteps is None else timesteps
     name = type(scheduler).__name__
+    if timesteps is None or not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler: expected a scheduler of diffusers, with timesteps and a step, got {name}")
+    if len(timesteps) == 0:
+        raise ValueError("the scheduler has no timesteps: call its set_timesteps(number of steps) first")
+    times = tuple(timesteps)
+    arguments = {k: v for k, v in step_arguments.items() if k not in ("generator", "return_dict") and v is not None}
     _refuse_by_settings(name, scheduler, arguments)
     clipped = bool(_setting(scheduler, "clip_sample"))
     plain = _without_clipping(scheduler) if clipped else scheduler
     # What does not take a generator may draw from the global one: the caller's stays as it is.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        carry, gain, scale, noisy, stored = _read_linear(name, plain, timesteps, arguments)
+        keep, gain, scale, noisy, stored = _read_linear(name, plain, times, arguments)
         clip = None
         if clipped:
             if stored:
@@ -110,8 +75,44 @@ def read_scheduler(
                     f"{name} clips the predicted x0 (clip_sample=True) and stores {', '.join(stored)} for later steps, which "
                     "is not supported: clipping is exact for one-step schedulers only. Set clip_sample=False"
                 )
-            clip = _read_clip(name, scheduler, plain, timesteps, arguments, carry[:, 0, 0], gain[:, 0])
-    return SchedulerSteps(timesteps, carry, gain, scale, noisy, clip, stored)
+            clip = _read_clip(name, scheduler, plain, times, arguments, keep[:, 0, 0], gain[:, 0])
+            keep = keep - (clip.weight * clip.sample)[:, None, None]
+            gain = gain - (clip.weight * clip.output)[:, None]
+    told = torch.stack([torch.as_tensor(t).cpu() for t in times])
+    signal, spread, prediction = _what_is_predicted(scheduler, told)
+    deviation = torch.ones(len(times)) if noisy else None
+    return Steps(told, keep, gain, signal / scale, spread / scale, deviation, prediction, scale, clip)
+
+
+def draw_noise(scheduler: Any, sample: Tensor, timesteps: Sequence[Any] | Tensor, **step_arguments: Any) -> Tensor:
+    """``[L, *sample.shape]``: what each step adds beside its linear part, drawn as the loop would draw it.
+
+    A step from nothing, by an output of nothing, is the noise alone.
+    """
+    twin, noise = fork(scheduler), []
+    for t in timesteps:
+        zero = torch.zeros_like(sample)
+        if hasattr(twin, "scale_model_input"):
+            twin.scale_model_input(zero, t)
+        noise.append(twin.step(zero, t, zero.clone(), **step_arguments, return_dict=False)[0])
+    return torch.stack(noise)
+
+
+def _what_is_predicted(scheduler: Any, timesteps: Tensor) -> tuple[Tensor, Tensor, Prediction]:
+    """Signal and spread of the model's input, and what its output estimates: they shape the prior, not the steps."""
+    named = _setting(scheduler, "prediction_type") or "epsilon"
+    bars = getattr(scheduler, "alphas_cumprod", None)
+    if named == "flow_prediction" or (bars is None and _setting(scheduler, "shift") is not None):
+        spread = (timesteps.double() / float(_setting(scheduler, "num_train_timesteps") or 1000)).clamp(0, 1)
+        return 1 - spread, spread, "flow"
+    if bars is None or named not in _PREDICTIONS:
+        # Nothing is known: a prior without noise expects outputs that do not depend on the sample.
+        return torch.ones(len(timesteps)), torch.zeros(len(timesteps)), "epsilon"
+    bars = bars.double().cpu()
+    place = timesteps.double().clamp(0, len(bars) - 1)
+    low = place.floor().long()
+    bar = torch.lerp(bars[low], bars[(low + 1).clamp(max=len(bars) - 1)], place - low)
+    return bar.sqrt(), (1 - bar).sqrt(), _PREDICTIONS[named]
 
 
 def _setting(scheduler: Any, name: str) -> Any:
@@ -206,7 +207,7 @@ class _Runner:
 def _read_linear(
     name: str, scheduler: Any, timesteps: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, bool, tuple[str, ...]]:
-    """``carry``, ``gain``, ``scale``, whether there is noise, and the names of the slots that a later step needs."""
+    """``keep``, ``gain``, ``scale``, whether there is noise, and the names of the slots that a later step needs."""
     tests = len(MAGNITUDES)
     rows = (MAX_SLOTS + 1 + tests, 1, 1, 1)  # a one for each slot, for the output, and rows of random numbers
     random = torch.Generator().manual_seed(0)
@@ -214,7 +215,7 @@ def _read_linear(
     runner, twin = _Runner(name, scheduler, arguments), _Runner(name, scheduler, arguments)
     places: dict[Path, int] = {}
     L = len(timesteps)
-    carry, gain = torch.zeros(L, MAX_SLOTS, MAX_SLOTS).double(), torch.zeros(L, MAX_SLOTS).double()
+    keep, gain = torch.zeros(L, MAX_SLOTS, MAX_SLOTS).double(), torch.zeros(L, MAX_SLOTS).double()
     scale = torch.zeros(L).double()
     noisy = False
     for l, t in enumerate(timesteps):
@@ -250,17 +251,17 @@ def _read_linear(
                 )
         if any(value.count_nonzero() for value in held_still.values()):
             raise UnsupportedScheduler(f"{name} stores noise for later steps, which is not supported")
-        carry[l], gain[l], scale[l] = result[:, :MAX_SLOTS], result[:, MAX_SLOTS], scaled[0]
+        keep[l], gain[l], scale[l] = result[:, :MAX_SLOTS], result[:, MAX_SLOTS], scaled[0]
         # A slot that holds nothing was fed zeros, so its column is zero.
-        size = carry[l].abs() @ fed[:-1].abs() + gain[l, :, None] .abs() * fed[-1].abs()
+        size = keep[l].abs() @ fed[:-1].abs() + gain[l, :, None].abs() * fed[-1].abs()
         noise = still.double().abs().max()
-        wrong = (result - carry[l] @ fed[:-1] - gain[l, :, None] * fed[-1]).abs() > LINEAR_TO * (size + noise)
+        wrong = (result - keep[l] @ fed[:-1] - gain[l, :, None] * fed[-1]).abs() > LINEAR_TO * (size + noise)
         wrong_scale = (scaled - scale[l] * fed[0]).abs() > LINEAR_TO * scaled.abs()
         if wrong.any() or wrong_scale.any() or not bool((result.isfinite()).all()):
             raise UnsupportedScheduler(_not_linear(name, l, t))
-    keep = _needed(carry)
+    needed = _needed(keep)
     names = {slot: path[0] if path[1] is None else f"{path[0]}[{path[1]}]" for path, slot in places.items()}
-    return carry[:, keep][:, :, keep], gain[:, keep], scale, noisy, tuple(names[slot] for slot in keep[1:])
+    return keep[:, needed][:, :, needed], gain[:, needed], scale, noisy, tuple(names[slot] for slot in needed[1:])
 
 
 def _not_linear(name: str, l: int, t: Any) -> str:
@@ -270,14 +271,14 @@ def _not_linear(name: str, l: int, t: Any) -> str:
     )
 
 
-def _needed(carry: Tensor) -> list[int]:
+def _needed(keep: Tensor) -> list[int]:
     """The slots whose value a later step's sample depends on, the sample first."""
-    L, K, _ = carry.shape
+    L, K, _ = keep.shape
     ever = {0}
     live = torch.zeros(K, dtype=torch.bool)
     live[0] = True  # after the last step only the sample matters
     for l in reversed(range(1, L)):
-        live = (carry[l][live] != 0).any(0)
+        live = (keep[l][live] != 0).any(0)
         live[0] = True
         ever |= set(live.nonzero().flatten().tolist())
     return sorted(ever)
@@ -289,7 +290,7 @@ def _read_clip(
     plain: Any,
     timesteps: tuple[Any, ...],
     arguments: dict[str, Any],
-    carry: Tensor,
+    keep: Tensor,
     gain: Tensor,
 ) -> Clip:
     """What clipping changes: the step with it against the step without, at numbers that are clipped."""
@@ -314,8 +315,8 @@ def _read_clip(
         weight = change[largest] / cut[largest]
         weights[:, l] = torch.stack([x0[0], x0[1], weight])
         linear_x0 = x0[0] * fed[0] + x0[1] * fed[1]
-        size = carry[l].abs() * fed[0].abs() + gain[l].abs() * fed[1].abs() + bound
+        size = keep[l].abs() * fed[0].abs() + gain[l].abs() * fed[1].abs() + bound
         wrong = (change - weight * cut).abs() > LINEAR_TO * size
         if wrong.any() or not torch.allclose(x0, linear_x0, rtol=LINEAR_TO, atol=LINEAR_TO * float(x0.abs().max())):
             raise UnsupportedScheduler(_not_linear(name, l, t))
-    return Clip(weights[0], weights[1], weights[2], bound)
+    return Clip(bound, weights[0], weights[1], weights[2])
