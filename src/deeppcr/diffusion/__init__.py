@@ -1,7 +1,10 @@
 """Sampling from diffusion models in parallel over the denoising steps."""
 
+from .diffusers import ParallelLoop, parallelize
 from .noise import Noise
+from .pipeline import PipelineSample, parallel_sample
 from .prior import GaussianPrior
+from .read_scheduler import UnsupportedScheduler, read_scheduler
 from .sample import sample
 from .samples import Samples
 from .schedule import Schedule
@@ -14,9 +17,15 @@ __all__ = [
     "Clip",
     "GaussianPrior",
     "Noise",
+    "ParallelLoop",
+    "PipelineSample",
     "Samples",
     "Schedule",
     "Steps",
+    "UnsupportedScheduler",
     "Window",
+    "parallel_sample",
+    "parallelize",
+    "read_scheduler",
     "sample",
 ]
