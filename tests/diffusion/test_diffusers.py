@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import deeppcr
 from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize, read_scheduler
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install deeppcr[diffusers]")
 
 #: these compute a step in float32 whatever the sample's dtype is, so more than float32's digits cannot be asked for
@@ -198,3 +199,286 @@ def test_unet_in_parallel(unet, case):
     got = parallelize(scheduler, unet, **case[2])(sample, generator=seeded(), solver=tight())
     assert got.result is deeppcr.Result.CONVERGED, got
     assert error(got.final, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "HeunDiscreteScheduler"])
+def test_unet_in_parallel_in_float64(unet, name):
+    model = copy.deepcopy(unet).double()
+    scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 12)
+    sample = start_of(scheduler, (2, 1, 8, 8), torch.float64)
+    expected = loop(scheduler, model, sample, generator=seeded())
+    got = parallelize(scheduler, model)(sample, generator=seeded(), solver=tight(torch.float64))
+    assert got.result is deeppcr.Result.CONVERGED, got
+    assert error(got.final, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler"])
+def test_unet_with_default_clipping(unet, name):
+    """In float64, where the loop itself has digits to spare."""
+    model = copy.deepcopy(unet).double()
+    scheduler = made((name, {}, {}), 12)
+    sample = start_of(scheduler, (2, 1, 8, 8), torch.float64)
+    expected = loop(scheduler, model, sample, generator=seeded())
+    got = parallelize(scheduler, model)(sample, generator=seeded(), solver=tight(torch.float64))
+    assert expected.abs().max() <= 1  # it was clipped
+    assert error(got.final, expected) <= 1e-9
+
+
+@pytest.mark.parametrize("guidance", [None, 4.0])
+@pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_conditional_unet_in_parallel(conditional, name, guidance):
+    scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 12)
+    sample = start_of(scheduler, (2, 2, 8, 8))
+    text, no_text = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+
+    def guided(seen, t):
+        out = conditional(seen, t, encoder_hidden_states=text).sample
+        if guidance is None:
+            return out
+        other = conditional(seen, t, encoder_hidden_states=no_text).sample
+        return other + guidance * (out - other)
+
+    options = {} if guidance is None else {"guidance": guidance, "unconditional": {"encoder_hidden_states": no_text}}
+    got = parallelize(scheduler, conditional)(sample, {"encoder_hidden_states": text}, solver=tight(), **options)
+    assert got.result is deeppcr.Result.CONVERGED, got
+    assert error(got.final, loop(scheduler, guided, sample)) <= 1e-5
+
+
+def test_a_list_of_generators_is_one_for_each_sample(unet):
+    scheduler = made(("DDPMScheduler", FREE, {}), 5)
+    sample = torch.randn(2, 1, 8, 8)
+    draw = lambda: [torch.Generator().manual_seed(seed) for seed in (1, 2)]  # noqa: E731
+    expected = loop(scheduler, unet, sample, generator=draw())
+    assert error(parallelize(scheduler, unet)(sample, generator=draw(), solver=tight()).final, expected) <= 1e-5
+
+
+def test_half_precision_is_solved_in_float32(unet):
+    model = copy.deepcopy(unet).to(torch.bfloat16)
+    scheduler = made(("DDIMScheduler", LATENT | FREE, {}), 10)
+    sample = torch.randn(1, 1, 8, 8, dtype=torch.bfloat16)
+    got = parallelize(scheduler, model)(sample, solver=Window(tolerance=1e-2)).final
+    assert got.dtype == torch.bfloat16
+    exact = loop(scheduler, unet, sample.float())
+    # As close to the loop in float32 as the loop in half precision is, or closer.
+    assert error(got.float(), exact) <= 1.5 * error(loop(scheduler, model, sample).float(), exact)
+
+
+# Pipelines.
+
+
+class Prompted(diffusers.DiffusionPipeline):
+    """The loop of Stable Diffusion's pipeline, and what other pipelines add to it."""
+
+    def __init__(self, unet, scheduler, vae):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
+        self.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def __call__(
+        self, prompt_embeds, negative_prompt_embeds=None, guidance_scale=1.0, num_inference_steps=10, eta=0.0,
+        generator=None, decode=True, odd="", callback_on_step_end=None,
+    ):  # fmt: skip
+        self.scheduler.set_timesteps(num_inference_steps)
+        guided, B = guidance_scale > 1, len(prompt_embeds)
+        embeds = torch.cat([negative_prompt_embeds, prompt_embeds]) if guided else prompt_embeds
+        latents = torch.randn(B, 2, 8, 8, generator=generator) * self.scheduler.init_noise_sigma
+        accepted = inspect.signature(self.scheduler.step).parameters
+        named = {k: v for k, v in {"eta": eta, "generator": generator}.items() if k in accepted}
+        timesteps = self.scheduler.timesteps[: -2 if odd == "short" else None]
+        for i, t in enumerate(self.progress_bar(timesteps)):
+            seen = torch.cat([latents] * 2) if guided else latents
+            seen = self.scheduler.scale_model_input(seen, t)
+            if odd == "channels":
+                seen = torch.cat([seen, seen], 1)
+            if odd == "shifted":
+                seen = seen + 0.1
+            told = t if odd != "times" else torch.stack([t, t + 1] * (len(seen) // 2))
+            control = embeds * (1 + i) if odd == "control" else embeds
+            out = self.unet(seen, told, encoder_hidden_states=control, return_dict=False)[0]
+            if odd == "twice":
+                out = self.unet(seen, told, encoder_hidden_states=embeds, return_dict=False)[0]
+            if guided:
+                without, with_prompt = out.chunk(2)
+                scale = guidance_scale if odd != "interval" or i < 3 else 1.0
+                out = without + scale * (with_prompt - without)
+                if odd == "rescale":
+                    out = out * with_prompt.std() / out.std()
+            if odd == "part":
+                out = out[:, :1]
+            latents = self.scheduler.step(out, t, latents, **named, return_dict=False)[0]
+            if odd == "inpaint":
+                latents = latents * (torch.arange(8) < 4)
+        return self.vae.decode(latents).sample if decode else latents
+
+
+@pytest.fixture(scope="module")
+def vae() -> nn.Module:
+    torch.manual_seed(5)
+    return diffusers.AutoencoderKL(
+        in_channels=1, out_channels=1, latent_channels=2, block_out_channels=(8,), norm_num_groups=4
+    ).eval()
+
+
+def prompted(conditional, vae, name="DDIMScheduler") -> Prompted:
+    return Prompted(conditional, made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 10), vae)
+
+
+def embeds(rows=2) -> dict[str, Tensor]:
+    return {"prompt_embeds": torch.randn(rows, 3, 6), "negative_prompt_embeds": torch.randn(rows, 3, 6)}
+
+
+OPTIONS = {"solver": tight()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(
+    "name",
+    ["DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler",
+     "HeunDiscreteScheduler"],
+)  # fmt: skip
+def test_a_pipeline_with_prompts(conditional, vae, name, scale):
+    pipeline, given = prompted(conditional, vae, name), embeds()
+    ours, theirs = seeded(), seeded()
+    expected = pipeline(**given, guidance_scale=scale, generator=theirs)
+    output, samples = parallel_sample(pipeline, **given, guidance_scale=scale, generator=ours, options=OPTIONS)
+    assert samples.result is deeppcr.Result.CONVERGED, samples
+    assert error(output, expected) <= 1e-5
+    assert torch.equal(ours.get_state(), theirs.get_state())  # what is drawn next is the same as well
+    assert torch.equal(expected, pipeline(**given, guidance_scale=scale, generator=seeded()))  # it is as it was
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.6])
+def test_the_pipeline_of_ddim(unet, eta):
+    pipeline = diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler(**LATENT, **FREE))
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"batch_size": 2, "num_inference_steps": 12, "eta": eta, "output_type": "np"}
+    expected = pipeline(**given, generator=seeded()).images
+    output, samples = parallel_sample(pipeline, **given, generator=seeded(), options=OPTIONS)
+    assert samples.final.shape == (2, 1, 8, 8)
+    assert abs(output.images - expected).max() <= 1e-5
+
+
+def test_the_pipeline_of_ddpm_with_global_random_numbers(unet):
+    """A pipeline that is given no generator draws from PyTorch's own, and so does its run in parallel."""
+    pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(**FREE))
+    pipeline.set_progress_bar_config(disable=True)
+    torch.manual_seed(11)
+    expected = pipeline(num_inference_steps=12, output_type="np").images
+    torch.manual_seed(11)
+    output, _ = parallel_sample(pipeline, num_inference_steps=12, output_type="np", options=OPTIONS)
+    assert abs(output.images - expected).max() <= 1e-5
+
+
+# What cannot work is refused, with the reason.
+
+
+class Odd:
+    """A scheduler of one's own."""
+
+    timesteps = torch.arange(5.0)
+
+    def __init__(self, step):
+        self.step = step
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (("DDPMScheduler", {"thresholding": True}, {}), "thresholding=True"),
+        (("DDIMScheduler", {"thresholding": True}, {}), "quantile"),
+        (("DPMSolverMultistepScheduler", {"thresholding": True}, {}), "thresholding=True"),
+        (("UniPCMultistepScheduler", {"thresholding": True}, {}), "thresholding=True"),
+        (("HeunDiscreteScheduler", {"clip_sample": True}, {}), "clipping is exact for one-step schedulers only"),
+        (("DDPMScheduler", {"variance_type": "learned_range"}, {}), "takes its variance from the model"),
+        (("UniPCMultistepScheduler", {"solver_p": diffusers.DDIMScheduler()}, {}), "another scheduler inside"),
+        (("IPNDMScheduler", {}, {}), "stores more than"),
+        (("DDIMScheduler", {}, {"eta": 1.0, "variance_noise": torch.zeros(1, 1, 1, 1)}), "the tensor `variance_noise`"),
+    ],
+    ids=lambda value: label(value) if isinstance(value, tuple) else None,
+)
+def test_unsupported_settings_are_refused(case, reason):
+    with pytest.raises(UnsupportedScheduler, match=reason) as raised:
+        parallelize(made(case, 15), soft, **case[2])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda output, t, sample, return_dict: (sample * output,), "its step 0 .timestep 0. is not a linear map"),
+        (lambda output, t, sample, return_dict: ((sample - output).clamp(-50, 50),), "not a linear map"),
+        (lambda output, t, sample, return_dict: (sample - output.mean(),), "not a linear map"),
+        (lambda output, t, sample, return_dict: (sample / 0 - output,), "not finite"),
+        (lambda output, t, sample, return_dict: (sample + torch.randn_like(sample),), "takes no generator"),
+        (lambda output, t, sample, return_dict: 1 / 0, "failed on plain numbers"),
+    ],
+)
+def test_steps_that_are_not_linear_are_refused(step, reason):
+    with pytest.raises(UnsupportedScheduler, match=reason):
+        parallelize(Odd(step), soft)
+
+
+def test_what_a_scheduler_hides_is_found():
+    """History that is kept where it is not looked for shows as a step that is not linear in what is seen."""
+
+    class Hiding(Odd):
+        def __init__(self):
+            self.last = SimpleNamespace(output=0)
+
+        def step(self, output, t, sample, return_dict):
+            after = sample - output + 0.5 * self.last.output
+            self.last.output = output
+            return (after,)
+
+    with pytest.raises(UnsupportedScheduler, match="remembers earlier steps"):
+        parallelize(Hiding(), soft)
+
+
+def test_a_scheduler_without_timesteps_is_told_so():
+    with pytest.raises(TypeError, match="expected a scheduler of diffusers"):
+        parallelize(object(), soft)
+    scheduler = made(("DDIMScheduler", {}, {}), 10)
+    scheduler.timesteps = scheduler.timesteps[:0]
+    with pytest.raises(ValueError, match="set_timesteps"):
+        parallelize(scheduler, soft)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ("channels", "more than the sample itself"),
+        ("shifted", "something else than the scaled sample"),
+        ("times", "another timestep for each row"),
+        ("control", "other arguments from step to step"),
+        ("twice", "calls its network 2 times"),
+        ("interval", "more than guidance"),
+        ("rescale", "guidance_rescale"),
+        ("part", "only a part"),
+        ("inpaint", "inpainting"),
+        ("short", "ended its loop after 8 of 10 steps"),
+    ],
+)
+def test_pipelines_that_do_more_are_refused_and_left_as_they_were(conditional, vae, odd, reason):
+    pipeline, given = prompted(conditional, vae), embeds() | {"guidance_scale": 3.0}
+    before = pipeline(**given, generator=seeded())
+    with pytest.raises(UnsupportedScheduler, match=reason) as raised:
+        parallel_sample(pipeline, **given, odd=odd)
+    assert "\n" not in str(raised.value)
+    assert "forward" not in vars(pipeline.unet)
+    assert "step" not in vars(pipeline.scheduler)
+    assert torch.equal(before, pipeline(**given, generator=seeded()))
+
+
+def test_callbacks_and_other_objects_are_refused(conditional, vae):
+    with pytest.raises(UnsupportedScheduler, match="callback_on_step_end"):
+        parallel_sample(prompted(conditional, vae), **embeds(), callback_on_step_end=print)
+    with pytest.raises(TypeError, match="expected a pipeline of diffusers"):
+        parallel_sample(object())
+
+
+def test_a_network_in_train_mode_with_dropout_is_named(conditional, vae):
+    model = copy.deepcopy(conditional).train()
+    model.mid_block.resnets[0].dropout.p = 0.1
+    with pytest.raises(ValueError, match=r"train mode.*mid_block\.resnets\.0\.dropout"):
+        parallel_sample(prompted(model, vae), **embeds())

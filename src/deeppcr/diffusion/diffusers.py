@@ -26,8 +26,8 @@ class ParallelLoop:
     """
 
     def __init__(self, scheduler: Any, model: Callable, step_arguments: dict[str, Any]):
-        self.scheduler, self.model, self.step_arguments = fork(scheduler), model, step_arguments
         self.steps: Steps = read_scheduler(scheduler, **step_arguments)
+        self.scheduler, self.model, self.step_arguments = fork(scheduler), model, step_arguments
 
     def __call__(
         self,

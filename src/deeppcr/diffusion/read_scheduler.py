@@ -243,11 +243,14 @@ def _read_linear(
         result[0] = after.double().flatten() - still.double().flatten()
         for path, value in held.items():
             result[places[path]] = value.double().flatten() - held_still[path].double().flatten()
+        if not bool(result.isfinite().all()) or not bool(still.isfinite().all()):
+            raise UnsupportedScheduler(f"{name}: its step {l} (timestep {float(t):g}) gives values that are not finite")
         if still.count_nonzero():
             noisy = True
             if not runner.takes_generator:
                 raise UnsupportedScheduler(
-                    f"{name}.step draws noise but takes no generator, so its noise cannot be drawn beforehand"
+                    f"{name}.step makes something of nothing, but takes no generator: its noise cannot be drawn beforehand, or "
+                    "it remembers earlier steps where that cannot be seen"
                 )
         if any(value.count_nonzero() for value in held_still.values()):
             raise UnsupportedScheduler(f"{name} stores noise for later steps, which is not supported")
@@ -257,7 +260,7 @@ def _read_linear(
         noise = still.double().abs().max()
         wrong = (result - keep[l] @ fed[:-1] - gain[l, :, None] * fed[-1]).abs() > LINEAR_TO * (size + noise)
         wrong_scale = (scaled - scale[l] * fed[0]).abs() > LINEAR_TO * scaled.abs()
-        if wrong.any() or wrong_scale.any() or not bool((result.isfinite()).all()):
+        if wrong.any() or wrong_scale.any():
             raise UnsupportedScheduler(_not_linear(name, l, t))
     needed = _needed(keep)
     names = {slot: path[0] if path[1] is None else f"{path[0]}[{path[1]}]" for path, slot in places.items()}
