@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class ParallelLoop:
     def __init__(self, scheduler: Any, model: Callable, step_arguments: dict[str, Any]):
         self.steps: Steps = read_scheduler(scheduler, **step_arguments)
         self.scheduler, self.model, self.step_arguments = fork(scheduler), model, step_arguments
+        self.network: Network | None = None
 
     def __call__(
         self,
@@ -54,10 +55,16 @@ class ParallelLoop:
         if steps.adds_noise:
             times = self.scheduler.timesteps
             noise = draw_noise(self.scheduler, latents, times, **self.step_arguments, generator=generator)
-        network = Network(self.model, model_arguments or {}, latents.shape[0], latents.dtype)
+        network, batched = bind(self.model, model_arguments or {}, len(latents), latents.dtype)
+        if self.network is not None and self.network.same_as(network):
+            network = self.network  # the same object: what the solver has prepared for it serves again
+        self.network = network
+        if batched:
+            options["classes"] = batched
         if options.get("unconditional") is not None:
-            other = Network(self.model, options["unconditional"], latents.shape[0], latents.dtype)
-            options["unconditional"] = other.batched
+            other, options["unconditional"] = bind(self.model, options["unconditional"], len(latents), latents.dtype)
+            if not network.same_as(other):
+                raise ValueError("unconditional: expected a nest like model_arguments, with tensors in the same places")
         return solve_loop(network, steps, latents, noise, options)
 
 
@@ -90,23 +97,29 @@ def parallelize(scheduler: Any, model: Callable, **step_arguments: Any) -> Paral
     return ParallelLoop(scheduler, model, step_arguments)
 
 
+@dataclass(frozen=True, eq=False)
 class Network:
-    """A model of ``diffusers`` as ``denoiser(z, t, batched)``, with its further arguments bound.
+    """A model of ``diffusers`` as ``denoiser(z, t, batched)``, with its further arguments bound; made by ``bind``.
 
-    ``batched`` are those of the arguments that are tensors of ``rows`` rows.
+    Attributes:
+        model: the model
+        leaves, structure: its further arguments as a nest, with None at ``places``
+        places: of those that are tensors with a row for each sample, and come with each call
+        dtype: in which the model sees the sample
+        by_name: the model's timestep has that name, and it may not be its second argument
     """
 
-    def __init__(self, model: Callable, arguments: dict[str, Any], rows: int, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
-        self.leaves, self.structure = pytree.tree_flatten(arguments)
-        self.places = [
-            i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows
-        ]
-        self.by_name = "timestep" in parameters_of(model)
+    model: Callable
+    leaves: tuple[Any, ...]
+    structure: Any
+    places: tuple[int, ...]
+    dtype: torch.dtype
+    by_name: bool
 
-    @property
-    def batched(self) -> list[Tensor] | None:
-        return [self.leaves[place] for place in self.places] or None
+    def same_as(self, other: Network) -> bool:
+        alike = all(a is b for a, b in zip(self.leaves, other.leaves, strict=False))
+        rest = (self.model is other.model, self.dtype == other.dtype, self.places == other.places)
+        return alike and all(rest) and self.structure == other.structure
 
     def __call__(self, z: Tensor, t: Tensor, batched: Sequence[Tensor] = ()) -> Tensor:
         leaves = list(self.leaves)
@@ -120,20 +133,27 @@ class Network:
         return output[0] if isinstance(output, tuple) else output.sample
 
 
+def bind(model: Callable, arguments: dict[str, Any], rows: int, dtype: torch.dtype) -> tuple[Network, list[Tensor]]:
+    """A model with its further arguments, apart from those with ``rows`` rows, which are returned beside it."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows)
+    batched = [leaves[place] for place in places]
+    fixed = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
+    return Network(model, fixed, structure, places, dtype, "timestep" in parameters_of(model)), batched
+
+
 def parameters_of(model: Callable) -> list[str]:
     """The names of a model's parameters, those of a compiled one as well."""
     model = getattr(model, "_orig_mod", model)
-    function = model.forward if isinstance(model, nn.Module) else model
-    return list(inspect.signature(function).parameters)
+    return list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters)
 
 
 def solve_loop(
-    network: Callable, steps: Steps, latents: Tensor, noise: Tensor | None, options: dict[str, Any]
+    network: Network, steps: Steps, latents: Tensor, noise: Tensor | None, options: dict[str, Any]
 ) -> Samples:
     """Latents of half precision are solved for in float32, and only the network sees them in half."""
     half = latents.dtype in (torch.float16, torch.bfloat16)
     initial = latents.float() if half else latents
     drawn = Noise(initial, noise if noise is None else noise.to(initial.dtype))
-    options = {"classes": getattr(network, "batched", None)} | options
     found = sample(network, steps, drawn, **options)
     return replace(found, final=found.final.to(latents.dtype)) if half else found

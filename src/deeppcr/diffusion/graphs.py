@@ -9,8 +9,11 @@ import torch
 
 
 class Graphs:
-    def find(self, *a): return None
-    def keep(self, *a): pass
+    def find(self, *a):
+        return None
+
+    def keep(self, *a):
+        pass
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .diffusers import Network, parameters_of, solve_loop
+from .diffusers import bind, parameters_of, solve_loop
 from .read_scheduler import UnsupportedScheduler, fork, read_scheduler
 from .samples import Samples
 
@@ -267,14 +267,16 @@ class _Rehearsal:
         self.restore_model()
         rows = len(self.answer)
         arguments = {name: value for name, value in self.first.items() if name != "timestep"}
-        network = Network(self.model, arguments, rows, self.answer.dtype)
+        network, batched = bind(self.model, arguments, rows, self.answer.dtype)
         options = dict(self.options)
         if rows > len(self.latents):
-            halves = [each.chunk(2) for each in network.batched or ()]
-            if not halves:
+            if not batched:
                 raise UnsupportedScheduler(f"{self.name} shows its network every sample twice and alike")
+            halves = [each.chunk(2) for each in batched]
             options["classes"], options["unconditional"] = (list(each) for each in zip(*halves, strict=True))
             options["guidance"] = float(self.weights[0])
+        elif batched:
+            options["classes"] = batched
         noise = torch.stack(self.noise) if steps.adds_noise else None
         self.samples = solve_loop(network, steps, self.latents, noise, options)
         return self.samples.final

@@ -196,7 +196,11 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()
         return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"
-    did = "the rest was computed one step at a time" if worst is Result.FINISHED_BY_LOOP else "the rest is not to be trusted"
+    did = (
+        "the rest was computed one step at a time"
+        if worst is Result.FINISHED_BY_LOOP
+        else "the rest is not to be trusted"
+    )
     return (
         f"the iteration stopped with {at} of {problem.length} steps finished; {did} ({share}). Try more max_iterations, a "
         "GaussianPrior of your data, or a looser tolerance"
