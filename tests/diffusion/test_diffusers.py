@@ -179,7 +179,7 @@ def test_only_what_later_steps_need_is_kept(case, slots):
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_a_cheap_network_in_parallel(case):
-    scheduler = made(case, 40)
+    scheduler = made(case, 30)
     sample = start_of(scheduler, (3, 1, 4, 4), torch.float64)
     expected = loop(scheduler, soft, sample, generator=seeded(), step_arguments=case[2])
     got = parallelize(scheduler, soft, **case[2])(sample, generator=seeded(), solver=tight(torch.float64))
@@ -193,7 +193,7 @@ UNCLIPPED = [case for case in CASES if "clip_sample" in case[1] or not case[0].s
 
 @pytest.mark.parametrize("case", UNCLIPPED, ids=label)
 def test_unet_in_parallel(unet, case):
-    scheduler = made(case, 12)
+    scheduler = made(case, 9)
     sample = start_of(scheduler, (2, 1, 8, 8))
     expected = loop(scheduler, unet, sample, generator=seeded(), step_arguments=case[2])
     got = parallelize(scheduler, unet, **case[2])(sample, generator=seeded(), solver=tight())
@@ -368,6 +368,15 @@ def test_the_pipeline_of_ddpm_with_global_random_numbers(unet):
     torch.manual_seed(11)
     output, _ = parallel_sample(pipeline, num_inference_steps=12, output_type="np", options=OPTIONS)
     assert abs(output.images - expected).max() <= 1e-5
+
+
+def test_a_scheduler_is_read_anew_where_anything_has_changed(conditional, vae):
+    pipeline, given = prompted(conditional, vae), embeds()
+    run = lambda **named: parallel_sample(pipeline, **given, **named, generator=seeded(), options=OPTIONS).output  # noqa: E731
+    for named in ({"num_inference_steps": 6}, {"num_inference_steps": 6}, {"num_inference_steps": 7}, {"eta": 0.5}):
+        assert error(run(**named), pipeline(**given, **named, generator=seeded())) <= 1e-5
+    pipeline.scheduler.alphas_cumprod = pipeline.scheduler.alphas_cumprod**0.9
+    assert error(run(eta=0.5), pipeline(**given, eta=0.5, generator=seeded())) <= 1e-5
 
 
 # What cannot work is refused, with the reason.

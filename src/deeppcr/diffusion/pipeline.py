@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,11 @@ from torch.utils import _pytree as pytree
 from .diffusers import bind, parameters_of, solve_loop
 from .read_scheduler import UnsupportedScheduler, fork, read_scheduler
 from .samples import Samples
+from .step import Steps
+
+
+#: What was read from a scheduler before, kept as long as it lives; an entry serves where all values agree.
+_steps: WeakKeyDictionary[Any, tuple[dict[str, Any], Steps]] = WeakKeyDictionary()
 
 
 class PipelineSample(NamedTuple):
@@ -257,7 +263,7 @@ class _Rehearsal:
         for (what, _), holds in zip(self.checks, held, strict=True):
             if not holds:
                 raise UnsupportedScheduler(f"{self.name} {what}: such a loop cannot be solved all steps at once")
-        steps = read_scheduler(self.start, self.times, **self.step_arguments)
+        steps = self._steps()
         scale = torch.stack(self.scales).cpu()
         assert steps.scale is not None
         if not torch.allclose(scale, steps.scale, rtol=200 * torch.finfo(self.answer.dtype).eps):
@@ -280,6 +286,26 @@ class _Rehearsal:
         noise = torch.stack(self.noise) if steps.adds_noise else None
         self.samples = solve_loop(network, steps, self.latents, noise, options)
         return self.samples.final
+
+    def _steps(self) -> Steps:
+        """The scheduler's steps in numbers; read once for the same settings, timesteps and arguments."""
+        settings = {**vars(self.start), "times": self.times, **self.step_arguments, "generator": None}
+        known, steps = _steps.get(self.scheduler, (None, None))
+        if steps is None or not _alike(known, settings):
+            steps = read_scheduler(self.start, self.times, **self.step_arguments)
+            _steps[self.scheduler] = settings, steps
+        return steps
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two nests hold the same values."""
+    (ours, structure), (theirs, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return structure == other_structure and all(
+        torch.equal(a, b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a is b or (type(a) is type(b) and a == b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _near(got: Tensor, expected: Tensor, tolerance: float | Tensor) -> Tensor:

@@ -208,70 +208,71 @@ def _read_linear(
     name: str, scheduler: Any, timesteps: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, bool, tuple[str, ...]]:
     """``keep``, ``gain``, ``scale``, whether there is noise, and the names of the slots that a later step needs."""
-    tests = len(MAGNITUDES)
-    rows = (MAX_SLOTS + 1 + tests, 1, 1, 1)  # a one for each slot, for the output, and rows of random numbers
-    random = torch.Generator().manual_seed(0)
+    L, tests = len(timesteps), len(MAGNITUDES)
+    rows = torch.Size((MAX_SLOTS + 1 + tests, 1, 1, 1))  # a one for each slot and the output, and random numbers
+    random = torch.randn(L, MAX_SLOTS + 1, tests, generator=torch.Generator().manual_seed(0)).double()
+    fed = torch.cat([torch.eye(MAX_SLOTS + 1).double().expand(L, -1, -1), random * torch.tensor(MAGNITUDES)], -1)
+    fed = fed.contiguous()  # [L, slots and then the output, rows]
+    result = torch.zeros(L, MAX_SLOTS, rows[0]).double()
+    still, scaled = torch.zeros(L, rows[0]).double(), torch.zeros(L, rows[0]).double()
     # Fed with ones and, its twin, with zeros: the noise is the same in both and drops out of the difference.
     runner, twin = _Runner(name, scheduler, arguments), _Runner(name, scheduler, arguments)
     places: dict[Path, int] = {}
-    L = len(timesteps)
-    keep, gain = torch.zeros(L, MAX_SLOTS, MAX_SLOTS).double(), torch.zeros(L, MAX_SLOTS).double()
-    scale = torch.zeros(L).double()
-    noisy = False
+    held: dict[Path, Tensor] = {}
     for l, t in enumerate(timesteps):
         t = t.cpu() if isinstance(t, Tensor) else t
-        fed = torch.zeros(MAX_SLOTS + 1, rows[0]).double()  # slots and, last, the output
-        fed[:, : MAX_SLOTS + 1] = torch.eye(MAX_SLOTS + 1)
-        fed[:, -tests:] = torch.randn(MAX_SLOTS + 1, tests, generator=random).double() * torch.tensor(MAGNITUDES)
-        before = stored_tensors(runner.scheduler, torch.Size(rows))
         for path, slot in places.items():
-            if path in before:
-                _store(runner.scheduler, path, fed[slot].clone().view(rows))
+            if path in held:
+                _store(runner.scheduler, path, fed[l, slot].clone().view(rows))
                 _store(twin.scheduler, path, torch.zeros(rows).double())
             else:
-                fed[slot] = 0  # the scheduler holds nothing there now
-        sample, output, zero = fed[0].view(rows), fed[-1].view(rows), torch.zeros(rows).double()
-        scaled = runner.scale(sample, t).double().flatten()
-        twin.scale(zero, t)
-        after, still = runner(output.clone(), t, sample.clone())[0], twin(zero.clone(), t, zero.clone())[0]
-        held, held_still = (stored_tensors(each.scheduler, torch.Size(rows)) for each in (runner, twin))
-        for path in held:
-            places.setdefault(path, len(places) + 1)
-        if len(places) >= MAX_SLOTS:
-            raise UnsupportedScheduler(f"{name} stores more than {MAX_SLOTS - 1} tensors between steps")
-        result = torch.zeros(MAX_SLOTS, rows[0]).double()
-        result[0] = after.double().flatten() - still.double().flatten()
+                fed[l, slot] = 0  # the scheduler holds nothing there now
+        sample, output = fed[l, 0].clone().view(rows), fed[l, -1].clone().view(rows)
+        scaled[l] = runner.scale(sample, t).flatten()
+        twin.scale(torch.zeros(rows).double(), t)
+        after = runner(output, t, sample)[0]
+        still[l] = twin(torch.zeros(rows).double(), t, torch.zeros(rows).double())[0].flatten()
+        result[l, 0] = after.flatten() - still[l]
+        held, held_still = stored_tensors(runner.scheduler, rows), stored_tensors(twin.scheduler, rows)
         for path, value in held.items():
-            result[places[path]] = value.double().flatten() - held_still[path].double().flatten()
-        if not bool(result.isfinite().all()) or not bool(still.isfinite().all()):
-            raise UnsupportedScheduler(f"{name}: its step {l} (timestep {float(t):g}) gives values that are not finite")
-        if still.count_nonzero():
-            noisy = True
-            if not runner.takes_generator:
-                raise UnsupportedScheduler(
-                    f"{name}.step makes something of nothing, but takes no generator: its noise cannot be drawn beforehand, or "
-                    "it remembers earlier steps where that cannot be seen"
-                )
+            place = places.setdefault(path, len(places) + 1)
+            if place >= MAX_SLOTS:
+                raise UnsupportedScheduler(f"{name} stores more than {MAX_SLOTS - 1} tensors between steps")
+            result[l, place] = value.flatten() - held_still[path].flatten()
         if any(value.count_nonzero() for value in held_still.values()):
             raise UnsupportedScheduler(f"{name} stores noise for later steps, which is not supported")
-        keep[l], gain[l], scale[l] = result[:, :MAX_SLOTS], result[:, MAX_SLOTS], scaled[0]
-        # A slot that holds nothing was fed zeros, so its column is zero.
-        size = keep[l].abs() @ fed[:-1].abs() + gain[l, :, None].abs() * fed[-1].abs()
-        noise = still.double().abs().max()
-        wrong = (result - keep[l] @ fed[:-1] - gain[l, :, None] * fed[-1]).abs() > LINEAR_TO * (size + noise)
-        wrong_scale = (scaled - scale[l] * fed[0]).abs() > LINEAR_TO * scaled.abs()
-        if wrong.any() or wrong_scale.any():
-            raise UnsupportedScheduler(_not_linear(name, l, t))
+    finite = result.isfinite().all(-1).all(-1) & still.isfinite().all(-1)
+    if not bool(finite.all()):
+        at = _at_step(~finite, timesteps)
+        raise UnsupportedScheduler(f"{name}: its {at} gives values that are not finite")
+    noisy = bool(still.count_nonzero())
+    if noisy and not runner.takes_generator:
+        raise UnsupportedScheduler(
+            f"{name}.step makes something of nothing, but takes no generator: its noise cannot be drawn beforehand, or it "
+            "remembers earlier steps where that cannot be seen"
+        )
+    keep, gain, scale = result[..., :MAX_SLOTS], result[..., MAX_SLOTS], scaled[:, 0]
+    linear = keep @ fed[:, :-1] + gain[:, :, None] * fed[:, -1:]
+    size = keep.abs() @ fed[:, :-1].abs() + gain[:, :, None].abs() * fed[:, -1:].abs()
+    wrong = (result - linear).abs() > LINEAR_TO * (size + still.abs().amax(-1)[:, None, None])
+    wrong_scale = (scaled - scale[:, None] * fed[:, 0]).abs() > LINEAR_TO * scaled.abs()
+    _refuse_unless_linear(name, wrong.any(-1).any(-1) | wrong_scale.any(-1), timesteps)
     needed = _needed(keep)
     names = {slot: path[0] if path[1] is None else f"{path[0]}[{path[1]}]" for path, slot in places.items()}
     return keep[:, needed][:, :, needed], gain[:, needed], scale, noisy, tuple(names[slot] for slot in needed[1:])
 
 
-def _not_linear(name: str, l: int, t: Any) -> str:
-    return (
-        f"{name} is not supported: its step {l} (timestep {float(t):g}) is not a linear map of the sample, the model's output "
-        "and what it has stored before"
-    )
+def _at_step(wrong: Tensor, timesteps: tuple[Any, ...]) -> str:
+    l = int(wrong.nonzero()[0])
+    return f"step {l} (timestep {float(timesteps[l]):g})"
+
+
+def _refuse_unless_linear(name: str, wrong: Tensor, timesteps: tuple[Any, ...]) -> None:
+    if wrong.any():
+        raise UnsupportedScheduler(
+            f"{name} is not supported: its {_at_step(wrong, timesteps)} is not a linear map of the sample, the model's output "
+            "and what it has stored before"
+        )
 
 
 def _needed(keep: Tensor) -> list[int]:
@@ -298,28 +299,25 @@ def _read_clip(
 ) -> Clip:
     """What clipping changes: the step with it against the step without, at numbers that are clipped."""
     bound = float(_setting(scheduler, "clip_sample_range") or 1.0)
-    tests = len(MAGNITUDES)
-    random = torch.Generator().manual_seed(0)
+    L, tests = len(timesteps), len(MAGNITUDES)
+    random = torch.randn(L, 2, tests, generator=torch.Generator().manual_seed(0)).double()
+    ones = torch.eye(2).double().expand(L, -1, -1)
+    fed = torch.cat([ones, 1e3 * bound * ones, bound * random * torch.tensor(MAGNITUDES)], -1)  # [L, 2, rows]
+    after, linear, x0 = torch.zeros(3, L, fed.shape[-1]).double()
     clipped, free = _Runner(name, scheduler, arguments), _Runner(name, plain, arguments)
-    weights = torch.zeros(3, len(timesteps)).double()
     for l, t in enumerate(timesteps):
         t = t.cpu() if isinstance(t, Tensor) else t
-        noise = torch.randn(2, tests, generator=random).double() * torch.tensor(MAGNITUDES) * bound
-        fed = torch.cat([torch.eye(2).double(), 1e3 * bound * torch.eye(2).double(), noise], 1)
-        sample, output = fed[0].view(-1, 1, 1, 1), fed[1].view(-1, 1, 1, 1)
-        (after, *_), (linear, *predicted) = clipped(output, t, sample), free(output, t, sample)
-        if not predicted:
+        sample, output = fed[l].reshape(2, -1, 1, 1, 1)
+        after[l] = clipped(output, t, sample)[0].flatten()
+        unclipped = free(output, t, sample)
+        if len(unclipped) < 2:
             raise UnsupportedScheduler(f"{name} clips the predicted x0 but does not return it from step")
-        x0, change = predicted[0].double().flatten(), (after - linear).double().flatten()
-        cut = x0.clamp(-bound, bound) - x0
-        largest = int(cut.abs().argmax())
-        if cut[largest] == 0:
-            raise UnsupportedScheduler(_not_linear(name, l, t))
-        weight = change[largest] / cut[largest]
-        weights[:, l] = torch.stack([x0[0], x0[1], weight])
-        linear_x0 = x0[0] * fed[0] + x0[1] * fed[1]
-        size = keep[l].abs() * fed[0].abs() + gain[l].abs() * fed[1].abs() + bound
-        wrong = (change - weight * cut).abs() > LINEAR_TO * size
-        if wrong.any() or not torch.allclose(x0, linear_x0, rtol=LINEAR_TO, atol=LINEAR_TO * float(x0.abs().max())):
-            raise UnsupportedScheduler(_not_linear(name, l, t))
-    return Clip(bound, weights[0], weights[1], weights[2])
+        linear[l], x0[l] = (each.flatten() for each in unclipped[:2])
+    change, cut = after - linear, x0.clamp(-bound, bound) - x0
+    largest = cut.abs().argmax(-1, keepdim=True)
+    weight = change.gather(-1, largest) / cut.gather(-1, largest)  # [L, 1]
+    linear_x0 = x0[:, :1] * fed[:, 0] + x0[:, 1:2] * fed[:, 1]
+    size = keep.abs()[:, None] * fed[:, 0].abs() + gain.abs()[:, None] * fed[:, 1].abs() + bound
+    right = ((change - weight * cut).abs() <= LINEAR_TO * size) & ((x0 - linear_x0).abs() <= LINEAR_TO * x0.abs())
+    _refuse_unless_linear(name, ~right.all(-1), timesteps)
+    return Clip(bound, x0[:, 0], x0[:, 1], weight[:, 0])
