@@ -5,6 +5,7 @@ from .prior import GaussianPrior
 from .sample import sample
 from .samples import Samples
 from .schedule import Schedule
+from .start import CoarseStart, GaussianStart, MeanStart
 from .step import DDIM, DDPM, Clip, Steps
 from .window import Window
 
@@ -12,7 +13,10 @@ __all__ = [
     "DDIM",
     "DDPM",
     "Clip",
+    "CoarseStart",
     "GaussianPrior",
+    "GaussianStart",
+    "MeanStart",
     "Noise",
     "Samples",
     "Schedule",
