@@ -8,6 +8,7 @@ from .read_scheduler import UnsupportedScheduler, read_scheduler
 from .sample import sample
 from .samples import Samples
 from .schedule import Schedule
+from .start import CoarseStart, GaussianStart, MeanStart
 from .step import DDIM, DDPM, Clip, Steps
 from .window import Window
 
@@ -15,7 +16,10 @@ __all__ = [
     "DDIM",
     "DDPM",
     "Clip",
+    "CoarseStart",
     "GaussianPrior",
+    "GaussianStart",
+    "MeanStart",
     "Noise",
     "ParallelLoop",
     "PipelineSample",

@@ -20,7 +20,6 @@ from .read_scheduler import UnsupportedScheduler, fork, read_scheduler
 from .samples import Samples
 from .step import Steps
 
-
 #: What was read from a scheduler before, kept as long as it lives; an entry serves where all values agree.
 _steps: WeakKeyDictionary[Any, tuple[dict[str, Any], Steps]] = WeakKeyDictionary()
 
