@@ -244,6 +244,19 @@ def test_conditional_unet_in_parallel(conditional, name, guidance):
     assert error(got.final, loop(scheduler, guided, sample)) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["DDIMScheduler", "UniPCMultistepScheduler"])
+def test_gradients_are_those_through_the_loop(unet, name):
+    model = copy.deepcopy(unet).double()
+    scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 6)
+    sample = start_of(scheduler, (2, 1, 8, 8), torch.float64).requires_grad_()
+    inputs = [sample, model.conv_in.weight, model.time_embedding.linear_1.weight]
+    weight = torch.randn(2, 1, 8, 8).double()
+    expected = torch.autograd.grad((loop.__wrapped__(scheduler, model, sample) * weight).sum(), inputs)
+    final = parallelize(scheduler, model)(sample, solver=tight(torch.float64)).final
+    for got, wanted in zip(torch.autograd.grad((final * weight).sum(), inputs), expected, strict=True):
+        assert error(got, wanted) <= 1e-8
+
+
 def test_a_list_of_generators_is_one_for_each_sample(unet):
     scheduler = made(("DDPMScheduler", FREE, {}), 5)
     sample = torch.randn(2, 1, 8, 8)
