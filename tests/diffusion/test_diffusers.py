@@ -143,6 +143,7 @@ def conditional() -> nn.Module:
 
 @pytest.mark.parametrize("steps", [1, 2, 19])
 @pytest.mark.parametrize("case", CASES, ids=label)
+@torch.no_grad()
 def test_steps_read_from_a_scheduler_are_its_own(case, steps):
     scheduler = made(case, steps)
     sample = start_of(scheduler, (2, 1, 4, 4), torch.float64)
@@ -178,6 +179,7 @@ def test_only_what_later_steps_need_is_kept(case, slots):
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
+@torch.no_grad()
 def test_a_cheap_network_in_parallel(case):
     scheduler = made(case, 30)
     sample = start_of(scheduler, (3, 1, 4, 4), torch.float64)
@@ -192,6 +194,7 @@ UNCLIPPED = [case for case in CASES if "clip_sample" in case[1] or not case[0].s
 
 
 @pytest.mark.parametrize("case", UNCLIPPED, ids=label)
+@torch.no_grad()
 def test_unet_in_parallel(unet, case):
     scheduler = made(case, 9)
     sample = start_of(scheduler, (2, 1, 8, 8))
@@ -202,6 +205,7 @@ def test_unet_in_parallel(unet, case):
 
 
 @pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "HeunDiscreteScheduler"])
+@torch.no_grad()
 def test_unet_in_parallel_in_float64(unet, name):
     model = copy.deepcopy(unet).double()
     scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 12)
@@ -213,6 +217,7 @@ def test_unet_in_parallel_in_float64(unet, name):
 
 
 @pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler"])
+@torch.no_grad()
 def test_unet_with_default_clipping(unet, name):
     """In float64, where the loop itself has digits to spare."""
     model = copy.deepcopy(unet).double()
@@ -226,6 +231,7 @@ def test_unet_with_default_clipping(unet, name):
 
 @pytest.mark.parametrize("guidance", [None, 4.0])
 @pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+@torch.no_grad()
 def test_conditional_unet_in_parallel(conditional, name, guidance):
     scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 12)
     sample = start_of(scheduler, (2, 2, 8, 8))
@@ -257,6 +263,7 @@ def test_gradients_are_those_through_the_loop(unet, name):
         assert error(got, wanted) <= 1e-8
 
 
+@torch.no_grad()
 def test_a_list_of_generators_is_one_for_each_sample(unet):
     scheduler = made(("DDPMScheduler", FREE, {}), 5)
     sample = torch.randn(2, 1, 8, 8)
@@ -265,6 +272,7 @@ def test_a_list_of_generators_is_one_for_each_sample(unet):
     assert error(parallelize(scheduler, unet)(sample, generator=draw(), solver=tight()).final, expected) <= 1e-5
 
 
+@torch.no_grad()
 def test_half_precision_is_solved_in_float32(unet):
     model = copy.deepcopy(unet).to(torch.bfloat16)
     scheduler = made(("DDIMScheduler", LATENT | FREE, {}), 10)
