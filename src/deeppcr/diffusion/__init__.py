@@ -1,5 +1,6 @@
 """Sampling from diffusion models in parallel over the denoising steps."""
 
+from .diagonal import DiagonalPart
 from .noise import Noise
 from .prior import GaussianPrior
 from .sample import sample
@@ -14,6 +15,7 @@ __all__ = [
     "DDPM",
     "Clip",
     "CoarseStart",
+    "DiagonalPart",
     "GaussianPrior",
     "GaussianStart",
     "MeanStart",
