@@ -1,0 +1,1 @@
+"""Image generation by diffusion, in parallel over the denoising steps."""
