@@ -8,6 +8,8 @@ Shapes: N rows, C the channels of an image, w the width of a latent.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ class Encoder(nn.Module):
         widths = [channels, *(base * 2**layer for layer in range(LAYERS))]
         strides = [2 if layer < _halvings(side) else 1 for layer in range(LAYERS)]
         layers: list[nn.Module] = []
-        for before, after, stride in zip(widths, widths[1:], strides, strict=False):
+        for (before, after), stride in zip(pairwise(widths), strides, strict=True):
             layers += [nn.Conv2d(before, after, 3, stride=stride, padding=1), nn.ReLU()]
         features = SMALLEST**2 * widths[-1]
         self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, hidden), nn.Linear(hidden, 2 * width))
@@ -49,7 +51,7 @@ class Decoder(nn.Module):
         widths = [base * 2**layer for layer in reversed(range(LAYERS))]
         keep = LAYERS - 1 - _halvings(side)
         layers: list[nn.Module] = []
-        for layer, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        for layer, (before, after) in enumerate(pairwise(widths)):
             layers += [nn.Conv2d(before, after, 3, padding=1)]
             layers += [nn.Upsample(scale_factor=2.0, mode="nearest")] if layer >= keep else []
             layers += [nn.ReLU()]
@@ -73,7 +75,7 @@ class Discriminator(nn.Module):
         super().__init__()
         widths = [channels, *(base * 2**layer for layer in range(LAYERS))]
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
         self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 1, stride=2))
 

@@ -77,23 +77,23 @@ def _two_layers(width: int) -> nn.Module:
 
 
 class AtSteps(nn.Module):
-    """A network of this package as a denoiser of the steps of one schedule.
+    """A network of this package as a denoiser of one schedule.
 
     Args:
         network: is called with times in [0, 1]
-        signals: [L], ᾱ of diffusion times 1 ... L, or 0 ... L-1, as ``first`` says
-        first: the diffusion time of the first entry
+        alphas_bar: [T], the share of signal at diffusion times 0 ... T - 1, as a schedule has them
     """
 
     times: Tensor
 
-    def __init__(self, network: nn.Module, signals: Tensor, first: int = 0):
+    def __init__(self, network: nn.Module, alphas_bar: Tensor):
         super().__init__()
-        self.network, self.first = network, first
+        self.network = network
         parameter = next(network.parameters())
-        times = time_of(signals.detach().double().cpu())
+        times = time_of(alphas_bar.detach().double().cpu())
         self.register_buffer("times", times.to(parameter.device, parameter.dtype), persistent=False)
 
     def forward(self, z: Tensor, t: Tensor, classes: Tensor | None = None) -> Tensor:
-        times = self.times[t.long() - self.first]
+        """z [N, *shape], t [N] whole numbers, classes [N]: what the network predicts."""
+        times = self.times[t.long()]
         return self.network(z, times) if classes is None else self.network(z, times, classes)
