@@ -44,27 +44,47 @@ class Problem:
         self.steps, self.length = steps, len(steps)
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
-        self.device, self.dtype = initial.device, initial.dtype
+        # Half precision is the network's affair: states add up many small steps.
+        self.network_dtype = initial.dtype
+        self.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype
+        self.device = initial.device
         self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
+        self.rows_seen = 0  # by the network
         self.coefficients = steps.to(self.device, self.dtype)
-        flat = initial.flatten(1).unsqueeze(-1)
+        flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
         blank = flat.new_zeros(self.samples, self.width, self.slots - 1)
         self.initial = torch.cat([flat, blank], -1) if self.slots > 1 else flat
         self.shift = None
         if steps.adds_noise:
             assert noise.steps is not None
-            self.shift = self.coefficients.deviation * noise.steps.flatten(2)
+            self.shift = self.coefficients.deviation * noise.steps.flatten(2).to(self.dtype)
 
-    def step(self, index: int, state: Tensor) -> Tensor:
-        """One step as the loop takes it: [B, D, K] to [B, D, K]."""
-        one = slice(index, index + 1)
+    def step(self, index: int, state: Tensor, who: Tensor | None = None) -> Tensor:
+        """One step as the loop takes it: [B, D, K] to [B, D, K], of all samples or of those in ``who``."""
+        who = torch.arange(self.samples, device=self.device) if who is None else who
+        shift = self.shift[index, who] if self.shift is not None else None
+        return self.row_step(state, torch.full_like(who, index), who, shift)
+
+    def row_step(self, states: Tensor, index: Tensor, who: Tensor, shift: Tensor | None) -> Tensor:
+        """R rows, each a step of a sample: [R, D, K] to [R, D, K].
+
+        Args:
+            states: [R, D, K]
+            index: [R], which step
+            who: [R], which sample
+            shift: [R, D], the noise times its deviation; None where there is none
+        """
         coefficients = self.coefficients
-        times = coefficients.timesteps[one].expand(self.samples)
-        who = torch.arange(self.samples, device=self.device)
-        outputs = self.denoiser(coefficients.scale[index] * state[..., 0], times, who)
-        shift = self.shift[one] if self.shift is not None else None
-        return coefficients.advance(one, state.unsqueeze(0), outputs.unsqueeze(0), shift)[0]
+        inputs = coefficients.scale[index].unsqueeze(-1) * states[..., 0]
+        outputs = self.network(inputs, coefficients.timesteps[index], who)
+        shift = shift.unsqueeze(1) if shift is not None else None
+        return coefficients.advance(index, states.unsqueeze(1), outputs.unsqueeze(1), shift).squeeze(1)
+
+    def network(self, samples: Tensor, times: Tensor, index: Tensor) -> Tensor:
+        """The denoiser on N rows: [N, D] to [N, D]; see ``Denoiser``."""
+        self.rows_seen += samples.shape[0] * self.denoiser.rows_per_call
+        return self.denoiser(samples.to(self.network_dtype), times, index).to(self.dtype)
 
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""
-        return states.reshape(*states.shape[:-1], *self.shape)
+        return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
