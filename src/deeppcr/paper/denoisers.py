@@ -77,12 +77,12 @@ PRESETS = {
         latent_epochs=1.5,
         latent_rate=2e-3,
         pixel_batch=128,
-        pixel_epochs=0.4,
-        pixel_rate=4e-3,
+        pixel_epochs=0.2,
+        pixel_rate=8e-3,
         base=4,
         code=64,
         hidden=96,
-        channels=8,
+        channels=4,
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import deeppcr
+from deeppcr.diffusion import Samples
 
 from .denoisers import PRESETS, Source
 from .experiment import Context, is_out_of_memory
@@ -109,7 +109,7 @@ def _printed(sampling: Sampling, draws: list[Draw], reference: torch.Tensor, con
     return {"status": "ok", "seconds": seconds[1:], "phases": phases, **certificate(found[1:], reference)}
 
 
-def certificate(found: list[deeppcr.diffusion.Samples], reference: torch.Tensor) -> dict[str, Any]:
+def certificate(found: list[Samples], reference: torch.Tensor) -> dict[str, Any]:
     """Of runs of one sample each: iterations, evaluations of the network, how they ended, and the error of the sample."""
     finals = torch.cat([each.final for each in found])
     return {
@@ -187,4 +187,3 @@ def row(entry: dict[str, Any]) -> dict[str, Any]:
     found["Newton over eager loop"] = times(printed["over_loop"]) if printed else None
     found[f"a batch of {entry['batch']['samples']}"] = times(entry["batch"]["over_fastest_loop"])
     return found
-

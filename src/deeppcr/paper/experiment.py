@@ -158,6 +158,8 @@ class Experiment:
             the path of the result file, and the summary
         """
         settings = self.settings(context, quick=quick, seed=seed, changes=changes)
+        if context.models is None:
+            context.models = folder / "models"
         cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
         quick = quick or self.from_quick(context)
         with only_run(folder, self.name, asdict(settings), context.device.type):

@@ -45,14 +45,14 @@ class Settings(Shared):
 FULL = Settings(tf32=0.03)
 QUICK = Settings(
     data=("digits",),
-    widths=(8, 16),
-    steps=(64, 256),
+    widths=(4, 8),
+    steps=(32, 128),
     training="quick",
     loop_runs=3,
     printed_runs=2,
     runs=8,
-    batch=16,
-    samples=256,
+    batch=64,
+    samples=128,
     draws=100,
 )
 

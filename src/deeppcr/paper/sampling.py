@@ -45,9 +45,7 @@ class Draw:
         classes: Sequence[Tensor | None] = [None] * len(initial)
         if self.classes is not None:
             classes = self.classes.split(size)
-        return [
-            Draw(Noise(a.contiguous(), b.contiguous()), c) for a, b, c in zip(initial, steps, classes, strict=True)
-        ]
+        return [Draw(Noise(a.contiguous(), b.contiguous()), c) for a, b, c in zip(initial, steps, classes, strict=True)]
 
 
 class Sampling:

@@ -73,7 +73,7 @@ class Trainer:
             tensors, record = self._read(unfinished)
             self._load(unfinished, tensors)
             self.done, self.seconds, self.curves = record["steps"], record["seconds"], record["curves"]
-        with _reproducible(), precision(tf32=True):
+        with torch.enable_grad(), _reproducible(), precision(tf32=True):
             self._train(context, unfinished)
             self.finish()
         if path is not None and unfinished is not None:
