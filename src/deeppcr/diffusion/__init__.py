@@ -1,5 +1,6 @@
 """Sampling from diffusion models in parallel over the denoising steps."""
 
+from .diagonal import DiagonalPart
 from .diffusers import ParallelLoop, parallelize
 from .noise import Noise
 from .pipeline import PipelineSample, parallel_sample
@@ -17,6 +18,7 @@ __all__ = [
     "DDPM",
     "Clip",
     "CoarseStart",
+    "DiagonalPart",
     "GaussianPrior",
     "GaussianStart",
     "MeanStart",

@@ -19,6 +19,8 @@ from .prior import GaussianPrior
 from .problem import Problem
 from .start import start_states
 
+#: rows that keep a device busy: up to these a call of the network costs about the same
+_FILLING = {"cuda": 512, "cpu": 64}
 #: graphs are made for so many counts of rows; a call is filled up to the next
 _BUCKETS = 8
 
@@ -36,7 +38,8 @@ class Window:
 
     Args:
         tolerance: of the final sample, absolute; default 1e-3 in float32 and below, 1e-8 in float64
-        size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory; None: all
+        size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
+            less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8
         freeze: a step leaves the window when its update is below this share of the tolerance
         accelerate: extrapolate from the last two updates
         max_iterations: the loop takes over after these
@@ -46,13 +49,14 @@ class Window:
     >>> import torch
     >>> from deeppcr.diffusion import DDIM, Noise, Schedule, Window, sample
     >>> window = Window(tolerance=1e-4, size=64)
-    >>> sample(torch.sin, Schedule.linear(200), torch.randn(1, 5), step=DDIM(), solver=window).final.shape
+    >>> denoiser = lambda z, t: torch.sin(z)
+    >>> sample(denoiser, Schedule.linear(200), torch.randn(1, 5), step=DDIM(), solver=window).final.shape
     torch.Size([1, 5])
     """
 
     tolerance: float | None = None
     size: int | None = None
-    freeze: float = 0.1
+    freeze: float = 0.03
     accelerate: bool = True
     max_iterations: int = 200
     tf32: float | None = None
@@ -75,6 +79,10 @@ class Window:
         if self.tolerance is not None:
             return self.tolerance
         return 1e-8 if dtype == torch.float64 else 1e-3
+
+    def size_for(self, problem: Problem) -> int:
+        length, rows = problem.length, _FILLING.get(problem.device.type, 512)
+        return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
 
     def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
         """Iterate until every sample is finished or the iterations are used up."""
@@ -134,7 +142,7 @@ class Prepared:
             self.coupling,
             problem.samples,
             problem.width,
-            size=window.size or len(steps),
+            size=window.size_for(problem),
             freeze=window.freeze * window.tolerance_for(dtype),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
