@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 API = ROOT / "docs" / "api.md"
 
+#: Pages that need more than the library, and the extra with it.
+NEEDS = {"diffusers.md": "diffusers"}
+
 #: Public names that need no example: what cannot be made by a user, only caught or subclassed.
 NO_EXAMPLE = {
     "deeppcr.ConvergenceError",
@@ -130,6 +133,9 @@ def same_text(expected: str, got: str, *, measured: bool) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_of_a_page_runs(page):
+    needed = NEEDS.get(page.name)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: pip install deeppcr[{needed}]")
     namespace = {"__name__": "__page__"}
     for block in blocks_of(page):
         wrong = run(block, page, namespace)
@@ -140,7 +146,7 @@ def test_every_block_of_a_page_runs(page):
 def test_pages_have_blocks():
     """A change in how pages are written must not leave their examples untested in silence."""
     counts = {page.name: len(blocks_of(page)) for page in PAGES}
-    for name in ("README.md", "index.md", "choose.md", "convergence.md", "mathematics.md", "markov.md"):
+    for name in ("README.md", "index.md", "choose.md", "convergence.md", "mathematics.md", "markov.md", "diffusers.md"):
         assert counts[name] >= 1, name
 
 

@@ -64,11 +64,18 @@ def reproduce(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with MNIST's four files (train-images-idx3-ubyte.gz, ...), gzipped or not. Default: the "
-            "folder in DEEPPCR_DATA, else they are downloaded. Quick runs use scikit-learn's digits unless it is given."
+            help="Folder with MNIST's four files (train-images-idx3-ubyte.gz, ...), gzipped or not; diffusion also takes "
+            "cifar-10-batches-bin/ and celeba/ in it. Default: the folder in DEEPPCR_DATA, else MNIST is downloaded. Quick "
+            "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("results"),
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random numbers.")] = 0,
     changes: Annotated[
         list[str] | None,
@@ -106,7 +113,7 @@ def reproduce(
         if files and experiment.name != "hardware":
             raise PaperError(f"{experiment.name} takes no files; only hardware compares result files")
         deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
-        context = Context(find_device(device), data_dir, tuple(files or ()), deadline, watcher)
+        context = Context(find_device(device), data_dir, tuple(files or ()), deadline, watcher, models=models)
         torch.set_float32_matmul_precision("highest")
         with watcher, warnings.catch_warnings():
             # What a solve warns about is in the records; between the bars it would only be noise.

@@ -121,7 +121,7 @@ def _solve(
         warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
-        states = _Refuse.apply(torch.zeros((), requires_grad=True), states, _describe(outcome, plan))
+        states = refuse_gradients(states, _describe(outcome, plan))
     elif adjoint is not None:
         states = adjoint.attach(states)
     elif unrolled and not fixed:
@@ -268,6 +268,11 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         plan=plan,
         message=_describe(outcome, plan),
     )
+
+
+def refuse_gradients(states: Tensor, message: str) -> Tensor:
+    """The states, with a backward pass that raises with this message."""
+    return _Refuse.apply(torch.zeros((), requires_grad=True), states, message)
 
 
 class _Refuse(torch.autograd.Function):

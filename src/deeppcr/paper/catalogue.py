@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from . import compare_hardware, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_training
+from . import (
+    compare_hardware,
+    diffusion_guess,
+    diffusion_iterations,
+    latent_diffusion,
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    pixel_diffusion,
+    resnet_training,
+)
 from .experiment import Experiment
 from .resnet_ablations import GUESS_EXPERIMENT, ITERATIONS_EXPERIMENT
 
@@ -15,4 +26,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     resnet_training.EXPERIMENT,
     ITERATIONS_EXPERIMENT,
     GUESS_EXPERIMENT,
+    latent_diffusion.EXPERIMENT,
+    pixel_diffusion.EXPERIMENT,
+    diffusion_iterations.EXPERIMENT,
+    diffusion_guess.EXPERIMENT,
 )

@@ -61,6 +61,11 @@ def mnist_folder(data_dir: Path | None) -> Path | None:
 
 def mnist(data_dir: Path | None) -> Images:
     """MNIST from a folder with its four files (in it or in its ``mnist`` folder), or from the network without one."""
+    return Images.normalised(*mnist_pixels(data_dir))
+
+
+def mnist_pixels(data_dir: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with pixels from 0 to 1: images [N, 784] and labels [N] to train with, images and labels to test with."""
     folder = mnist_folder(data_dir)
     if folder is None:
         return _from_openml()
@@ -74,11 +79,16 @@ def mnist(data_dir: Path | None) -> Images:
     contents = [_content(folder, name) for name in MD5]
     train, test = (_pixels(contents[i][16:]) for i in (0, 2))
     train_labels, test_labels = (_bytes(contents[i][8:]).long() for i in (1, 3))
-    return Images.normalised(train, train_labels, test, test_labels)
+    return train, train_labels, test, test_labels
 
 
 def digits() -> Images:
     """Scikit-learn's 1,797 digits of 8 x 8 pixels; a fifth of them for testing. Nothing is downloaded."""
+    return Images.normalised(*digits_pixels())
+
+
+def digits_pixels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with pixels from 0 to 16, as `mnist_pixels` returns them."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -90,7 +100,7 @@ def digits() -> Images:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     pixels, labels = pixels[order], labels[order]
     count = len(labels) * 4 // 5
-    return Images.normalised(pixels[:count], labels[:count], pixels[count:], labels[count:])
+    return pixels[:count], labels[:count], pixels[count:], labels[count:]
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -131,7 +141,7 @@ def _pixels(content: bytes) -> Tensor:
     return _bytes(content).reshape(-1, _PIXELS).float() / 255
 
 
-def _from_openml() -> Images:
+def _from_openml() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     advice = "give the folder of its four files with --data-dir, or in DEEPPCR_DATA"
     try:
         from sklearn.datasets import fetch_openml
@@ -143,4 +153,4 @@ def _from_openml() -> Images:
         raise PaperError(f"MNIST: cannot be downloaded ({type(error).__name__}: {error}); {advice}") from None
     pixels = torch.tensor(found.data, dtype=torch.float32) / 255
     labels = torch.tensor([int(each) for each in found.target])
-    return Images.normalised(pixels[:60_000], labels[:60_000], pixels[60_000:], labels[60_000:])
+    return pixels[:60_000], labels[:60_000], pixels[60_000:], labels[60_000:]

@@ -56,11 +56,12 @@ class Context:
 
     Attributes:
         device: where tensors are
-        data_dir: the folder with MNIST, where one was given
+        data_dir: the folder with the images, where one was given
         files: result files to compare, for the experiment that does that
         deadline: on the clock of ``time.monotonic``; None for no limit
         watcher: is told about progress
         checkpoint: where a long cell may keep its state
+        models: the folder where trained networks are kept; None to keep none
         cache: what cells share, such as the images; gone with the run
     """
 
@@ -70,6 +71,7 @@ class Context:
     deadline: float | None = None
     watcher: Watcher = field(default_factory=Silent)
     checkpoint: Path | None = None
+    models: Path | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
     def check_time(self) -> None:
@@ -156,6 +158,8 @@ class Experiment:
             the path of the result file, and the summary
         """
         settings = self.settings(context, quick=quick, seed=seed, changes=changes)
+        if context.models is None:
+            context.models = folder / "models"
         cells = list(self.cells(settings, context))  # before the file: bad input leaves none behind
         quick = quick or self.from_quick(context)
         with only_run(folder, self.name, asdict(settings), context.device.type):

@@ -1,0 +1,78 @@
+"""How corrections spread along the steps: the prior's bidiagonal system in its own basis.
+
+Shapes: L steps, B samples, D the flattened sample, K slots. States and residuals are [L, B, D, K].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..jacobian import ScalarJacobian
+from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
+from .prior import GaussianPrior
+from .step import Steps
+
+
+class Coupling:
+    """The derivatives of all steps as the prior has them, on the device of the states.
+
+    Attributes:
+        basis: [D, D] or None: coordinates in which the derivatives are diagonal
+        blocks: L of them, in that basis, for rows [L, B, D K]
+    """
+
+    def __init__(
+        self,
+        prior: GaussianPrior | ScalarJacobian,
+        steps: Steps,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.slots, length = steps.slots, len(steps)
+        self.basis = None
+        if isinstance(prior, ScalarJacobian):
+            if self.slots > 1:
+                raise ValueError(
+                    "jacobian: ScalarJacobian knows one slot; this sampler keeps several: use GaussianPrior"
+                )
+            value = torch.as_tensor(prior.value, device=device, dtype=dtype)
+            if value.ndim > 1 or (value.ndim and len(value) != length):
+                raise ValueError(f"jacobian: expected a number or [L] with L = {length}, got {tuple(value.shape)}")
+            data = value.expand(length)[:, None]
+        else:
+            data = prior.couplings(steps).to(device, dtype)
+            if prior.basis is not None:
+                self.basis = prior.basis.detach().to(device, dtype)
+        self.blocks: Blocks
+        if self.slots > 1:
+            small = data.expand(length, width, self.slots, self.slots)
+            self.blocks = BlockDiagonal(small.unsqueeze(1))
+        elif data.shape[1] == 1:
+            self.blocks = Scalar(data)
+        else:
+            self.blocks = Diagonal(data.unsqueeze(1))
+
+    def into(self, states: Tensor) -> Tensor:
+        """[..., D, K] in the basis."""
+        return states if self.basis is None else _rotate(states, self.basis)
+
+    def out_of(self, states: Tensor) -> Tensor:
+        """Back from the basis."""
+        return states if self.basis is None else _rotate(states, self.basis.mT)
+
+    def solve(self, terms: Tensor) -> Tensor:
+        """``y_l = A_l y_{l-1} + terms_l`` from ``y_0 = 0``, in the basis: [L, B, D, K]."""
+        rows = terms.flatten(2)
+        return solve_coupled(self.blocks[1:], rows, reverse=False, solver=Auto()).view_as(terms)
+
+    def spread(self, residuals: Tensor) -> Tensor:
+        """The correction of all states for the residuals of all steps: [L, B, D, K]."""
+        return self.out_of(self.solve(self.into(residuals)))
+
+
+def _rotate(states: Tensor, matrix: Tensor) -> Tensor:
+    if states.shape[-1] == 1:
+        return (states.squeeze(-1) @ matrix).unsqueeze(-1)
+    return (states.mT @ matrix).mT.contiguous()

@@ -1,0 +1,162 @@
+"""The network as the solver sees it: rows in, rows out, whatever stands around it.
+
+Shapes: N rows, each one (step, sample) pair; B samples; D the flattened sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+#: modules that compute something else in train mode, and what they do there
+_RANDOM = (
+    nn.modules.dropout._DropoutNd,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.RReLU,
+)
+_STATISTICS = (nn.modules.batchnorm._NormBase,)
+
+
+class Denoiser:
+    """A user's denoiser with its classes and guidance.
+
+    Args:
+        function: ``denoiser(z, t)``, or ``denoiser(z, t, classes)`` where classes are given
+        shape: of one sample
+        samples: B
+        classes: labels [B], or a nest of tensors [B, ...] (embeddings of prompts); None where there are none
+        guidance: weight of classifier-free guidance: ``unconditional + guidance (conditional - unconditional)``
+        unconditional: what stands for no class: a label, or a nest like ``classes``
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        shape: torch.Size,
+        samples: int,
+        classes: Any = None,
+        guidance: float | None = None,
+        unconditional: Any = None,
+    ):
+        if not callable(function):
+            raise TypeError(f"denoiser: expected a callable, got {type(function).__name__}")
+        self.function, self.shape, self.samples = function, shape, samples
+        self.guidance = guidance if guidance != 1 else None
+        self.given: tuple[Any, Any] = (classes, None)
+        if classes is not None:
+            for leaf in pytree.tree_leaves(classes):
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != samples:
+                    came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    raise ValueError(f"classes: expected tensors [B, ...] with B = {samples}, got {came}")
+        if self.guidance is not None:
+            if not isinstance(guidance, (int, float)):
+                raise TypeError(f"guidance: expected a number, got {guidance!r}")
+            if classes is None or unconditional is None:
+                raise ValueError("guidance: needs classes, and unconditional: what stands for no class")
+            if isinstance(unconditional, int):
+                unconditional = pytree.tree_map(lambda leaf: torch.full_like(leaf, unconditional), classes)
+            for leaf, like in zip(pytree.tree_leaves(unconditional), pytree.tree_leaves(classes), strict=True):
+                if leaf.shape != like.shape:
+                    raise ValueError(
+                        f"unconditional: expected shapes like those of classes, {tuple(like.shape)}, got {tuple(leaf.shape)}"
+                    )
+            self.given = (classes, unconditional)
+        _refuse_train_mode(function)
+
+    @property
+    def classes(self) -> Any:
+        return self.given[0]
+
+    @property
+    def rows_per_call(self) -> int:
+        """How many rows the network sees for each pair of step and sample."""
+        return 2 if self.guidance is not None else 1
+
+    def __call__(self, samples: Tensor, times: Tensor, index: Tensor) -> Tensor:
+        """The network's output for N rows, after guidance.
+
+        Args:
+            samples: [N, D]
+            times: [N]
+            index: [N], which of the B samples each row belongs to
+
+        Returns:
+            [N, D], in the dtype of ``samples``
+        """
+        rows = samples.reshape(-1, *self.shape)
+        if self.classes is None:
+            return self._checked(self.function(rows, times), rows)
+        classes = pytree.tree_map(lambda leaf: leaf[index], self.classes)
+        if self.guidance is None:
+            return self._checked(self.function(rows, times, classes), rows)
+        nothing = pytree.tree_map(lambda leaf: leaf[index], self.given[1])
+        both = pytree.tree_map(lambda one, other: torch.cat([one, other]), classes, nothing)
+        doubled = torch.cat([rows, rows])
+        outputs = self._checked(self.function(doubled, torch.cat([times, times]), both), doubled)
+        conditional, unconditional = outputs.chunk(2)
+        return unconditional + self.guidance * (conditional - unconditional)
+
+    def _checked(self, output: Any, rows: Tensor) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise TypeError(f"denoiser: must return a tensor like its input, returned {type(output).__name__}")
+        if output.shape != rows.shape:
+            raise ValueError(
+                f"denoiser: must return the shape of its input, {tuple(rows.shape)}, returned {tuple(output.shape)}"
+            )
+        return output.flatten(1).to(rows.dtype)
+
+
+def _refuse_train_mode(function: Callable) -> None:
+    """Networks that are random, or that mix their rows, are no function of one row."""
+    for name, module in walk_modules(function):
+        if not module.training:
+            continue
+        what = "is random" if isinstance(module, _RANDOM) and getattr(module, "p", 1) else None
+        if isinstance(module, _STATISTICS):
+            what = "normalises by its rows"
+        if what:
+            where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+            raise ValueError(f"denoiser: is in train mode, where its {where} {what}: call denoiser.eval() first")
+
+
+def walk_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a denoiser with their names: itself, what it is bound to, what it closes over."""
+    for value in reachable(function):
+        if isinstance(value, nn.Module):
+            yield from value.named_modules()
+
+
+def reachable(function: Any, depth: int = 4) -> list[Any]:
+    """Modules, tensors and everything else that is no container, reached through closures, partials and bindings."""
+    if isinstance(function, (nn.Module, Tensor)) or depth == 0:
+        return [function]
+    inner: list[Any] = []
+    if isinstance(function, functools.partial):
+        inner = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, (list, tuple)):
+        inner = list(function)
+    elif isinstance(function, dict):
+        inner = list(function.values())
+    elif hasattr(function, "__self__") and not isinstance(function.__self__, type(functools)):
+        inner = [function.__self__]
+    elif hasattr(function, "__code__"):
+        inner = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        inner += list(function.__defaults__ or ())
+    elif hasattr(function, "__dict__") and not isinstance(function, type):
+        inner = list(vars(function).values())
+    else:
+        return [function]
+    return [found for value in inner for found in reachable(value, depth - 1)]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

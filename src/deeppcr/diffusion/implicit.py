@@ -1,0 +1,68 @@
+"""Sampling as a ``Sequence``: for Newton's method, and for derivatives of what any method found.
+
+Shapes: L steps, B samples, D the flattened sample, K slots. The packed state is [B, D K], in the prior's basis, where
+its Jacobians are diagonal (or have blocks K x K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gradient import Adjoint
+from ..jacobian import GivenJacobian
+from ..linear import Auto
+from ..sequence import Sequence, rowwise
+from .coupling import Coupling
+from .problem import Problem
+
+
+class Rotated:
+    """The problem's step in the basis of a coupling, as ``deeppcr.solve`` takes it.
+
+    Attributes:
+        step: ``step(z, x)`` on rows
+        z0: [B, D K]
+        xs: a tuple of tensors [L, B, ...]
+    """
+
+    def __init__(self, problem: Problem, coupling: Coupling):
+        self.problem, self.coupling = problem, coupling
+        length, samples = problem.length, problem.samples
+        index = torch.arange(length, device=problem.device)[:, None].expand(length, samples)
+        who = torch.arange(samples, device=problem.device).expand(length, samples)
+        self.xs: tuple[Tensor, ...] = (index, who) if problem.shift is None else (index, who, problem.shift)
+        self.z0 = self.pack(problem.initial)
+        self.step: Callable[..., Any] = rowwise(self._step)
+
+    def pack(self, states: Tensor) -> Tensor:
+        """[..., D, K] to [..., D K] in the basis."""
+        return self.coupling.into(states).flatten(-2)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        return self.coupling.out_of(packed.unflatten(-1, (self.problem.width, self.problem.slots)))
+
+    def _step(self, packed: Tensor, x: tuple[Tensor, ...]) -> Tensor:
+        index, who, *shift = x
+        return self.pack(self.problem.row_step(self.unpack(packed), index, who, shift[0] if shift else None))
+
+    @property
+    def jacobian(self) -> GivenJacobian:
+        return GivenJacobian(self.coupling.blocks)
+
+
+def attach(problem: Problem, coupling: Coupling, states: Tensor) -> Tensor:
+    """``states`` [L, B, D, K] that satisfy all steps, differentiable in noise and denoiser.
+
+    One evaluation of all steps with a graph; backward, the adjoint is found by the prior's iteration with the
+    steps' own vector-Jacobian products (see ``deeppcr.gradient``).
+    """
+    rotated = Rotated(problem, coupling)
+    sequence = Sequence(rotated.step, rotated.z0, rotated.xs, batch_dims=1)
+    if not sequence.needs_gradients:
+        return states
+    adjoint = Adjoint(sequence, rotated.pack(states), rotated.jacobian, Auto())
+    return rotated.unpack(adjoint.attach(rotated.pack(states)))

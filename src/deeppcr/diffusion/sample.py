@@ -1,0 +1,246 @@
+"""``sample``: images from noise, the denoising steps in parallel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..jacobian import Jacobian, ScalarJacobian
+from ..newton import Loop, Newton
+from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
+from ..solve import refuse_gradients, solve
+from .coupling import Coupling
+from .implicit import Rotated, attach
+from .noise import Noise
+from .prior import GaussianPrior
+from .problem import Problem
+from .samples import Samples
+from .schedule import Schedule
+from .start import start_states
+from .step import DDIM, DDPM, Prediction, Sampler, Steps
+from .window import Outcome, Window
+
+#: one object for all calls: a solver knows by it what it has prepared
+_UNIT = GaussianPrior()
+
+
+def sample(
+    denoiser: Callable,
+    schedule: Schedule | Steps,
+    noise: Noise | Tensor,
+    *,
+    step: Sampler = DDPM(),
+    prediction: Prediction = "epsilon",
+    classes: Any = None,
+    guidance: float | None = None,
+    unconditional: Any = None,
+    solver: Window | Newton | Loop = Window(),
+    jacobian: GaussianPrior | Jacobian | None = None,
+    start: Any = None,
+    keep_states: bool = False,
+    on_failure: Literal["loop", "raise", "return"] = "loop",
+) -> Samples:
+    """Sample from a diffusion model, all denoising steps at once.
+
+    Args:
+        denoiser: ``denoiser(z, t)``, or ``denoiser(z, t, classes)`` where classes are given: z [rows, *shape], t [rows],
+            returns [rows, *shape]. Every row must be treated by itself, and any number of rows may come
+        schedule: the noise and the times visited; or Steps, where the sampler is known in numbers already
+        noise: Noise(initial, steps), drawn before; a tensor [B, *shape] for samplers that add none
+        step: DDPM(...) or DDIM(...); not used where Steps are given
+        prediction: what the network predicts: "epsilon", "v" or "x0"; not used where Steps are given
+        classes: labels [B], or a nest of tensors [B, ...]
+        guidance: weight of classifier-free guidance; both halves are rows of one call
+        unconditional: what stands for no class: a label, or a nest like classes
+        solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop()
+        jacobian: GaussianPrior(...), by default of unit variance; deeppcr.ScalarJacobian(1.0) is Picard's iteration. With
+            Newton any Jacobian of deeppcr; by default the solver's own
+        start: where the iteration starts: see ``deeppcr.diffusion.start``
+        keep_states: return the sample after every step too
+        on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
+            returns what there is, and a backward pass through it raises
+
+    Returns:
+        Samples; ``final`` and ``states`` are differentiable in the noise and in all that the denoiser closes over
+
+    >>> import torch
+    >>> from deeppcr.diffusion import DDPM, Noise, Schedule, sample
+    >>> schedule = Schedule.linear(100)
+    >>> sample(lambda z, t: 0.9 * z, schedule, Noise.draw((2, 5), steps=100)).final.shape
+    torch.Size([2, 5])
+    """
+    if on_failure not in ("loop", "raise", "return"):
+        raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
+    problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
+    if isinstance(solver, Loop):
+        return _by_loop(problem, keep_states)
+    if isinstance(solver, Newton):
+        return _by_newton(problem, solver, jacobian, start, keep_states, on_failure)
+    if isinstance(solver, Window):
+        return _by_window(problem, solver, jacobian, start, keep_states, on_failure)
+    raise TypeError(f"solver: expected Window(...), deeppcr.Newton(...) or deeppcr.Loop(), got {solver!r}")
+
+
+def _steps(schedule: Schedule, step: Sampler, prediction: Prediction) -> Steps:
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: expected a Schedule or Steps, got {type(schedule).__name__}")
+    if not isinstance(step, (DDPM, DDIM)):
+        raise TypeError(f"step: expected DDPM(...) or DDIM(...), got {step!r}")
+    return step.steps(schedule, prediction)
+
+
+def _by_loop(problem: Problem, keep_states: bool) -> Samples:
+    states, state = [], problem.initial
+    for index in range(problem.length):
+        state = problem.step(index, state)
+        if keep_states:
+            states.append(state[..., 0])
+    samples, device = problem.samples, problem.device
+    finite = torch.isfinite(state.detach()).all(-1).all(-1).tolist()
+    results = [Result.LOOP if fine else Result.NON_FINITE for fine in finite]
+    message = Result.LOOP.value
+    if not all(finite):
+        message = "the denoiser's outputs led to samples that are not finite; keep_states=True shows where"
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    return Samples(
+        final=problem.unflatten(state[..., 0]),
+        states=problem.unflatten(torch.stack(states)) if keep_states else None,
+        iterations=torch.zeros(samples, dtype=torch.long, device=device),
+        evaluations=torch.full((samples,), problem.rows_seen // samples, device=device),
+        residual=torch.zeros(samples, dtype=problem.dtype, device=device),
+        exact_steps=torch.full((samples,), problem.length, device=device),
+        results=tuple(results),
+        plan=Plan(),
+        message=message,
+    )
+
+
+def _by_window(
+    problem: Problem, window: Window, jacobian: Any, start: Any, keep_states: bool, on_failure: str
+) -> Samples:
+    jacobian = _UNIT if jacobian is None else jacobian
+    if isinstance(jacobian, GaussianPrior):
+        jacobian.check(problem.shape)
+    elif not isinstance(jacobian, ScalarJacobian):
+        raise TypeError(
+            "jacobian: Window takes GaussianPrior(...) or deeppcr.ScalarJacobian(...), which cost nothing to form; for others use "
+            f"solver=deeppcr.Newton(); got {jacobian!r}"
+        )
+    plan = Plan(evaluation="rows", derivative="given")
+    outcome = window.run(problem, jacobian, start, plan)
+    failed = [row for row, result in enumerate(outcome.results) if result is not Result.CONVERGED]
+    message = Result.CONVERGED.value
+    if failed:
+        if on_failure == "loop":
+            outcome = _finish_by_loop(problem, outcome, failed)
+        message = _describe(problem, outcome)
+        if on_failure == "raise":
+            raise ConvergenceError(message)
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    states = outcome.states
+    if torch.is_grad_enabled():
+        if failed and on_failure == "return":
+            states = refuse_gradients(states, message)
+        else:
+            coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
+            states = attach(problem, coupling, states)
+    return Samples(
+        final=problem.unflatten(states[-1, ..., 0]),
+        states=problem.unflatten(states[..., 0]) if keep_states else None,
+        iterations=outcome.iterations,
+        evaluations=outcome.evaluations,
+        residual=outcome.residual,
+        exact_steps=outcome.exact_steps,
+        results=tuple(outcome.results),
+        plan=plan,
+        message=message,
+    )
+
+
+@torch.no_grad()
+def _finish_by_loop(problem: Problem, outcome: Outcome, failed: list[int]) -> Outcome:
+    """Keep the finished steps of the samples that failed and take their others one at a time."""
+    who = torch.tensor(failed, device=problem.device)
+    exact = outcome.exact_steps[who]
+    first = int(exact.min())
+    states = outcome.states
+    state = states[first - 1, who] if first else problem.initial.detach()[who]
+    for index in range(first, problem.length):
+        stepped = problem.step(index, state, who)
+        state = torch.where((exact <= index)[:, None, None], stepped, states[index, who])
+        states[index, who] = state
+    spent = torch.zeros_like(outcome.evaluations)
+    spent[who] = (problem.length - first) * problem.denoiser.rows_per_call
+    bad = ~torch.isfinite(states).all(-1).all(-1)  # [L, B]
+    at = torch.where(bad.any(0), bad.long().argmax(0), -1).tolist()
+    results, exact_steps = list(outcome.results), outcome.exact_steps.clone()
+    for row in failed:
+        results[row] = Result.FINISHED_BY_LOOP if at[row] < 0 else Result.NON_FINITE
+        if at[row] >= 0:
+            exact_steps[row] = at[row]
+    return replace(
+        outcome, states=states, results=results, evaluations=outcome.evaluations + spent, exact_steps=exact_steps
+    )
+
+
+def _describe(problem: Problem, outcome: Outcome) -> str:
+    worst = max(outcome.results, key=lambda result: result.severity)
+    rows = [row for row, result in enumerate(outcome.results) if result is worst]
+    exact = outcome.exact_steps.tolist()
+    row = min(rows, key=lambda r: exact[r])
+    at = exact[row]
+    share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
+    if worst is Result.NON_FINITE:
+        time = problem.steps.timesteps[at].item()
+        return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"
+    did = (
+        "the rest was computed one step at a time"
+        if worst is Result.FINISHED_BY_LOOP
+        else "the rest is not to be trusted"
+    )
+    return (
+        f"the iteration stopped with {at} of {problem.length} steps finished; {did} ({share}). Try more max_iterations, a "
+        "GaussianPrior of your data, or a looser tolerance"
+    )
+
+
+def _by_newton(
+    problem: Problem, newton: Newton, jacobian: Any, start: Any, keep_states: bool, on_failure: Any
+) -> Samples:
+    prior = jacobian if isinstance(jacobian, GaussianPrior) else _UNIT
+    prior.check(problem.shape)
+    coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
+    with torch.no_grad():
+        states, _ = start_states(start, problem, prior, coupling)
+    if jacobian is not prior:
+        coupling = Coupling(_UNIT, problem.steps, problem.width, problem.device, problem.dtype)
+    rotated = Rotated(problem, coupling)
+    if jacobian is not None:
+        newton = replace(newton, jacobian=rotated.jacobian if jacobian is prior else jacobian)
+    solution = solve(
+        rotated.step,
+        rotated.z0,
+        rotated.xs,
+        batch_dims=1,
+        solver=newton,
+        guess=rotated.pack(states),
+        on_failure=on_failure,
+    )
+    found = rotated.unpack(solution.states)[..., 0]
+    return Samples(
+        final=problem.unflatten(found[-1]),
+        states=problem.unflatten(found) if keep_states else None,
+        iterations=solution.iterations,
+        evaluations=torch.full_like(solution.iterations, problem.rows_seen // problem.samples),
+        residual=solution.residual,
+        exact_steps=solution.exact_steps,
+        results=solution.results,
+        plan=solution.plan,
+        message=solution.message,
+    )

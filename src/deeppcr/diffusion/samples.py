@@ -1,0 +1,58 @@
+"""What sampling returns: the samples, and what they cost and are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..solution import Plan, Result
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples and their certificate, sample by sample.
+
+    Attributes:
+        final: [B, *shape], the samples
+        states: [L, B, *shape], the sample after every step; None where it was not asked for
+        iterations: [B], of the parallel solve (0 for the plain loop)
+        evaluations: [B], how often the network was evaluated on a row of this sample; guidance counts twice
+        residual: [B], the largest ``|z_l - step(z_{l-1})|`` as last measured, before the last update (0 for the loop)
+        exact_steps: [B], how many leading steps were finished when the parallel solve ended; L where it did it all
+        results: how each sample ended
+        result: the worst of them
+        plan: what was chosen, and why
+        message: the result in words
+
+    >>> import torch
+    >>> from deeppcr.diffusion import DDIM, Noise, Schedule, sample
+    >>> samples = sample(lambda z, t: 0.5 * z, Schedule.linear(20), Noise.draw((2, 3)), step=DDIM())
+    >>> samples.final.shape, samples.result.name
+    (torch.Size([2, 3]), 'CONVERGED')
+    """
+
+    final: Tensor
+    states: Tensor | None
+    iterations: Tensor
+    evaluations: Tensor
+    residual: Tensor
+    exact_steps: Tensor
+    results: tuple[Result, ...]
+    plan: Plan
+    message: str
+
+    @property
+    def result(self) -> Result:
+        return max(self.results, key=lambda result: result.severity)
+
+    @property
+    def fell_back(self) -> list[bool]:
+        """Which samples were finished by the loop."""
+        return [result is Result.FINISHED_BY_LOOP for result in self.results]
+
+    def __repr__(self) -> str:
+        return (
+            f"Samples({self.result.name}, {tuple(self.final.shape)}, iterations={int(self.iterations.max())}, "
+            f"evaluations={int(self.evaluations.sum())}: {self.message})"
+        )

@@ -1,0 +1,223 @@
+"""The sliding window: a quasi-Newton iteration on the steps that are not finished yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..jacobian import ScalarJacobian
+from ..solution import Plan, Result
+from .coupling import Coupling
+from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of
+from .iteration import Iteration
+from .prior import GaussianPrior
+from .problem import Problem
+from .start import start_states
+
+#: rows that keep a device busy: up to these a call of the network costs about the same
+_FILLING = {"cuda": 512, "cpu": 64}
+#: graphs are made for so many counts of rows; a call is filled up to the next
+_BUCKETS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """All unfinished steps at once: one call of the network an iteration, corrections spread by the prior's Jacobian.
+
+    A step leaves the window when its update is far below the tolerance; every sample has a window of its own. On a GPU
+    the network works in full float32 precision, whatever is set for TF32 (see ``tf32``), and from the second call on with
+    the same denoiser, sampler and shapes the iterations are replayed from CUDA graphs. Graphs read the denoiser's
+    parameters where they lie: changes in place are seen; where they were replaced, or anything else that can be
+    found in the denoiser or its closure was, graphs are made anew. A denoiser whose result depends on global variables
+    needs ``graphs=False``.
+
+    Args:
+        tolerance: of the final sample, absolute; default 1e-3 in float32 and below, 1e-8 in float64
+        size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
+            less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8
+        freeze: a step leaves the window when its update is below this share of the tolerance
+        accelerate: extrapolate from the last two updates
+        max_iterations: the loop takes over after these
+        tf32: until the largest update is below this, a GPU multiplies in TF32, and no step leaves; None: never
+        graphs: replay iterations from CUDA graphs
+
+    >>> import torch
+    >>> from deeppcr.diffusion import DDIM, Noise, Schedule, Window, sample
+    >>> window = Window(tolerance=1e-4, size=64)
+    >>> denoiser = lambda z, t: torch.sin(z)
+    >>> sample(denoiser, Schedule.linear(200), torch.randn(1, 5), step=DDIM(), solver=window).final.shape
+    torch.Size([1, 5])
+    """
+
+    tolerance: float | None = None
+    size: int | None = None
+    freeze: float = 0.03
+    accelerate: bool = True
+    max_iterations: int = 200
+    tf32: float | None = None
+    graphs: bool = True
+    _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        for name in ("tolerance", "tf32"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"{name}: expected a positive number or None, got {value!r}")
+        if not isinstance(self.freeze, (int, float)) or not 0 < self.freeze <= 1:
+            raise ValueError(f"freeze: expected a share of the tolerance in (0, 1], got {self.freeze!r}")
+        for name, least in (("size", 1), ("max_iterations", 1)):
+            value = getattr(self, name)
+            if (value is not None or name == "max_iterations") and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: expected a whole number from {least}, got {value!r}")
+
+    def tolerance_for(self, dtype: torch.dtype) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        return 1e-8 if dtype == torch.float64 else 1e-3
+
+    def size_for(self, problem: Problem) -> int:
+        length, rows = problem.length, _FILLING.get(problem.device.type, 512)
+        return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
+
+    def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
+        """Iterate until every sample is finished or the iterations are used up."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.graphs or problem.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+                return Prepared(self, problem, jacobian).run(self, problem, start, plan)
+            key = _key(problem, jacobian)
+            prepared = self._prepared.take(key)
+            if prepared is None:
+                prepared = Prepared(self, problem, jacobian)
+                self._prepared.forget_with(key, problem.denoiser.function)
+            outcome = prepared.run(self, problem, start, plan)
+            self._prepared.put(key, prepared)
+            return outcome
+
+
+def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
+    """What a prepared run depends on."""
+    denoiser = problem.denoiser
+    return (
+        fingerprint(denoiser.function),
+        problem.steps.key,
+        id(jacobian),  # which the prepared run keeps alive
+        (problem.samples, problem.shape, problem.dtype, problem.network_dtype, problem.device),
+        (denoiser.guidance, layout_of(denoiser.given), problem.shift is None),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B]."""
+
+    states: Tensor
+    results: list[Result]
+    iterations: Tensor
+    evaluations: Tensor
+    residual: Tensor
+    exact_steps: Tensor
+
+
+class Prepared:
+    """What does not change between runs with the same denoiser, sampler and shapes.
+
+    The denoiser itself is not kept: a graph knows where its parameters lie.
+    """
+
+    def __init__(self, window: Window, problem: Problem, jacobian: GaussianPrior | ScalarJacobian):
+        self.jacobian = jacobian
+        steps, device, dtype = problem.steps, problem.device, problem.dtype
+        self.coupling = Coupling(jacobian, steps, problem.width, device, dtype)
+        self.prior = jacobian if isinstance(jacobian, GaussianPrior) else GaussianPrior()
+        self.start_coupling = self.coupling
+        if self.prior is not jacobian:
+            self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
+        self.iteration = Iteration(
+            problem.coefficients,
+            self.coupling,
+            problem.samples,
+            problem.width,
+            size=window.size_for(problem),
+            freeze=window.freeze * window.tolerance_for(dtype),
+            accelerate=window.accelerate,
+            adds_noise=problem.shift is not None,
+        )
+        self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.replayed: Replayed | None = None
+        self.runs = 0
+
+    def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
+        self.runs += 1
+        call: Callable[..., None] = self.iterate
+        most = self.iteration.most_rows
+        quantum = 1
+        if self.runs > 1:  # a run that stays the only one would not earn its graphs back
+            self.replayed = self.replayed or Replayed(self.iterate, problem.device)
+            call, quantum = self.replayed, -(-most // _BUCKETS)
+        given = problem.denoiser.given
+        self.settle(problem)
+        try:
+            self.loop(window, problem, start, call, quantum)
+        finally:
+            problem.denoiser.given = given
+            del self.network
+        if self.replayed is not None:
+            plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
+        return self.outcome(problem)
+
+    def settle(self, problem: Problem) -> None:
+        """Have the problem work on the buffers that are kept here."""
+        given = pytree.tree_leaves(problem.denoiser.given)
+        for kept, new in zip(pytree.tree_leaves(self.classes), given, strict=True):
+            if isinstance(kept, Tensor):
+                kept.copy_(new)
+        problem.denoiser.given = self.classes
+        problem.coefficients = self.iteration.coefficients
+        self.network = problem.network
+
+    def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
+        iteration = self.iteration
+        with full_precision(problem.device):
+            states, rows = start_states(start, problem, self.prior, self.start_coupling)
+        iteration.load(problem.initial, problem.shift, states)
+        iteration.evaluations += rows
+        rough = window.tf32 is not None and problem.device.type == "cuda"
+        left = iteration.most_rows
+        for _ in range(window.max_iterations):
+            call(min(-(-left // quantum) * quantum, iteration.most_rows), rough)
+            remaining, largest, diverged = iteration.summary.tolist()  # the one look of the host
+            left = int(remaining)
+            if diverged or not left:
+                break
+            rough = rough and not largest < window.tf32
+
+    def iterate(self, count: int, rough: bool) -> None:
+        """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
+        device = self.iteration.states.device
+
+        def network(*rows: Tensor) -> Tensor:
+            with full_precision(device, tf32=rough):
+                return self.network(*rows)
+
+        with full_precision(device):
+            self.iteration.run(network, count, not rough)
+
+    def outcome(self, problem: Problem) -> Outcome:
+        iteration = self.iteration
+        exact = iteration.prefix.clone()
+        results = []
+        for done, bad in torch.stack([exact == iteration.length, iteration.diverged.bool()], 1).tolist():
+            results.append(Result.NON_FINITE if bad else Result.CONVERGED if done else Result.NOT_CONVERGED)
+        return Outcome(
+            states=iteration.states[1:].clone(),
+            results=results,
+            iterations=iteration.iterations.clone(),
+            evaluations=iteration.evaluations * problem.denoiser.rows_per_call,
+            residual=iteration.measured.amax(0),
+            exact_steps=exact,
+        )

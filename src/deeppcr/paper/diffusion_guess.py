@@ -1,0 +1,164 @@
+"""``diffusion-guess``: where the iteration starts, and what that saves; with and without classes.
+
+Starts: the mean of the training set, that of the sample's class, zeros, and a coarse sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from deeppcr.diffusion.start import CoarseStart, MeanStart
+
+from .denoisers import PRESETS, Model, pixel_model
+from .diffusion_timing import Settings as Shared
+from .diffusion_timing import certificate
+from .experiment import Cell, Context, Experiment
+from .pixel_diffusion import CONDITIONAL, pixel_sampling
+from .sampling import WARM_UP, timed
+from .settings import setting
+from .store import PaperError
+from .table import table, times
+from .trainer import precision
+
+GUESSES = ("mean", "class-mean", "zeros", "coarse")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes, and what is compared.
+
+    Attributes:
+        guesses: "mean", "class-mean" (of networks that are told a class), "zeros", "coarse"
+        runs: samples of each start
+        loop_runs: of the eager loop
+        stride, sweeps: of the coarse sampler: it evaluates every so manyth step, so often
+        data, sides, conditional, steps, training, train, test, tolerance: see pixel-diffusion
+    """
+
+    data: str = setting("mnist", choices=("mnist", "cifar10", "digits"))
+    sides: tuple[int, ...] = setting((4, 8, 16), least=4)
+    conditional: tuple[str, ...] = setting(CONDITIONAL, choices=CONDITIONAL)
+    steps: tuple[int, ...] = (256, 512, 1024)
+    guesses: tuple[str, ...] = setting(GUESSES, choices=GUESSES)
+    runs: int = 20
+    loop_runs: int = 5
+    printed_runs: int = 3
+    stride: int = setting(8, least=2)
+    sweeps: int = 4
+    tolerance: float = 1e-3
+    training: str = setting("paper", choices=PRESETS)
+    train: int | None = None
+    test: int | None = None
+    seed: int = 0
+
+    @property
+    def shared(self) -> Shared:
+        return Shared(
+            training=self.training, train=self.train, test=self.test, seed=self.seed, tolerance=self.tolerance
+        )
+
+
+FULL = Settings()
+QUICK = Settings(data="digits", sides=(4, 8), steps=(64,), runs=4, loop_runs=2, printed_runs=1, training="quick")
+
+
+def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    side = settings.shared.source.pictures(settings.data, context).side
+    wrong = [each for each in settings.sides if side % each or each % 4]
+    if wrong:
+        raise PaperError(f"sides: expected divisors of {side}, the side of the images, that 4 divides; got {wrong[0]}")
+    for each in settings.sides:
+        for conditional in settings.conditional:
+            for length in settings.steps:
+                for guess in settings.guesses:
+                    if guess != "class-mean" or conditional == "yes":
+                        yield {"side": each, "conditional": conditional, "L": length, "guess": guess}
+
+
+@torch.no_grad()
+def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    """Seconds, iterations and errors of both methods from this start, and the seconds of the loop."""
+    model = pixel_model(settings.shared.source, settings.data, cell["side"], cell["conditional"] == "yes", context)
+    sampling = pixel_sampling(model, cell["L"], settings.shared)
+    start = start_of(cell["guess"], model, settings)
+    with precision(tf32=False):
+        draws = sampling.draw(settings.runs + WARM_UP, settings.seed)
+        reference, single = sampling.loop(draws)[WARM_UP:], draws.split(1)
+        loop, _ = timed(sampling.loop, single[WARM_UP - 1 :][: settings.loop_runs + 1], context.device)
+        parallel, found = timed(lambda draw: sampling.parallel(draw, start=start), single, context.device)
+        printed, newton = timed(
+            lambda draw: sampling.printed(draw, start=start),
+            single[WARM_UP - 1 :][: settings.printed_runs + 1],
+            context.device,
+        )
+    return {
+        "loop": {"seconds": loop[1:]},
+        "auto": {"seconds": parallel[WARM_UP:], **certificate(found[WARM_UP:], reference)},
+        "printed": {"seconds": printed[1:], **certificate(newton[1:], reference)},
+    }
+
+
+def start_of(guess: str, model: Model, settings: Settings) -> MeanStart | CoarseStart:
+    if guess == "mean":
+        return MeanStart(model.mean)
+    if guess == "class-mean":
+        return MeanStart(model.class_means)
+    if guess == "zeros":
+        return MeanStart(torch.zeros_like(model.mean))
+    return CoarseStart(stride=settings.stride, sweeps=settings.sweeps)
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every cell: iterations, evaluations in units of L, error, and the speed-up over the eager loop."""
+    found = []
+    for record in records:
+        entry: dict[str, Any] = {name: record[name] for name in ("side", "conditional", "L", "guess")}
+        loop = median(record["loop"]["seconds"])
+        for method in ("printed", "auto"):
+            mine = record[method]
+            entry[method] = {
+                "iterations": fmean(mine["iterations"]),
+                "evaluations": fmean(mine["evaluations"]) / record["L"],
+                "error": max(map(float, mine["error"])),
+                "over_loop": loop / median(mine["seconds"]),
+                "not_converged": sum(name != "CONVERGED" for name in mine["results"]),
+            }
+        found.append(entry)
+    return found
+
+
+def lines(summary: list[dict[str, Any]]) -> list[str]:
+    return table(
+        [
+            {
+                "side": entry["side"],
+                "classes": entry["conditional"],
+                "L": entry["L"],
+                "start": entry["guess"],
+                "Newton's iterations": f"{entry['printed']['iterations']:.1f}",
+                "with the prior": f"{entry['auto']['iterations']:.1f}",
+                "evaluations / L": f"{entry['auto']['evaluations']:.1f}",
+                "over eager loop": times(entry["auto"]["over_loop"]),
+                "error": f"{entry['auto']['error']:.1e}",
+            }
+            for entry in summary
+        ]
+    )
+
+
+EXPERIMENT = Experiment(
+    name="diffusion-guess",
+    paper="conditional figure (app. F.2)",
+    what="where sampling in parallel starts: training mean, class mean, zeros, a coarse sampler; with and without classes",
+    full=FULL,
+    quick=QUICK,
+    cells=cells,
+    measure=measure,
+    summarise=summarise,
+    lines=lines,
+)

@@ -1,0 +1,133 @@
+"""``latent-diffusion``: latent vectors of images sampled by the loop and in parallel: time, iterations, error, distance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import frechet
+from .denoisers import Model, latent_model
+from .diffusion_timing import Settings as Shared
+from .diffusion_timing import row, show_images, summarise, time_columns
+from .experiment import Cell, Context, Experiment
+from .pictures import SOURCES
+from .sampling import Sampling
+from .settings import setting
+from .table import table
+from .trainer import precision
+
+#: Images in colour need wider latents.
+COLOUR = ("cifar10", "celeba")
+
+
+@dataclass(frozen=True)
+class Settings(Shared):
+    """What else is measured of latent models.
+
+    Attributes:
+        data: "mnist", "cifar10", "celeba" (a folder of images) or "digits"
+        widths: of the latents of images in grey
+        colour_widths: of those in colour
+        samples: whose distance to the test set is found, sequentially and in parallel
+        draws: of the bootstrap for its interval
+    """
+
+    data: tuple[str, ...] = setting(("mnist", "cifar10"), choices=SOURCES)
+    widths: tuple[int, ...] = (16, 32, 64, 128)
+    colour_widths: tuple[int, ...] = (128, 256)
+    samples: int = 1024
+    draws: int = 200
+
+
+FULL = Settings(tf32=0.03)
+QUICK = Settings(
+    data=("digits",),
+    widths=(4, 8),
+    steps=(32, 128),
+    training="quick",
+    loop_runs=3,
+    printed_runs=2,
+    runs=8,
+    batch=64,
+    samples=128,
+    draws=100,
+)
+
+
+def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    for data in settings.data:
+        settings.source.pictures(data, context)  # bad data is found before anything else is done
+    for data, width in models_of(settings):
+        yield {"data": data, "w": width, "part": "training"}
+        for length in settings.steps:
+            yield {"data": data, "w": width, "L": length}
+
+
+def models_of(settings: Settings) -> Iterator[tuple[str, int]]:
+    for data in settings.data:
+        for width in settings.colour_widths if data in COLOUR else settings.widths:
+            yield data, width
+
+
+def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    model = latent_model(settings.source, cell["data"], cell["w"], context)
+    if "part" in cell:
+        return {"training": model.training, "images": {"train": len(model.train), "test": len(model.test)}}
+    sampling = latent_sampling(model, cell["L"], settings)
+    context.watcher.part(0.2)
+    record = time_columns(sampling, settings, context)
+    context.watcher.part(0.7)
+    return {**record, "frechet": distances(sampling, settings), "pictures": show_images(sampling, settings)}
+
+
+def latent_sampling(model: Model, length: int, settings: Shared) -> Sampling:
+    """The latents are whitened: the prior is a scalar."""
+    return Sampling(model, length, scalar=True, tolerance=settings.tolerance, tf32=settings.tf32)
+
+
+def distances(sampling: Sampling, settings: Settings) -> dict[str, Any]:
+    """Of samples to the latents of the test set, for the loop and for the parallel solve."""
+    sequential, parallel = [], []
+    with precision(tf32=False):
+        for number in range(0, settings.samples, settings.batch):
+            draw = sampling.draw(min(settings.batch, settings.samples - number), settings.seed + 10_000 + number)
+            sequential.append(sampling.loop(draw))
+            parallel.append(sampling.parallel(draw).final)
+    return frechet.compare(
+        sampling.model.test, torch.cat(sequential), torch.cat(parallel), draws=settings.draws, seed=settings.seed
+    )
+
+
+def lines(summary: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for entry in summary:
+        found = row(entry)
+        distance = entry["frechet"]
+        low, high = distance["difference_interval"]
+        found["distance, loop"] = f"{distance['sequential']:.3f}"
+        found["in parallel"] = f"{distance['parallel']:.3f}"
+        found["difference, 95 %"] = f"{low:+.1e} to {high:+.1e}"
+        rows.append(found)
+    return table(rows)
+
+
+def adapt(settings: Settings, context: Context) -> Settings:
+    """On a CPU nothing is multiplied in TF32."""
+    return replace(settings, tf32=None) if context.device.type == "cpu" else settings
+
+
+EXPERIMENT = Experiment(
+    name="latent-diffusion",
+    paper="figs. 1, 6, 7, timing table, example images, Jacobian-time figure",
+    what="sampling latents of MNIST and CIFAR-10 (quick: scikit-learn's digits): time, speed-up, iterations, error, distance to the test set, images",
+    full=FULL,
+    quick=QUICK,
+    cells=cells,
+    measure=measure,
+    summarise=summarise,
+    lines=lines,
+    adapt=adapt,
+)
