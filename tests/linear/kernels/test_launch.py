@@ -33,7 +33,7 @@ CASES = [  # length, width, batch, chunk, launches
     (20, 3, (2,), 4, 3),
     (70, 2, (), 2, 5),
     (9, 33, (), 4, 6),  # whose starts are corrected
-    (7, 66, (), 3, 4),  # which is wide
+    (7, 66, (), 3, 7),  # which is wide
 ]
 
 
