@@ -114,7 +114,7 @@ class Newton:
         chunk = self.choose_chunk(sequence, plan)
         plan.chunk = chunk
         try:
-            return _Iteration(self, sequence, guess, chunk, plan).run()
+            return Iteration(self, sequence, guess, chunk, plan).run()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -171,7 +171,7 @@ class Outcome:
     updates: Tensor
 
 
-class _Iteration:
+class Iteration:
     """One run: the unknowns and what is done to them. ``progress`` knows which rows and chunks are finished."""
 
     def __init__(self, newton: Newton, sequence: Sequence, guess: Guess, chunk: int, plan: Plan):
@@ -316,7 +316,8 @@ class _Iteration:
         size = ends.abs().amax(-1)
         far = (size > _FAR * self.values.abs().amax(-1)) & self.progress.active
         wrong = far & (residual.abs().amax(-1) > 0.1 * size)
-        thrown = far & wrong.cummax(0).values  # what follows a wrong state was thrown with it
+        # What follows a wrong state was thrown with it.
+        thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
         if thrown.any():
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
@@ -354,7 +355,7 @@ class _Iteration:
             rolled, states = self.sequence.roll_out(self.starts(), self.chunk)
             # In a chaotic sequence even the rounding of two evaluations differs visibly at the end of a chunk; exact is only
             # what joins up.
-            joined = (progress.ratio((rolled - self.ends).detach(), rolled.detach()) <= 1).long().cumprod(0).sum(0)
+            joined = progress.leading(progress.ratio((rolled - self.ends).detach(), rolled.detach()) <= 1)
             progress.prefix = torch.minimum(progress.prefix, joined)
         none = torch.zeros(0, self.sequence.layout.rows, device=states.device)
         return Outcome(

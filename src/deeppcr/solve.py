@@ -14,6 +14,7 @@ from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
 from .linear.solve import in_functorch
 from .newton import Loop, Newton, Outcome
+from .progress import measure
 from .sequence import Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 from .steps import StepError
@@ -165,23 +166,18 @@ def _previous(sequence: Sequence, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _measure(
-    sequence: Sequence, outcome: Outcome, solver: Newton | None, values: Tensor | None
+    sequence: Sequence, outcome: Outcome, solver: Newton, values: Tensor | None
 ) -> tuple[Tensor, Outcome]:
     """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
     states, layout = outcome.states.detach(), sequence.layout
     if values is None:
         values = sequence.values(_previous(sequence, states), range(sequence.length))
-    off = (values.detach() - states).abs()
-    residual = off.amax((0, -1))
-    if solver is None or not isinstance(solver.stop, UpdateTest):
+    residual, held = measure(layout, values.detach(), states, *solver.tolerances(layout.dtype))
+    if not isinstance(solver.stop, UpdateTest):
         return residual, outcome
-    atol, rtol = solver.tolerances(layout.dtype)
-    rounding = 1000 * torch.finfo(layout.dtype).eps
-    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
-    held = (layout.norms(off) <= allowed).all(-1).all(0).tolist()
     results = [
         Result.NOT_CONVERGED if not fine and result in _TRUSTED else result
-        for fine, result in zip(held, outcome.results, strict=True)
+        for fine, result in zip(held.tolist(), outcome.results, strict=True)
     ]
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
     exact = torch.where(changed, 0, outcome.exact_steps)
