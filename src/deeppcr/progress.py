@@ -9,6 +9,7 @@ Shapes: N chunks (n of them from chunk ``first`` on), B rows, D the packed state
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -74,6 +75,13 @@ class Progress:
         self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
         self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
         self._trend: list[tuple[Tensor, Tensor]] = []  # smallest prefix and largest update of the active rows
+
+    def carry(self, keep: Callable[[str, Tensor], Tensor]) -> None:
+        """Leave to the next iteration only what it needs, where ``keep(name, tensor)`` puts it."""
+        for name in ("active", "prefix", "iterations", "codes", "_first_residual", "_best", "_since_best"):
+            setattr(self, name, keep(name, getattr(self, name)))
+        self.updates = [keep("update", self.updates[-1])]
+        self._trend.clear()
 
     @property
     def results(self) -> list[Result]:

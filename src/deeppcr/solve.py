@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .captured import graphs, may_capture
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
 from .linear.solve import in_functorch
@@ -80,7 +81,9 @@ def _solve(
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
+    traced = not unrolled and may_capture(solver, z0)
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced)
     plan = Plan()
     if isinstance(solver, Loop):
         outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
@@ -90,7 +93,14 @@ def _solve(
 
     start = as_guess(guess, z0, xs)
     fixed = isinstance(solver.stop, FixedIterations)
-    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
+    found = graphs.solve(solver, sequence, start, plan) if traced else None
+    if found is not None:  # and has been checked
+        outcome, residual = found
+        if torch.is_grad_enabled() and sequence.needs_gradients:
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+            outcome = replace(outcome, states=adjoint.attach(outcome.states))
+        return _solution(sequence, outcome, plan, residual)
+
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
     plan.derivative = solver.jacobian.name or sequence.derivative
@@ -165,9 +175,7 @@ def _previous(sequence: Sequence, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(
-    sequence: Sequence, outcome: Outcome, solver: Newton, values: Tensor | None
-) -> tuple[Tensor, Outcome]:
+def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tensor | None) -> tuple[Tensor, Outcome]:
     """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
     states, layout = outcome.states.detach(), sequence.layout
     if values is None:
