@@ -38,6 +38,14 @@ _JACOBIANS = (DenseJacobian, DiagonalJacobian, GivenJacobian)
 _LINEAR = (Auto, Fused, PCR, Hierarchical, ForwardSubstitution)
 _TESTS = (UpdateTest, PaperTest)
 
+#: Settings of the process that choose how numbers are multiplied.
+_ARITHMETIC = (
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (torch.backends.cudnn, "fp32_precision"),
+)
+
 
 def may_capture(solver: Newton | Loop, z0: Any) -> bool:
     """Whether a solve may be captured, as far as can be said before its step is looked at."""
@@ -192,15 +200,12 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
     leaves, spec = pytree.tree_flatten(sequence.xs)
     xs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if leaf is not None]
     autocast = torch.is_autocast_enabled(layout.device.type) and torch.get_autocast_dtype(layout.device.type)
-    matmul = torch.backends.cuda.matmul
+    settings = [getattr(where, name, None) for where, name in _ARITHMETIC]
     return (
         (layout, sequence.length, chunk, spec, *xs),
         (newton.tolerances(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
         (type(jacobian), jacobian.memory_budget if isinstance(jacobian, DenseJacobian) else None),
-        # Settings of the process that choose the arithmetic.
-        (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()),
-        (matmul.fp32_precision, matmul.allow_fp16_reduced_precision_reduction),
-        (matmul.allow_bf16_reduced_precision_reduction, torch.backends.cudnn.fp32_precision),
+        (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
     )
 
 

@@ -66,7 +66,6 @@ class CudaGraphs(Recorder):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
-        self._last_turn = torch.cuda.Event()
         self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(device):
             anchor = torch.zeros(1, device=device)
@@ -75,24 +74,29 @@ class CudaGraphs(Recorder):
     @contextmanager
     def turn(self) -> Iterator[None]:
         with self._lock, torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._last_turn)  # another solve may be working on that memory, on another stream
             try:
                 yield
-            finally:
-                self._last_turn.record(stream)
+            finally:  # the next solve may work on that memory on another stream, or give it back
+                torch.cuda.current_stream().synchronize()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], None]:
         outer = torch.cuda.current_stream()
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            self.rehearse(function)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
-        outer.wait_stream(self._stream)
+        try:
+            with _RECORDING:
+                self._stream.wait_stream(outer)
+                with torch.cuda.stream(self._stream):
+                    self.rehearse(function)
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    function()
+        finally:  # a capture that fails does not always leave its stream
+            torch.cuda.set_stream(outer)
+            outer.wait_stream(self._stream)
         return graph.replay
 
+
+#: PyTorch captures one graph at a time.
+_RECORDING = threading.Lock()
 
 #: By type of device. Elsewhere there is nothing to gain.
 RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}

@@ -244,12 +244,14 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
 def _describe(outcome: Outcome, plan: Plan | None = None) -> str:
     """The worst result in words, with the step where it happened and, from the plan, why Newton gave up."""
     worst = max(outcome.results, key=lambda result: result.severity)
+    if worst.severity <= Result.PRECISION_FLOOR.severity:
+        return worst.value
     rows = [row for row, result in enumerate(outcome.results) if result is worst]
     exact = outcome.exact_steps.tolist()
     row = min(rows, key=lambda r: exact[r])
     step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
     text = worst.value.format(step=step)
-    if len(outcome.results) > 1 and worst.severity > Result.PRECISION_FLOOR.severity:
+    if len(outcome.results) > 1:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
     reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
     return "; ".join([text, *reasons])
