@@ -246,6 +246,27 @@ def test_what_cannot_be_recorded_runs_as_ever(step, reason, device):
     assert len(graphs) == 0
 
 
+def test_a_step_that_vmap_does_not_cover_runs_as_ever(device):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            return 0.5 * torch.cos(z)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    z0 = torch.ones(2, 3, device=device)
+    settings = {
+        "length": 12,
+        "solver": Newton(jacobian=GivenJacobian(lambda z: linear.Diagonal(-0.5 * torch.sin(z)), exact=True)),
+    }
+    for number in range(3):
+        solution = deeppcr.solve(Twice.apply, z0, **settings)
+        assert relative_error(solution.states, plain_loop(Twice.apply, z0, length=12)) < 1e-5
+        assert ("evaluated by loop" in why_not(solution)) == (number > 0), solution.plan
+
+
 def test_buffers_that_a_step_changes_are_found(device):
     count = torch.zeros(3, device=device)
 
@@ -382,7 +403,7 @@ class TestJacobians:
         expected = deeppcr.solve(step, z0, xs, solver=Newton(jacobian=DiagonalJacobian(), chunk=chunk, capture=False))
         assert_same(twice(lambda: deeppcr.solve(step, z0, xs, solver=newton)), expected)
         with pytest.raises(deeppcr.StepError, match="not elementwise"):
-            deeppcr.solve(step, z0, xs + 0.1, solver=newton)
+            deeppcr.solve(step, z0, xs + 1e-4, solver=newton)  # so little that it converges all the same
 
     def test_approximate_ones_are_not_captured(self, device):
         for solver in (

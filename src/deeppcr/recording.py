@@ -163,16 +163,15 @@ class Recording:
         if isinstance(jacobian, DiagonalJacobian):
             self._compare, self._signs = jacobian.compare, jacobian.signs(layout)
             self._sequence.verify_once("diagonal")  # as is done below, without a look at values
-        self._updates = torch.zeros(self.limit, layout.rows, dtype=torch.float64, device=layout.device)
+        self._updates = torch.zeros(_MOST_ITERATIONS, layout.rows, dtype=torch.float64, device=layout.device)
         self._count = torch.zeros(1, dtype=torch.long, device=layout.device)
 
         self._load(sequence, ends)
         with without_cast_cache(layout.device.type):
             self._first = recorder.record(self._begin)
+            self._first()  # a graph does nothing while it is captured, and the next part works on what this one leaves
             self._again = recorder.record(self._go_on)
             self._last = recorder.record(self._finish)
-        if self._sequence.evaluation != sequence.evaluation:
-            raise RuntimeError(f"its steps are evaluated by {self._sequence.evaluation}")
 
     @property
     def bytes(self) -> int:
@@ -201,6 +200,8 @@ class Recording:
         iteration, progress = self._iteration, self._iteration.progress
         iteration.update(*iteration.linearise(values))
         assert iteration.blocks is not None
+        if self._sequence.evaluation != "vmap":  # thousands of steps, one by one
+            raise RuntimeError(f"its steps are evaluated by {self._sequence.evaluation}")
         if iteration.blocks.data.nbytes > _LARGEST_BLOCKS:
             raise RuntimeError(f"its blocks take {iteration.blocks.data.nbytes / 2**20:.0f} MiB")
         values = iteration.evaluate()
