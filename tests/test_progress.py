@@ -48,6 +48,21 @@ def test_updates_that_stop_shrinking_at_the_level_of_rounding_end_as_precision_f
     assert judged.results == [Result.PRECISION_FLOOR]
 
 
+def test_what_is_carried_from_one_iteration_to_the_next_is_all_there_is():
+    """In a recording everything else is overwritten in between."""
+    judged = progress(steps=50)
+    for update in (1e-2, 1e-5, 1e-5, 0.9e-5, 1e-5):
+        kept: dict[str, torch.Tensor] = {}
+        feed(judged, update)
+        judged.carry(lambda name, tensor, kept=kept: kept.setdefault(name, tensor.clone()))
+        constant = {id(judged.index), *map(id, kept.values())}
+        for value in vars(judged).values():
+            if isinstance(value, torch.Tensor) and id(value) not in constant:
+                value.fill_(99)
+    assert judged.results == [Result.PRECISION_FLOOR]
+    assert judged.iterations.tolist() == [5]
+
+
 @pytest.mark.parametrize(
     ("update", "residual"), [(1e-5, 1e-3), (1e-2, 0.0)], ids=["residual too large", "update too large"]
 )

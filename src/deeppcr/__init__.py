@@ -10,6 +10,7 @@ torch.Size([1000, 16])
 """
 
 from . import diffusion, linear, nn
+from .captured import clear_graphs
 from .check import Finding, check
 from .gradient import Implicit, Unrolled
 from .guess import BatchMean, Random, RepeatInitial, Zeros
@@ -57,6 +58,7 @@ __all__ = [
     "UpdateTest",
     "Zeros",
     "check",
+    "clear_graphs",
     "collapse",
     "diffusion",
     "linear",

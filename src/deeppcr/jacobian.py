@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .layout import Layout
 from .linear import Blocks, Dense, Diagonal, Scalar
 from .sequence import Sequence
 from .steps import StepError
@@ -176,22 +176,30 @@ class DiagonalJacobian(Jacobian):
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
         layout = sequence.layout
-        ones = torch.ones(1, 1, layout.rows, layout.width, dtype=layout.dtype, device=layout.device)
         if not sequence.verify_once("diagonal"):
+            ones = torch.ones(1, 1, layout.rows, layout.width, dtype=layout.dtype, device=layout.device)
             values, pushed = sequence.push(previous, ones, steps)
             return values, Diagonal(pushed[:, 0])
-        signs = _signs(ones.shape, layout, 0)
-        values, pushed = sequence.push(previous, torch.cat([ones, signs], 1), steps)
-        diagonal, mixed = pushed[:, 0], pushed[:, 1]
-        difference = (mixed - diagonal * signs[:, 0]).abs()
-        allowed = 100 * torch.finfo(layout.dtype).eps * (1 + diagonal.abs())
-        if (difference > allowed).any():
-            element = int((difference > allowed).any(0).any(0).nonzero()[0])
+        values, diagonal, wrong = self.compare(sequence, previous, steps, self.signs(layout))
+        if wrong.any():
+            element = int(wrong.any(0).any(0).nonzero()[0])
             raise StepError(
                 "jacobian: DiagonalJacobian was claimed, but the step is not elementwise: element "
                 f"{element} of its output depends on other elements of the state. Use HutchinsonJacobian() or DenseJacobian()"
             )
         return values, Diagonal(diagonal)
+
+    def signs(self, layout: Layout) -> Tensor:
+        return _signs((1, 1, layout.rows, layout.width), layout, 0)
+
+    def compare(
+        self, sequence: Sequence, previous: Tensor, steps: range, signs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, diagonals, and which elements of the product with ``signs`` [1, 1, B, D] are not theirs, [N, B, D] each."""
+        values, pushed = sequence.push(previous, torch.cat([torch.ones_like(signs), signs], 1), steps)
+        diagonal, mixed = pushed[:, 0], pushed[:, 1]
+        allowed = 100 * torch.finfo(diagonal.dtype).eps * (1 + diagonal.abs())
+        return values, diagonal, (mixed - diagonal * signs[:, 0]).abs() > allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +238,7 @@ class HutchinsonJacobian(Jacobian):
         return values, Diagonal((signs * pushed).mean(1))
 
 
-def _signs(shape: tuple[int, ...], layout: Any, seed: int) -> Tensor:
+def _signs(shape: tuple[int, ...], layout: Layout, seed: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)  # on the CPU, so that every device sees the same signs
     signs = torch.randint(0, 2, shape, generator=generator, device="cpu").mul_(2).sub_(1)
     return signs.to(layout.device, layout.dtype)

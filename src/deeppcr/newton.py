@@ -45,6 +45,7 @@ class Newton:
         stop: UpdateTest(), PaperTest(), FixedIterations(n)
         shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
             of linear convergence
+        capture: on a GPU, a solve that is repeated becomes a CUDA graph, and is then replayed
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Newton(chunk=8))
@@ -60,6 +61,7 @@ class Newton:
     chunk: int | Literal["auto"] = "auto"
     stop: StoppingTest = UpdateTest()
     shrink: float = 1.0
+    capture: bool = True
 
     def __post_init__(self):
         whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
@@ -114,7 +116,7 @@ class Newton:
         chunk = self.choose_chunk(sequence, plan)
         plan.chunk = chunk
         try:
-            return _Iteration(self, sequence, guess, chunk, plan).run()
+            return Iteration(self, sequence, first_ends(sequence, guess, chunk), chunk, plan).run()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -171,10 +173,23 @@ class Outcome:
     updates: Tensor
 
 
-class _Iteration:
-    """One run: the unknowns and what is done to them. ``progress`` knows which rows and chunks are finished."""
+def first_ends(sequence: Sequence, guess: Guess, chunk: int) -> Tensor:
+    """The states after the chunks that the iteration starts from, [N, B, D]."""
+    ends = guess.states(sequence, range(chunk - 1, sequence.length, chunk))
+    if len(ends) * chunk >= sequence.length:
+        return ends
+    # A ragged last chunk ends with the last step.
+    return torch.cat([ends, guess.states(sequence, range(sequence.length - 1, sequence.length))])
 
-    def __init__(self, newton: Newton, sequence: Sequence, guess: Guess, chunk: int, plan: Plan):
+
+class Iteration:
+    """One run: the unknowns and what is done to them. ``progress`` knows which rows and chunks are finished.
+
+    Args:
+        ends: the unknowns to start from, [N, B, D]
+    """
+
+    def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         self.newton, self.sequence, self.chunk, self.plan = newton, sequence, chunk, plan
         atol, rtol = newton.tolerances(sequence.layout.dtype)
         self.progress = Progress(
@@ -188,10 +203,7 @@ class _Iteration:
             max_iterations=newton.max_iterations,
             compare_with_loop=newton.chunk == "auto" and newton.quadratic,
         )
-        ends = guess.states(sequence, range(chunk - 1, sequence.length, chunk))
-        if len(ends) < self.progress.chunks:  # a ragged last chunk ends with the last step
-            ends = torch.cat([ends, guess.states(sequence, range(sequence.length - 1, sequence.length))])
-        self.ends = ends  # the unknowns, [N, B, D]; always finite
+        self.ends = ends  # always finite
         # From chunk `first` on (those before are finished in every active row and no longer evaluated), as of the last
         # iteration: the Jacobians, and the chunks' ends as they came out before the update.
         self.first = 0
@@ -232,6 +244,18 @@ class _Iteration:
             self.certify()
         return self.outcome()
 
+    # Where Python branches on values; a run that is being recorded cannot.
+
+    looks = True
+
+    def rarely(self, flags: Tensor) -> bool:
+        """Whether any of ``flags`` is set, which calls for a safeguard."""
+        return bool(flags.any())
+
+    def mostly(self, flags: Tensor) -> bool:
+        """Whether any of ``flags`` is set; if not, some work is spared that would change nothing."""
+        return bool(flags.any())
+
     def starts(self) -> Tensor:
         return torch.cat([self.sequence.initial.unsqueeze(0), self.ends[:-1]])[self.first :]
 
@@ -255,7 +279,7 @@ class _Iteration:
         # A value that is not finite: from an exact start it is the sequence's own; elsewhere the iterate has strayed, and
         # the chain is cut there for this time so that it spoils no other state.
         finite = torch.isfinite(values).all(-1) | frozen
-        if not finite.all():
+        if self.rarely(~finite):
             progress.finish((~finite & next_exact).any(0), Result.NON_FINITE)
             frozen, next_exact = progress.frozen(self.first)
             blocks = blocks.where(finite & ~frozen)
@@ -280,7 +304,7 @@ class _Iteration:
         if isinstance(linear, Auto):
             linear, why = linear.choose(couplings)
             self.plan.linear = f"{linear} ({why})"
-        return solve_coupled(couplings, residual, reverse=False, solver=linear)
+        return solve_coupled(couplings, residual, reverse=False, solver=linear, look=self.looks)
 
     def replace(self, ends: Tensor) -> None:
         self.ends = torch.cat([self.ends[: self.first], ends])
@@ -295,13 +319,13 @@ class _Iteration:
             progress.finish(candidates, Result.CONVERGED)
         elif self.newton.quadratic:
             candidates &= (progress.ratio(residual, ends) <= 1).all(0)
-            if candidates.any():
+            if self.mostly(candidates):
                 # The update that the last Jacobians give for the new residual estimates the error that is left.
                 assert self.blocks is not None
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = progress.ratio(delta, ends)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
-                if done.any():
+                if self.mostly(done):
                     self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
@@ -316,8 +340,9 @@ class _Iteration:
         size = ends.abs().amax(-1)
         far = (size > _FAR * self.values.abs().amax(-1)) & self.progress.active
         wrong = far & (residual.abs().amax(-1) > 0.1 * size)
-        thrown = far & wrong.cummax(0).values  # what follows a wrong state was thrown with it
-        if thrown.any():
+        # What follows a wrong state was thrown with it.
+        thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
+        if self.rarely(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
     @torch.no_grad()
@@ -347,15 +372,21 @@ class _Iteration:
         self.ends = torch.where(good.unsqueeze(-1), self.ends + delta, self.ends)
         progress.withdraw(claimed & ~good)
 
+    def states(self) -> Tensor:
+        """Every state, [L, B, D]."""
+        if self.chunk == 1:
+            return self.ends
+        self.first = 0
+        rolled, states = self.sequence.roll_out(self.starts(), self.chunk)
+        # In a chaotic sequence even the rounding of two evaluations differs visibly at the end of a chunk; exact is only
+        # what joins up.
+        progress = self.progress
+        joined = progress.leading(progress.ratio((rolled - self.ends).detach(), rolled.detach()) <= 1)
+        progress.prefix = torch.minimum(progress.prefix, joined)
+        return states
+
     def outcome(self) -> Outcome:
-        states, progress = self.ends, self.progress
-        if self.chunk > 1:
-            self.first = 0
-            rolled, states = self.sequence.roll_out(self.starts(), self.chunk)
-            # In a chaotic sequence even the rounding of two evaluations differs visibly at the end of a chunk; exact is only
-            # what joins up.
-            joined = (progress.ratio((rolled - self.ends).detach(), rolled.detach()) <= 1).long().cumprod(0).sum(0)
-            progress.prefix = torch.minimum(progress.prefix, joined)
+        states, progress = self.states(), self.progress
         none = torch.zeros(0, self.sequence.layout.rows, device=states.device)
         return Outcome(
             states=states,

@@ -1,11 +1,15 @@
 """Who is done: the status of every row during Newton's iteration, and the judgement on each iteration.
 
+All of it is arithmetic on the device, so that iterations can be captured in a CUDA graph; Python reads values only in
+``results`` and ``why_hopeless``.
+
 Shapes: N chunks (n of them from chunk ``first`` on), B rows, D the packed state.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,6 +61,7 @@ class Progress:
         self.eps = torch.finfo(layout.dtype).eps
 
         rows, device = layout.rows, layout.device
+        self.index = torch.arange(self.chunks, device=device).unsqueeze(1)  # of each chunk
         self.count = 0
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.prefix = torch.zeros(rows, dtype=torch.long, device=device)
@@ -69,7 +74,14 @@ class Progress:
         self._last = (nothing, nothing)  # largest updates [B, D] of the last iteration, and their factors
         self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
         self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
-        self._trend: list[tuple[int, float]] = []  # smallest prefix and largest update of the active rows
+        self._trend: list[tuple[Tensor, Tensor]] = []  # smallest prefix and largest update of the active rows
+
+    def carry(self, keep: Callable[[str, Tensor], Tensor]) -> None:
+        """Leave to the next iteration only what it needs, where ``keep(name, tensor)`` puts it."""
+        for name in ("active", "prefix", "iterations", "codes", "_first_residual", "_best", "_since_best"):
+            setattr(self, name, keep(name, getattr(self, name)))
+        self.updates = [keep("update", self.updates[-1])]
+        self._trend.clear()
 
     @property
     def results(self) -> list[Result]:
@@ -92,8 +104,12 @@ class Progress:
 
     def frozen(self, first: int) -> tuple[Tensor, Tensor]:
         """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
-        index = torch.arange(first, self.chunks, device=self.layout.device).unsqueeze(1)
+        index = self.index[first:]
         return (index < self.prefix) | ~self.active, index == self.prefix
+
+    def leading(self, fine: Tensor, first: int = 0) -> Tensor:
+        """How many chunks, [B], come before the first that is not ``fine`` [n, B], those before ``first`` included."""
+        return torch.where(fine, self.chunks, self.index[first:]).amin(0)
 
     def ratio(self, difference: Tensor, states: Tensor) -> Tensor:
         """The size of a difference in units of the tolerance, worst leaf: [n, B]; infinite where it is not a number."""
@@ -113,7 +129,7 @@ class Progress:
             residual, delta, states: [n, B, D], before the update, the update, and after it
         """
         self.count += 1
-        self.iterations = torch.where(self.active, self.count, self.iterations)
+        self.iterations = self.iterations + self.active
         if self._first_residual is None:
             self._first_residual = residual.abs().amax((0, -1))
         off = torch.where(finite, self.ratio(residual, states), math.inf)
@@ -129,14 +145,14 @@ class Progress:
             if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
                 self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
             self._detect_floor(worst, off.amax(0), delta, states)
-        if self.active.any():
-            self._trend.append((int(self.prefix[self.active].min()), float(worst[self.active].max())))
+        prefix = torch.where(self.active, self.prefix, self.chunks)
+        self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
 
     def _grow_prefix(self, first: int, estimate: Tensor, off: Tensor, states: Tensor) -> None:
         sizes = self.layout.norms(states)
         enough = (_SETTLED * self.eps * sizes / (self.atol + self.rtol * sizes)).amin(-1)
-        before = torch.arange(first, self.chunks, device=states.device).unsqueeze(1) < self.prefix
-        leading = (before | ((estimate <= enough) & (off <= enough))).long().cumprod(0).sum(0) + first
+        before = self.index[first:] < self.prefix
+        leading = self.leading(before | ((estimate <= enough) & (off <= enough)), first)
         grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
 
@@ -191,7 +207,8 @@ class Progress:
         """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""
         if self.count < _PATIENCE:
             return None
-        (prefix_then, update_then), (prefix, update) = self._trend[-1 - _TREND], self._trend[-1]
+        prefix_then, prefix = (int(self._trend[at][0]) for at in (-1 - _TREND, -1))
+        update_then, update = (float(self._trend[at][1]) for at in (-1 - _TREND, -1))
         remaining = self.chunks - prefix
         by_prefix = remaining * _TREND / (prefix - prefix_then)
         by_update = math.inf
@@ -203,6 +220,14 @@ class Progress:
         if self.compare_with_loop and needed > remaining / 2:
             return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
         return None
+
+
+def measure(layout: Layout, values: Tensor, states: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+    off = (values - states).abs()
+    rounding = 1000 * torch.finfo(layout.dtype).eps
+    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
+    return off.amax((0, -1)), (layout.norms(off) <= allowed).all(-1).all(0)
 
 
 def still_to_come(update: Tensor, before: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .linear.hierarchical import interleave
 from .markov import WithHistory
 from .stacking import group_callables
 from .steps import StepError, StepGroup, has_tangent, vmap_over_steps
+from .trace import Trace
 
 
 class Rowwise:
@@ -58,6 +60,7 @@ class Sequence:
         layout: of a state
         initial: [B, D], ``z_0``, still attached to the caller's graph
         needs_gradients: whether anything that the states depend on requires a gradient
+        trace: of the first step, where it was asked for and could be made
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Sequence:
         *,
         length: int | None = None,
         batch_dims: int | None = None,
+        traced: bool = False,
     ):
         self.layout = Layout.of(z0, batch_dims)
         self.initial = self.layout.pack(z0)
@@ -94,6 +98,7 @@ class Sequence:
             self._groups = [([], StepGroup(step, xs, self.layout, rowwise=fold))]
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
+        self.trace = Trace(self.layout.device) if traced and not several else None
         first = self._take_first_step(z0, xs)
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
@@ -107,12 +112,16 @@ class Sequence:
 
     def _take_first_step(self, z0: Any, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
-        watched = [("its state", leaf) for leaf in (self.initial, *pytree.tree_leaves(z0))]
+        state, x = self.initial, self.inputs(0)
+        if self.trace is not None:  # to which all else of the caller's memory is what the step closes over
+            state, x = state.clone(), pytree.tree_map(torch.clone, x) if xs is not None else None
+            z0, xs = state, x
+        watched = [("its state", leaf) for leaf in (state, *pytree.tree_leaves(z0))]
         watched += [("xs", leaf) for leaf in pytree.tree_leaves(xs) if xs is not None]
         watched = [(name, leaf) for name, leaf in watched if not leaf.is_inference()]  # those count no versions
         before = [leaf._version for _, leaf in watched]
         try:
-            first = self.step(0, self.initial)
+            first = self._call_traced(state, x)
         except (TypeError, AttributeError, RuntimeError) as error:
             if isinstance(xs, (list, tuple)) and len(xs) > 2 and all(isinstance(x, Tensor) for x in xs):
                 raise TypeError(
@@ -126,6 +135,15 @@ class Sequence:
                     f"step: changes {name} in place, which would overwrite the solver's states; use an operation that returns a new tensor"
                 )
         return first
+
+    def _call_traced(self, state: Tensor, x: Any) -> Tensor:
+        group = self._group_of(0)[0]
+        if self.trace is not None:
+            try:
+                return self.trace.run(group.function, group.call, state, x)
+            except Exception:  # not every step can be traced; if it fails without that too, its error says why
+                self.trace = None
+        return group.call(state, x)
 
     def _check_fold(self, first: Tensor) -> None:
         group = self._groups[0][1]
@@ -147,12 +165,29 @@ class Sequence:
                 "something it closes over has rows of its own, or its rows influence each other"
             )
 
+    def moved_to(self, initial: Tensor, xs: Any) -> Sequence:
+        """The same loop from another start [B, D] on other inputs, nothing known of how it can be evaluated.
+
+        Only for sequences of one step function.
+        """
+        moved, group = copy(self), self._groups[0][1]
+        moved.initial, moved.notes, moved._verified = initial, [], set()
+        moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
+        return moved
+
     # Evaluation. `steps` is a range over the steps of the loop; `previous[n]` is the state before step steps[n].
 
     def step(self, index: int, state: Tensor) -> Tensor:
         """One step as in the loop: [B, D] to [B, D]."""
-        group, place = self._places[index] if self._places else (self._groups[0][1], index)
-        return group.call(state, group.inputs(place))
+        return self._group_of(index)[0].call(state, self.inputs(index))
+
+    def inputs(self, index: int) -> Any:
+        """What the step function sees of xs at one step."""
+        group, place = self._group_of(index)
+        return group.inputs(place)
+
+    def _group_of(self, index: int) -> tuple[StepGroup, int]:
+        return self._places[index] if self._places else (self._groups[0][1], index)
 
     def values(self, previous: Tensor, steps: range) -> Tensor:
         """[N, B, D] to [N, B, D]"""
@@ -220,6 +255,11 @@ class Sequence:
         new = name not in self._verified
         self._verified.add(name)
         return new
+
+    @property
+    def xs(self) -> Any:
+        """What the steps see, stacked. Only for sequences of one step function."""
+        return self._groups[0][1].xs
 
     @property
     def evaluation(self) -> str:

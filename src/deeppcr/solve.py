@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .captured import graphs, may_capture
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
 from .linear.solve import in_functorch
 from .newton import Loop, Newton, Outcome
+from .progress import measure
 from .sequence import Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 from .steps import StepError
@@ -79,7 +81,9 @@ def _solve(
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
+    traced = not unrolled and may_capture(solver, z0)
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced)
     plan = Plan()
     if isinstance(solver, Loop):
         outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
@@ -89,7 +93,14 @@ def _solve(
 
     start = as_guess(guess, z0, xs)
     fixed = isinstance(solver.stop, FixedIterations)
-    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
+    found = graphs.solve(solver, sequence, start, plan) if traced else None
+    if found is not None:  # and has been checked
+        outcome, residual = found
+        if torch.is_grad_enabled() and sequence.needs_gradients:
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+            outcome = replace(outcome, states=adjoint.attach(outcome.states))
+        return _solution(sequence, outcome, plan, residual)
+
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
     plan.derivative = solver.jacobian.name or sequence.derivative
@@ -164,24 +175,17 @@ def _previous(sequence: Sequence, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(
-    sequence: Sequence, outcome: Outcome, solver: Newton | None, values: Tensor | None
-) -> tuple[Tensor, Outcome]:
+def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tensor | None) -> tuple[Tensor, Outcome]:
     """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
     states, layout = outcome.states.detach(), sequence.layout
     if values is None:
         values = sequence.values(_previous(sequence, states), range(sequence.length))
-    off = (values.detach() - states).abs()
-    residual = off.amax((0, -1))
-    if solver is None or not isinstance(solver.stop, UpdateTest):
+    residual, held = measure(layout, values.detach(), states, *solver.tolerances(layout.dtype))
+    if not isinstance(solver.stop, UpdateTest):
         return residual, outcome
-    atol, rtol = solver.tolerances(layout.dtype)
-    rounding = 1000 * torch.finfo(layout.dtype).eps
-    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
-    held = (layout.norms(off) <= allowed).all(-1).all(0).tolist()
     results = [
         Result.NOT_CONVERGED if not fine and result in _TRUSTED else result
-        for fine, result in zip(held, outcome.results, strict=True)
+        for fine, result in zip(held.tolist(), outcome.results, strict=True)
     ]
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
     exact = torch.where(changed, 0, outcome.exact_steps)
@@ -240,12 +244,14 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
 def _describe(outcome: Outcome, plan: Plan | None = None) -> str:
     """The worst result in words, with the step where it happened and, from the plan, why Newton gave up."""
     worst = max(outcome.results, key=lambda result: result.severity)
+    if worst.severity <= Result.PRECISION_FLOOR.severity:
+        return worst.value
     rows = [row for row, result in enumerate(outcome.results) if result is worst]
     exact = outcome.exact_steps.tolist()
     row = min(rows, key=lambda r: exact[r])
     step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
     text = worst.value.format(step=step)
-    if len(outcome.results) > 1 and worst.severity > Result.PRECISION_FLOOR.severity:
+    if len(outcome.results) > 1:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
     reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
     return "; ".join([text, *reasons])

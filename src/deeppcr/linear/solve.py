@@ -117,8 +117,11 @@ def solve(
     return solution if solution.dtype == result_dtype else solution.to(result_dtype)
 
 
-def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver) -> Tensor:
+def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:
     """``solve`` without its checks, for the L - 1 blocks between the unknowns and no initial state.
+
+    Without a ``look`` at its values, a solution in which a product of blocks overflowed is returned as it is, and nothing
+    is differentiated.
 
     >>> import torch
     >>> from deeppcr import linear
@@ -128,13 +131,14 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
     """
     if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
         with torch.autocast(rhs.device.type, enabled=False):
-            return solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+            return solve_coupled(couplings, rhs, reverse=reverse, solver=solver, look=look)
     if rhs.dtype in _HALF:
         full = type(couplings)(couplings.data.float())
-        return solve_coupled(full, rhs.float(), reverse=reverse, solver=solver).to(rhs.dtype)
+        return solve_coupled(full, rhs.float(), reverse=reverse, solver=solver, look=look).to(rhs.dtype)
     if len(couplings) == 0:
         return rhs.clone()  # as for every other length, the caller may change the result in place
-    if torch.compiler.is_compiling():  # which traces no custom function with a jvp, and plans memory by itself
+    # A compiler traces no custom function with a jvp, and plans memory by itself.
+    if not look or torch.compiler.is_compiling():
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
     return _solve_system(couplings.data, rhs, type(couplings), solver, reverse)
 

@@ -1,0 +1,285 @@
+"""A solve recorded once, as CUDA graphs, and replayed on other inputs.
+
+On a GPU the operations of an iteration take less time than Python takes to ask for them. Three parts are recorded: the
+first iteration, another iteration, and the check of the result. Replays work on memory that stays where it is, so inputs
+are copied there first and results copied from there. A recording cannot branch: it holds the iteration as it mostly goes,
+and whatever calls for one of the safeguards hands the solve over to the general iteration, from the start.
+
+Shapes: L steps in N chunks of C, B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .jacobian import DenseJacobian, DiagonalJacobian
+from .linear import Blocks
+from .newton import Iteration, Newton, Outcome
+from .progress import measure
+from .sequence import Sequence
+from .solution import Plan, Result
+from .stopping import PaperTest
+from .trace import Watch, without_cast_cache
+
+#: What takes more iterations may need one of the safeguards of the general iteration.
+_MOST_ITERATIONS = 10
+#: Larger blocks keep a GPU busy whatever Python does, and their memory would never be given back.
+_LARGEST_BLOCKS = 2**28
+
+
+class Recorder:
+    """Records functions that work on memory that stays where it is. One solve at a time has its turn on a device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """A function that does again on the device what ``function`` does now."""
+        raise NotImplementedError
+
+    def rehearse(self, function: Callable[[], None]) -> None:
+        """Run a function once, so that libraries make ready and nothing is left to decide; see that it can be recorded."""
+        with Watch(self.device) as watch:
+            function()
+        if watch.refusal is not None:
+            raise RuntimeError(watch.refusal)
+
+
+class CudaGraphs(Recorder):
+    """CUDA graphs, all in one pool of memory: what is not needed between replays, they share."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            anchor = torch.zeros(1, device=device)
+            self._anchor = self.record(lambda: anchor.zero_())  # a pool lives as long as one of its graphs
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock, torch.cuda.device(self.device):
+            try:
+                yield
+            finally:  # the next solve may work on that memory on another stream, or give it back
+                torch.cuda.current_stream().synchronize()
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], None]:
+        outer = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _RECORDING:
+                self._stream.wait_stream(outer)
+                with torch.cuda.stream(self._stream):
+                    self.rehearse(function)
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    function()
+        finally:  # a capture that fails does not always leave its stream
+            torch.cuda.set_stream(outer)
+            outer.wait_stream(self._stream)
+        return graph.replay
+
+
+#: PyTorch captures one graph at a time.
+_RECORDING = threading.Lock()
+
+#: By type of device. Elsewhere there is nothing to gain.
+RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
+
+
+class _StraightLine(Iteration):
+    """The iteration without a look at values: work that may be needed is done, and what would need more is noted."""
+
+    looks = False
+
+    def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
+        super().__init__(newton, sequence, ends, chunk, plan)
+        self.unusual = torch.zeros((), dtype=torch.bool, device=ends.device)
+
+    def rarely(self, flags: Tensor) -> bool:
+        self.unusual = self.unusual | flags.any()
+        return False
+
+    def mostly(self, flags: Tensor) -> bool:
+        return True
+
+    def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
+        delta = super().solve(blocks, residual)
+        self.rarely(~(delta.abs().amax() < math.inf))
+        return delta
+
+
+class Recording:
+    """One kind of solve, recorded.
+
+    Args:
+        newton, sequence, ends, chunk: of a solve of this kind; ends are the unknowns to start from, [N, B, D]
+        recorder: of the device
+        structure: a number for all recordings that differ only in what the step closes over
+
+    Attributes:
+        misses: solves in a row that had to be handed over
+    """
+
+    def __init__(
+        self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
+    ):
+        self.structure, self.misses = structure, 0
+        # While it is held, no tensor gets the address of another that the recording reads.
+        self._outside = sequence.trace.outside if sequence.trace is not None else {}
+        self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
+        if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
+            newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))
+        self._newton, self._chunk, self._plan = newton, chunk, Plan(chunk=chunk)
+        layout = sequence.layout
+        self._kept: dict[str, Tensor] = {}
+        self._initial = torch.empty_like(sequence.initial, memory_format=torch.contiguous_format)
+        self._ends = torch.empty(ends.shape, dtype=ends.dtype, device=ends.device)
+        leaves, spec = pytree.tree_flatten(sequence.xs)
+        self._xs = [torch.empty_like(_unexpanded(leaf)) for leaf in leaves if leaf is not None]
+        xs = (
+            pytree.tree_unflatten([a.expand(b.shape) for a, b in zip(self._xs, leaves, strict=True)], spec)
+            if self._xs
+            else None
+        )
+        self._sequence = sequence.moved_to(self._initial, xs)
+        jacobian = newton.jacobian
+        self._compare = None
+        if isinstance(jacobian, DiagonalJacobian):
+            self._compare, self._signs = jacobian.compare, jacobian.signs(layout)
+            self._sequence.verify_once("diagonal")  # as is done below, without a look at values
+        self._updates = torch.zeros(_MOST_ITERATIONS, layout.rows, dtype=torch.float64, device=layout.device)
+        self._count = torch.zeros(1, dtype=torch.long, device=layout.device)
+
+        self._load(sequence, ends)
+        with without_cast_cache(layout.device.type):
+            self._first = recorder.record(self._begin)
+            self._first()  # a graph does nothing while it is captured, and the next part works on what this one leaves
+            self._again = recorder.record(self._go_on)
+            self._last = recorder.record(self._finish)
+
+    @property
+    def bytes(self) -> int:
+        kept = [self._initial, self._ends, *self._xs, *self._kept.values(), self._states]
+        return sum(tensor.nbytes for tensor in kept)
+
+    # What is recorded.
+
+    def _begin(self) -> None:
+        self._iteration = _StraightLine(self._newton, self._sequence, self._ends, self._chunk, self._plan)
+        self._count.zero_()
+        if self._compare is not None:
+            starts, steps = self._iteration.starts(), self._sequence.chunk_steps(self._chunk)[0]
+            self._iteration.rarely(self._compare(self._sequence, starts, steps, self._signs)[2])
+        self._iterate(None)
+
+    def _go_on(self) -> None:
+        self._iterate(self._kept["values"])
+
+    def _iterate(self, values: Tensor | None) -> None:
+        """One iteration and the look at it.
+
+        Args:
+            values: the chunks' ends as they come out, from the look before
+        """
+        iteration, progress = self._iteration, self._iteration.progress
+        iteration.update(*iteration.linearise(values))
+        assert iteration.blocks is not None
+        if self._sequence.evaluation != "vmap":  # thousands of steps, one by one
+            raise RuntimeError(f"its steps are evaluated by {self._sequence.evaluation}")
+        if iteration.blocks.data.nbytes > _LARGEST_BLOCKS:
+            raise RuntimeError(f"its blocks take {iteration.blocks.data.nbytes / 2**20:.0f} MiB")
+        values = iteration.evaluate()
+        iteration.look(values)
+        self._updates.index_copy_(0, self._count, progress.updates[-1].unsqueeze(0))
+        self._count += 1
+        progress.carry(self._keep)
+        iteration.ends = iteration.values = self._keep("ends", iteration.ends)
+        iteration.unusual = self._keep("unusual", iteration.unusual)
+        iteration.blocks = None
+        self._keep("values", values)
+        self._keep("status", torch.stack([progress.active.any(), iteration.unusual]))
+
+    def _finish(self) -> None:
+        iteration, sequence, newton = self._iteration, self._sequence, self._newton
+        states = iteration.states()
+        previous = torch.cat([self._initial.unsqueeze(0), states[:-1]])
+        values = sequence.values(previous, range(sequence.length))
+        residual, held = measure(sequence.layout, values, states, *newton.tolerances(states.dtype))
+        if isinstance(newton.stop, PaperTest):
+            held = torch.isfinite(residual)
+        self._states, self._residual = states, self._keep("residual", residual)
+        self._keep("verdict", torch.cat([held.all().long().unsqueeze(0), iteration.progress.codes]))
+
+    def _keep(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of a tensor, always in the same place."""
+        if name not in self._kept:
+            self._kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return self._kept[name].copy_(tensor)
+
+    # What is done for each solve.
+
+    def _load(self, sequence: Sequence, ends: Tensor) -> None:
+        self._initial.copy_(sequence.initial)
+        self._ends.copy_(ends)
+        for place, leaf in zip(self._xs, pytree.tree_leaves(sequence.xs) if self._xs else [], strict=True):
+            place.copy_(_unexpanded(leaf))
+
+    def replay(self, sequence: Sequence, ends: Tensor) -> tuple[Outcome, Tensor] | None:
+        """The outcome and its residual [B]; None where the general iteration must take over."""
+        self._load(sequence, ends)
+        self._first()
+        count = 1
+        while True:
+            active, unusual = self._kept["status"].tolist()
+            if unusual or (active and count == self.limit):
+                return None
+            if not active:
+                break
+            self._again()
+            count += 1
+        self._last()
+        held, *codes = self._kept["verdict"].tolist()
+        results = [_RESULTS[code] for code in codes]
+        if not held or any(result not in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in results):
+            return None
+        outcome = Outcome(
+            states=self._states.clone(),
+            results=results,
+            iterations=self._kept["iterations"].clone(),
+            exact_steps=torch.full_like(self._kept["iterations"], sequence.length),
+            updates=self._updates[:count].clone(),
+        )
+        return outcome, self._kept["residual"].clone()
+
+    def describe(self, plan: Plan) -> None:
+        plan.chunk, plan.linear = self._plan.chunk, self._plan.linear
+        plan.derivative = self._newton.jacobian.name or self._sequence.derivative
+        for note in self._sequence.all_notes:
+            plan.note(note)
+        plan.note("replayed as a CUDA graph")
+
+
+_RESULTS = list(Result)
+
+
+def _unexpanded(leaf: Tensor) -> Tensor:
+    """A leaf without the copies of itself that it only seems to hold."""
+    apparent = [stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)]
+    leaf = leaf.detach()
+    return leaf[tuple(slice(0, 1) if each else slice(None) for each in apparent)] if any(apparent) else leaf

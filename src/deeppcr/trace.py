@@ -1,0 +1,167 @@
+"""What a function does to tensors, as a value that can be compared: two calls with equal traces compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: What the host would have to wait for, or what differs from call to call.
+_UNREPEATABLE = {
+    torch.Tag.nondeterministic_seeded: "draws random numbers",
+    torch.Tag.data_dependent_output: "looks at values",
+    torch.Tag.dynamic_output_shape: "makes tensors whose shapes depend on values",
+}
+_PLAIN = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Watch(TorchDispatchMode):
+    """Looks for operations that cannot be recorded and repeated.
+
+    Attributes:
+        refusal: what was found, or None
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.refusal: str | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs) if kwargs else func(*args)
+        if self.refusal is None:
+            self.look(func, args, kwargs or {}, found)
+        return found
+
+    def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
+        self.refusal = _facts_of(func)[0]
+        for tensor in _tensors((args, kwargs, found)):
+            if tensor.device != self.device and not tensor.is_meta:  # forward mode compares layouts by those
+                self.refusal = f"it needs a tensor on {tensor.device} ({func})"
+
+
+class Trace(Watch):
+    """Every operation of one call of a function, with all that it depends on.
+
+    Tensors stand in it by where they come from: an input, an operation before, or the outside (parameters, constants
+    closed over). Those from the outside stand by their address: what is changed in place leaves the trace as it is, what is
+    replaced changes it, and so does a Python number, a switch of a module's mode, or another branch.
+
+    Attributes:
+        refusal: why a recording of the operations could not stand for the function, or None
+        outside: the memory of the tensors from the outside; while it is held, no other tensor gets its address
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.outside: dict[int, torch.UntypedStorage] = {}
+        self._entries: list[Hashable] = []
+        self._names: dict[int, Hashable] = {}  # of memory, by its address
+        self._held: list[torch.UntypedStorage] = []  # so that no address is given away twice
+
+    def run(self, code: Callable, call: Callable, *inputs: Any) -> Any:
+        """``call(*inputs)``, traced. The inputs must share no memory with anything that the call knows of.
+
+        Args:
+            code: the function that the call is about
+        """
+        for leaf in pytree.tree_leaves(inputs):
+            if isinstance(leaf, Tensor):
+                self._name(leaf, ("input", len(self._names)))
+        # What an operation's own derivative does is not traced, so another program is another function. All closures
+        # that one place in a program makes are the same one: what they close over is traced.
+        self._entries.append(getattr(code, "__code__", type(code)))
+        with without_cast_cache(self.device.type), self:
+            found = call(*inputs)
+        # The same operations with another of their results returned are another function.
+        self._entries += [self._encode(leaf) for leaf in pytree.tree_leaves(found)]
+        return found
+
+    @property
+    def key(self) -> Hashable:
+        return tuple(self._entries)
+
+    @property
+    def structure(self) -> Hashable:
+        """The key less the addresses of what comes from outside."""
+        return _without(frozenset(self.outside), self.key)
+
+    def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
+        reason, changes = _facts_of(func)
+        self.refusal = reason
+        self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
+        if changes and any(t.untyped_storage().data_ptr() in self.outside for t in _tensors((args, kwargs))):
+            self.refusal = f"it changes a tensor that it closes over ({func})"
+        for tensor in (found,) if isinstance(found, Tensor) else _tensors(found):
+            self._name(tensor, ("made", len(self._names)))
+
+    def _name(self, tensor: Tensor, name: Hashable) -> Hashable:
+        """What the memory of a tensor is called: ``name``, unless it has one."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            self.refusal = f"it works on a {type(tensor).__name__} ({tensor.layout})"
+            return None
+        if tensor.device != self.device:
+            self.refusal = f"it needs a tensor on {tensor.device}"
+            return None
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        known = self._names.get(address)
+        if known is not None:
+            return known
+        self._held.append(storage)
+        if name is None:  # from the outside
+            name = address
+            self.outside[address] = storage
+        self._names[address] = name
+        return name
+
+    def _encode(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            name = self._name(value, None)
+            return name, value.storage_offset(), value.shape, value.stride(), value.dtype
+        if value is None:
+            return None
+        if isinstance(value, (list, tuple)):
+            return tuple([self._encode(each) for each in value])
+        if isinstance(value, float):
+            return float, repr(value)  # which tells zeros apart, and NaN is NaN
+        if not isinstance(value, _PLAIN):
+            self.refusal = f"it hands a {type(value).__name__} to an operation"
+            return None
+        return type(value), value  # since True == 1
+
+
+@contextmanager
+def without_cast_cache(device_type: str) -> Iterator[None]:
+    """Autocast keeps what it has cast: operations that took it from there would miss what becomes of the original."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False):
+        yield
+
+
+@cache
+def _facts_of(func: Any) -> tuple[str | None, bool]:
+    """Why an operation cannot be recorded, or None; and whether it changes tensors in place."""
+    name = func.overloadpacket.__name__
+    reasons = [reason for tag, reason in _UNREPEATABLE.items() if tag in func.tags]
+    if name == "lift_fresh":
+        reasons.append("makes a tensor of Python numbers")
+    return (f"it {reasons[0]} ({name})" if reasons else None), func._schema.is_mutable
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def _without(addresses: frozenset[int], value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_without(addresses, each) for each in value)
+    return "outside" if isinstance(value, int) and value in addresses else value

@@ -1,0 +1,51 @@
+"""CUDA graphs without a GPU: the operations of a function, written down with their tensors and numbers and done again.
+
+As in a graph, nothing of the function's Python runs again: what it closed over, read or decided when it was recorded stays.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deeppcr.recording import Recorder
+
+
+class Tape(Recorder):
+    recorded = 0
+
+    def record(self, function):
+        self.rehearse(function)
+        with _Writer() as writer:
+            function()
+        Tape.recorded += 1
+        return writer.replay
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Writer(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        found = func(*args, **kwargs)
+        self.lines.append((func, args, kwargs, found))
+        return found
+
+    def replay(self):
+        with torch.no_grad():
+            for func, args, kwargs, found in self.lines:
+                given = {_storage(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+                again = func(*args, **kwargs)
+                for old, new in zip(pytree.tree_leaves(found), pytree.tree_leaves(again), strict=True):
+                    if not isinstance(old, Tensor) or old._is_zerotensor() or old.is_meta:
+                        continue
+                    if _storage(old) not in given:  # a view follows by itself
+                        old.copy_(new)
