@@ -63,6 +63,7 @@ class Report:
     found: Tensor
     rounds: int
     finished: bool = False
+    note: str = ""  # for the plan
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
@@ -88,7 +89,8 @@ class Report:
         last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
         residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
         plan = Plan(
-            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk
+            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk,
+            notes=[self.note] if self.note else [],
         )  # fmt: skip
         return Solution(
             states=None,
@@ -271,6 +273,10 @@ class _Wide:
         launch(kernels.correct_wide, self.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, chunk: int) -> _Narrow | _Wide:
+    return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, chunk)
+
+
 def run(
     weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers
 ) -> tuple[Tensor, Report | None]:
@@ -284,7 +290,7 @@ def run(
     blocks, (rows, width) = weight.shape[0], initial.shape
     chunk = layers.chunk_blocks(blocks)
     x = torch.empty((blocks * layers.skip + 1, rows, width), dtype=weight.dtype, device=weight.device)
-    network = (_Narrow if width <= dense.NARROW else _Wide)(weight, bias, x, layers, chunk)
+    network = network_of(weight, bias, x, layers, chunk)
     if network.chunks == 1:
         network.whole(initial, 0, x, 0)
         return x, None
