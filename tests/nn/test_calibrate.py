@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import stat
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -155,13 +153,24 @@ def test_a_times_file_of_another_device_is_not_believed(machine):
     assert not calibrate.read(machine.path, content["about"] | {"device": "Another"})
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the owner may write anywhere")
-def test_a_folder_that_cannot_be_written(machine):
-    machine.path.parent.parent.chmod(stat.S_IREAD | stat.S_IEXEC)
-    try:
-        assert machine.find()[1] == "measured on this device"
-    finally:
-        machine.path.parent.parent.chmod(stat.S_IRWXU)
+def test_a_folder_that_cannot_be_written(machine, monkeypatch):
+    def refuse(**_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(calibrate.tempfile, "mkstemp", refuse)
+    times, source = machine.find()
+    assert source == "measured on this device"
+    assert machine.find()[0] is times
+    assert not machine.path.exists()
+
+
+def test_somebody_without_a_home(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setattr(calibrate.os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert calibrate.cache_file(ABOUT) is None
+    assert machine.find()[1] == "measured on this device"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(machine, caplog):

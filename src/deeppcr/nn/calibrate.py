@@ -101,7 +101,7 @@ def may_measure() -> bool:
     )
 
 
-def _measure(device: torch.device, kind: Kind, width: int, path: Path, about: dict[str, Any]) -> Times | None:
+def _measure(device: torch.device, kind: Kind, width: int, path: Path | None, about: dict[str, Any]) -> Times | None:
     _log.info(
         "measuring networks of this kind once (%s; %s): kernels are compiled, then about a second; kept in %s; "
         "DEEPPCR_CALIBRATE=0 switches this off",
@@ -293,16 +293,22 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
-def cache_file(about: dict[str, Any]) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(base) if base and os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
+def cache_file(about: dict[str, Any]) -> Path | None:
+    """None for a user without a home."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not folder.is_absolute():  # as the specification of that variable has it
+        folder = Path(os.path.expanduser("~")) / ".cache"
+    if not folder.is_absolute():
+        return None
     slug = re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower()).strip("-")
     mark = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
     return folder / "deeppcr" / f"times-{slug}-{mark}.json"
 
 
-def read(path: Path, about: dict[str, Any]) -> dict[str, Times]:
+def read(path: Path | None, about: dict[str, Any]) -> dict[str, Times]:
     """By the name of their kind. A file that is missing, broken or about something else holds nothing."""
+    if path is None:
+        return {}
     try:
         content = json.loads(path.read_text())
         if content["about"] != about:
@@ -312,8 +318,10 @@ def read(path: Path, about: dict[str, Any]) -> dict[str, Times]:
         return {}
 
 
-def write(path: Path, about: dict[str, Any], kind: Kind, times: Times) -> None:
+def write(path: Path | None, about: dict[str, Any], kind: Kind, times: Times) -> None:
     """Add to the file, whole or not at all; where that is impossible, the times last as long as the process."""
+    if path is None:
+        return
     kept = {name: asdict(each) for name, each in read(path, about).items()} | {kind.name: asdict(times)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
