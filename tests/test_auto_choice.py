@@ -31,7 +31,12 @@ def test_what_counts(bench):
     short = cell(0.19e-3, sequential=0.05e-3)
     slow = cell(0.4e-3, sequential=1e-3, chunk_8=0.4e-3, chunk_16=0.3e-3)
     wrong = cell(0.3e-3, {"auto": 0.1}, sequential=0.3e-3)
-    assert bench.judge(good) == {"best": "chunk 8", "ratio": pytest.approx(0.3 / 0.29), "counts": True, "too slow": False}
+    assert bench.judge(good) == {
+        "best": "chunk 8",
+        "ratio": pytest.approx(0.3 / 0.29),
+        "counts": True,
+        "too slow": False,
+    }
     assert not bench.judge(short)["counts"]
     assert bench.judge(slow)["best"] == "chunk 16"
     assert bench.judge(slow)["too slow"]
