@@ -57,6 +57,8 @@ def expected(length: int, width: int, blocks: int, vectors: int, cpu: bool) -> t
     vector = vectors * _price(prices, prices.vector, width)
     chunk, least = 0, float("inf")
     for each in _CHUNKS:
+        if chunk and each >= length - 1:  # a single chunk is forward substitution
+            break
         seconds = hierarchical_seconds(length, each, product, vector, prices)
         if seconds < least:
             chunk, least = each, seconds
