@@ -103,7 +103,9 @@ class Newton:
             plan.note("chunk 1: collapsing steps pays with true Jacobians only")
             return 1
         chunk = min(_LARGEST_CHUNK, 2 ** max(0, round(math.log2(math.sqrt(sequence.length) / 2))))
-        chunk = min(max(chunk, sequence.history), sequence.length)
+        chunk = max(1, min(max(chunk, sequence.history), sequence.length))
+        # What the step itself costs nobody knows: dependent steps are counted instead.
+        plan.note(f"chunk {chunk}: about half a square root of {sequence.length} steps, {_LARGEST_CHUNK} at most")
         if isinstance(self.jacobian, DenseJacobian):
             budget = self.jacobian.budget(sequence)
             while chunk < sequence.length and 4 * block_bytes(sequence) * sequence.length > budget * chunk:

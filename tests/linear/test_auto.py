@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deeppcr import linear
+from deeppcr.linear import cost
 from linear.conformance import assert_compiles
 from linear.reference import random_blocks
 
@@ -13,29 +14,85 @@ def couplings(structure, steps, width=3, device="cpu"):
     return random_blocks(structure, steps - 1, (), width, device=device)
 
 
+def couplings_for(rows, structure, steps, width):
+    return random_blocks(structure, steps - 1, (rows,), width)
+
+
 @pytest.mark.parametrize(
-    ("structure", "steps", "width", "device", "expected", "because"),
+    ("structure", "steps", "width", "device", "expected"),
     [
-        (linear.Dense, 2, 3, "cpu", linear.ForwardSubstitution(), "2 steps are too few"),
-        (linear.Scalar, 8, 3, "cpu", linear.ForwardSubstitution(), "8 steps are too few"),
-        (linear.Diagonal, 9, 300, "cpu", linear.PCR(), "diagonal blocks are cheap"),
-        (linear.Scalar, 1000, 3, "cpu", linear.PCR(), "diagonal blocks are cheap"),
-        (linear.Dense, 9, 40, "cpu", linear.PCR(), "few or narrow blocks are cheap"),
-        (linear.Dense, 64, 40, "cpu", linear.PCR(), "few or narrow blocks are cheap"),
-        (linear.Dense, 1000, 16, "meta", linear.PCR(), "few or narrow blocks are cheap"),
-        (linear.BlockDiagonal, 1000, 34, "meta", linear.PCR(), "few or narrow blocks are cheap"),
-        (linear.Dense, 1000, 17, "meta", linear.Hierarchical(chunk=4), "the least work wins"),
-        (linear.Dense, 65, 3, "cpu", linear.Hierarchical(chunk=4), "the least work wins"),
-        (linear.Dense, 65, 32, "cpu", linear.Hierarchical(chunk=4), "the least work wins"),
-        (linear.BlockDiagonal, 65, 34, "cpu", linear.Hierarchical(chunk=4), "the least work wins"),
-        (linear.Dense, 65, 33, "cpu", linear.Hierarchical(chunk=2), "the least work wins"),
+        (linear.Dense, 2, 3, "cpu", linear.ForwardSubstitution()),
+        (linear.Scalar, 9, 3, "cpu", linear.PCR()),
+        (linear.Diagonal, 9, 300, "cpu", linear.PCR()),
+        (linear.Dense, 64, 4, "cpu", linear.PCR()),
+        (linear.Dense, 16, 64, "cpu", linear.ForwardSubstitution()),
+        (linear.Dense, 500, 16, "cpu", linear.Hierarchical(chunk=4)),
+        (linear.Dense, 1000, 32, "meta", linear.PCR()),
+        (linear.BlockDiagonal, 1000, 34, "meta", linear.PCR()),
+        (linear.Dense, 16384, 64, "meta", linear.Hierarchical(chunk=4)),
+        (linear.Diagonal, 10000, 300, "cpu", linear.Hierarchical(chunk=8)),
     ],
 )
-def test_choice_and_reason(structure, steps, width, device, expected, because):
+def test_choice_and_reason(structure, steps, width, device, expected):
     solver, reason = linear.Auto().choose(couplings(structure, steps, width, device))
     assert solver == expected
-    assert because in reason
-    assert len(reason.split()) > 4
+    assert reason.startswith("expected: ")
+    assert str(expected) not in reason  # but the others
+    assert len([each for each in ("ForwardSubstitution", "PCR", "Hierarchical") if each in reason]) == 2
+
+
+def test_rows_share_the_machine():
+    """Products of blocks are w times the work of the loop, for each row: a full CPU has no time for them."""
+    few = linear.Auto().choose(couplings_for(1, linear.Dense, 64, 16))[0]
+    many = linear.Auto().choose(couplings_for(64, linear.Dense, 64, 16))[0]
+    assert (few, many) == (linear.PCR(), linear.ForwardSubstitution())
+    shared = couplings(linear.Dense, 64, 16)  # blocks that all rows have in common are multiplied once
+    assert linear.Auto().choose(shared, torch.zeros(64, 2, 16, dtype=torch.float64))[0] == few
+
+
+class TestCounts:
+    """The model against a count of what the solvers do."""
+
+    prices = cost.Prices(1.0, 1.0, 1.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+
+    @pytest.mark.parametrize("length", [2, 3, 9, 64, 100])
+    def test_rounds(self, length, monkeypatch):
+        applied = []
+        apply = linear.Diagonal.apply
+        monkeypatch.setattr(linear.Diagonal, "apply", lambda self, x: applied.append(len(self)) or apply(self, x))
+        blocks, rhs = random_blocks(linear.Diagonal, length - 1), torch.zeros(length, 3, dtype=torch.float64)
+
+        def count(solver):
+            applied.clear()
+            solver.solve_coupled(blocks, rhs)
+            return len(applied), sum(applied)
+
+        work = cost.Prices(0.0, 0.0, 0.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+        assert count(linear.ForwardSubstitution()) == (
+            cost.forward_seconds(length, 0.0, self.prices),
+            cost.forward_seconds(length, 1.0, work),
+        )
+        assert count(linear.PCR()) == (
+            cost.pcr_seconds(length, 0.0, self.prices),
+            cost.pcr_seconds(length, 1.0, work),
+        )
+        for chunk in (2, 4, 16):
+            operations, applications = count(linear.Hierarchical(chunk=chunk))
+            levels = (cost.hierarchical_seconds(length, chunk, 0.0, 0.0, self.prices) - operations) / 2
+            assert levels in range(length.bit_length())
+            # Chunks are counted as if all were full.
+            counted = cost.hierarchical_seconds(length, chunk, 0.0, 1.0, work)
+            assert applications <= counted <= applications + 2 * chunk * length.bit_length()
+
+    def test_more_takes_longer(self):
+        for cpu in (True, False):
+            prices = cost._CPU if cpu else cost._GPU
+            for seconds in (
+                lambda length, prices=prices: cost.pcr_seconds(length, 1e-7, prices),
+                lambda length, prices=prices: cost.forward_seconds(length, 1e-7, prices),
+            ):
+                times = [seconds(length) for length in range(2, 300)]
+                assert times == sorted(times)
 
 
 @pytest.mark.parametrize("steps", [5, 40, 100])

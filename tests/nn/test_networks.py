@@ -154,10 +154,13 @@ def test_the_mode_is_chosen_by_size(device):
     small = build("mlp", 8, "relu", torch.float32, device)
     x = torch.randn(2, 5, device=device)
     small(x)
-    assert small.solution is None  # sequential
+    assert small.solution.result is Result.LOOP
+    assert small.solution.exact_steps.tolist() == [8, 8]
+    assert any("loop wins" in note or "one layer after the other" in note for note in small.solution.plan.notes)
     deep = build("mlp", 4096, "relu", torch.float32, device)
     deep(x)
-    assert deep.solution is not None
+    assert deep.solution.result is not Result.LOOP
+    assert any("loop wins" in note or "one layer after the other" in note for note in deep.solution.plan.notes)
 
 
 def test_bad_settings_are_named():

@@ -64,6 +64,7 @@ class Report:
     found: Tensor
     rounds: int
     finished: bool = False
+    note: str = ""  # for the plan
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
@@ -89,7 +90,8 @@ class Report:
         last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
         residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
         plan = Plan(
-            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk
+            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk,
+            notes=[self.note] if self.note else [],
         )  # fmt: skip
         return Solution(
             states=None,
@@ -184,7 +186,7 @@ class Apply(torch.autograd.Function):
         return *all_gradients(weight, x, gradient, ctx.layers), None, None, None, None
 
 
-class _Plan:
+class Passes:
     """What is the same for all calls with tensors of the same shapes.
 
     Attributes:
@@ -206,14 +208,14 @@ class _Plan:
         self.noted: dict[Any, Launches] = {}
 
 
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple, Passes] = {}
 
 
-def _plan(weight: Tensor, rows: int, guess: Tensor | None, layers: Layers) -> _Plan:
+def plan_for(weight: Tensor, rows: int, guess: Tensor | None, layers: Layers) -> Passes:
     key = (weight.shape, rows, None if guess is None else guess.stride(), layers, weight.device)
     plan = _plans.get(key)
     if plan is None:
-        plan = _Plan(weight.shape[0], rows, weight.shape[-1], layers)
+        plan = Passes(weight.shape[0], rows, weight.shape[-1], layers)
         remember(_plans, key, plan)
     return plan
 
@@ -224,7 +226,7 @@ class _Narrow:
     captured_rounds = 3
     idle_when_settled = True
 
-    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: _Plan):
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
         self.rows, self.blocks = x.shape[1], weight.shape[0]
 
@@ -286,7 +288,7 @@ class _Wide:
     captured_rounds = 1
     idle_when_settled = False  # what a settled row does not need is done all the same, and costs as much
 
-    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: _Plan):
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
         self.rows, self.width = x.shape[1:]
         self.blocks = weight.shape[0]
@@ -337,6 +339,10 @@ class _Wide:
         launches.launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow | _Wide:
+    return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
+
+
 def run(
     weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers
 ) -> tuple[Tensor, Report | None]:
@@ -350,9 +356,9 @@ def run(
     blocks, (rows, width) = weight.shape[0], initial.shape
     if guess is not None:
         guess = aligned(guess.contiguous())
-    plan = _plan(weight, rows, guess, layers)
+    plan = plan_for(weight, rows, guess, layers)
     x = torch.empty((blocks * layers.skip + 1, rows, width), dtype=weight.dtype, device=weight.device)
-    network = (_Narrow if width <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
+    network = network_of(weight, bias, x, layers, plan)
     if plan.chunks == 1:
         network.whole(initial, 0, x, 0)
         return x, None

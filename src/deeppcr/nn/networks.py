@@ -25,6 +25,8 @@ from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
+from .choose import choose, looped
+from .cost import Choice
 from .rows import solve_finite_rows
 
 #: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
@@ -113,6 +115,7 @@ class _Network(nn.Module):
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)
         self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
+        self._looped: tuple[int, str] | None = None  # the rows of a pass that "auto" left to the loop, and why
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -138,11 +141,13 @@ class _Network(nn.Module):
 
     def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
         """The states after every step, [L, B, w], or after the last one, [B, w]."""
-        chosen = check_mode(self.mode if mode is None else mode)
+        chosen, why = check_mode(self.mode if mode is None else mode), ""
         if hidden.shape[0] == 0:
             chosen = "sequential"  # nothing to solve
         elif chosen == "auto":
-            chosen = self._choose_mode(hidden)
+            chosen, why = self._choose_mode(hidden)
+            if not torch.compiler.is_compiling():
+                self._looped = (hidden.shape[0], why) if chosen == "sequential" else None
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
         dtype = self.weight.dtype
         if hidden.dtype != dtype:
@@ -151,7 +156,7 @@ class _Network(nn.Module):
             run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
             return run(hidden, chosen, last)
         with torch.autocast(hidden.device.type, enabled=False):
-            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden)
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
 
     def _loop(self, hidden: Tensor) -> Tensor:
@@ -181,7 +186,8 @@ class _Network(nn.Module):
         fused = _kernels()
         weight = self.weight
         blocks, skip = weight.shape[0], weight.shape[1] if weight.ndim == 4 else 1
-        chunk = blocks if mode == "sequential" else self.newton.chunk
+        choice = self._priced(hidden) if mode == "parallel" else None
+        chunk = blocks if choice is None else choice.chunk
         atol, rtol = self.newton.tolerances(hidden.dtype)
         layers = fused.Layers(
             skip=skip,
@@ -189,14 +195,16 @@ class _Network(nn.Module):
             activation=str(self.activation),
             atol=float(atol),
             rtol=float(rtol),
-            chunk=None if chunk == "auto" else chunk,
+            chunk=chunk,
         )
         guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
         left: list[Any] = []
         states = fused.apply(weight, self.bias, hidden, guess, layers, left, last)
-        if mode == "parallel":
+        if choice is not None:
             report, x = left
-            self._passed = report or fused.one_chunk(blocks, x.shape[1], x.device)
+            if report is not None:
+                report.note = choice.why
+            self._passed, self._looped = report or fused.one_chunk(blocks, x.shape[1], x.device), None
             if report is not None and report.finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
             if self.warm_start and self.training:
@@ -210,12 +218,15 @@ class _Network(nn.Module):
 
     @property
     def solution(self) -> Solution | None:
-        """How the last parallel pass went; its states are not kept."""
+        """How the last pass went that was parallel, or the loop by choice of "auto"; its states are not kept."""
+        if self._looped is not None:
+            rows, why = self._looped
+            return looped(self.weight.shape[0], rows, self.weight.device, why)
         if self._passed is None or isinstance(self._passed, Solution):
             return self._passed
         return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
-    def _solve(self, hidden: Tensor) -> Tensor:
+    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
         solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
         guess = self.guess
         if self.warm_start and self._warm:
@@ -225,20 +236,32 @@ class _Network(nn.Module):
             lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
         )
         self._keep_activations(solution.states.detach(), finite=False)
-        self._passed = replace(solution, states=None)
+        if why:
+            solution.plan.note(why)
+        self._passed, self._looped = replace(solution, states=None), None
         return solution.states
 
-    def _choose_mode(self, hidden: Tensor) -> Mode:
-        """A simple rule: in parallel where many narrow steps leave the hardware idle otherwise."""
+    def _choose_mode(self, hidden: Tensor) -> tuple[Mode, str]:
+        """Whether in parallel, and why: by the cost model where there are kernels, else by a rule of thumb."""
         steps, width = self.weight.shape[0], self.weight.shape[-1]
         if hidden.device.type == "cpu":
-            return "parallel" if steps >= 4096 and width <= 16 and hidden.shape[0] <= 4 else "sequential"
-        if self._has_kernels(hidden, "sequential"):
-            # Against the loop in one kernel: on an H200, a call with one row breaks even at 1,024 layers of width 16, and a
-            # training step with eight rows does not yet.
-            deep = self.bias.numel() // width >= 2048 and hidden.shape[0] <= 32
-            return "parallel" if deep and self._has_kernels(hidden, "parallel") else "sequential"
-        return "parallel" if steps >= 64 and width <= 64 else "sequential"
+            deep = steps >= 4096 and width <= 16 and hidden.shape[0] <= 4
+            rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
+        elif self._has_kernels(hidden, "sequential"):
+            if not self._has_kernels(hidden, "parallel"):
+                return "sequential", "there are kernels for the loop only"
+            price: Any = torch.compiler.disable(self._priced) if torch.compiler.is_compiling() else self._priced
+            choice = price(hidden)
+            return choice.mode, choice.why
+        else:
+            deep = steps >= 64 and width <= 64
+            rule = "without kernels the loop wins below 64 steps or above width 64"
+        return "parallel" if deep else "sequential", rule
+
+    def _priced(self, hidden: Tensor) -> Choice:
+        """What the cost model says of the kernels."""
+        weight, chunk = self.weight, self.newton.chunk
+        return choose(weight.shape, hidden.shape[0], str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
 
     def _apply_activation(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)
@@ -281,10 +304,10 @@ class MLP(_Network):
         in_features, width, out_features: sizes
         depth: L, layers between the input and the output layer; their parameters are stacked
         activation: "relu", "tanh", "sigmoid", or any elementwise function
-        mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto": in parallel
-            on a GPU from 2,048 layers with at most 32 rows where there are fused kernels (float32, a named activation), else
-            from 64 steps of the solve up to width 64, and on a CPU, where the loop usually wins unless the
-            network is very deep and narrow, from 4096 steps up to width 16 and 4 rows; in sequence otherwise
+        mode: "parallel" (Newton forward, one linear solve backward), "sequential" (layer by layer), or "auto": what takes
+            the least time by measured times, where there are fused kernels (a GPU, float32, a named activation); else in
+            parallel on a GPU from 64 steps of the solve up to width 64, and on a CPU, where the loop usually wins unless the
+            network is very deep and narrow, from 4096 steps up to width 16 and 4 rows; ``solution.plan`` says why
         newton: settings of the parallel mode; its Jacobian is the analytic one whatever they say
         guess: where the parallel mode starts: ``RepeatInitial()``, ``Zeros()``, or anything else that ``deeppcr.solve`` takes
         warm_start: after the first training step, start instead from the batch mean of the activations of the previous training step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import time
 import warnings
 
 import pytest
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import fused, networks  # noqa: E402  (imports Triton)
+from deeppcr.nn import calibrate, fused, networks  # noqa: E402  (imports Triton)
 
 TOLERANCE = 5e-5
 
@@ -199,9 +200,19 @@ class TestOnTheDevice:
         assert torch.isfinite(x.grad).all()
 
     def test_auto_is_parallel_where_it_pays(self, gpu):
-        net = build("mlp", 128, gpu)
+        net = build("mlp", 16384, gpu)
         net(torch.randn(2, 4, device=gpu))
         assert net.solution.plan.evaluation == "fused kernels"
+        assert "ms one layer after the other" in net.solution.plan.notes[0]
+
+    def test_times_are_measured(self, gpu):
+        kind = calibrate.Kind.of(3, "relu", 1, False)
+        clocks = calibrate.seconds_on_device, calibrate.seconds_of_call
+        begun = time.perf_counter()
+        times = calibrate.measure(calibrate.Kernels(gpu, kind, 3, *clocks), kind, 3)
+        assert time.perf_counter() - begun < 60  # compiled, and on whatever GPU
+        assert 1e-8 < times.block[0] < times.step[0] < 1e-4
+        assert 1e-6 < times.host_loop < times.host_parallel < 1e-1
 
     @pytest.mark.parametrize("kind", ["mlp", "resnet"])
     def test_training_with_a_warm_start(self, kind, gpu):
@@ -379,10 +390,10 @@ def test_what_the_kernels_are_asked_for(settings, mode, expected):
 @pytest.mark.parametrize(
     ("depth", "rows", "settings", "expected"),
     [
-        (2048, 32, {}, "parallel"),
-        (2047, 1, {}, "sequential"),
-        (2048, 33, {}, "sequential"),
-        (2048, 1, {"guess": Zeros()}, "sequential"),
+        (16384, 1, {}, "parallel"),
+        (100, 1, {}, "sequential"),
+        (2048, 4096, {}, "sequential"),
+        (16384, 1, {"guess": Zeros()}, "sequential"),
         (64, 100, {"activation": torch.tanh}, "parallel"),
         (63, 1, {"activation": torch.tanh}, "sequential"),
     ],
@@ -390,7 +401,41 @@ def test_what_the_kernels_are_asked_for(settings, mode, expected):
 def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
     net = build("mlp", depth, "cpu", **settings)
     hidden = torch.zeros(rows, 3, device="meta").as_subclass(_OnGpu)
-    assert net._choose_mode(hidden) == expected
+    mode, why = net._choose_mode(hidden)
+    assert mode == expected
+    assert len(why.split()) > 5
+
+
+def test_the_plan_says_why(by_kernels):
+    x = torch.randn(2, 4, device=by_kernels)
+    net = build("mlp", 40, by_kernels, mode="parallel")
+    net(x)
+    plan = net.solution.plan
+    assert (plan.evaluation, plan.chunk) == (
+        "fused kernels",
+        networks.choose(net.weight.shape, 2, "relu", "auto", 2**30, x.device).chunk,
+    )
+    (note,) = plan.notes
+    assert note.startswith("expected: ")
+    assert f"ms in chunks of {plan.chunk}, " in note
+    assert "one layer after the other (" in note
+
+
+@pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])
+def test_what_times_are_measured_by(width, skip, by_kernels):
+    """That the kernels run, and as often as they are asked: not how long they take."""
+    kind = calibrate.Kind.of(width, "tanh", skip, skip > 1)
+    runs = []
+
+    def clock(run):
+        run()
+        runs.append(run)
+        return 1.0
+
+    bench = calibrate.Kernels(by_kernels, kind, width, clock, clock)
+    assert bench.loop(4, 2) == bench.round(3, 2, 2) == 1.0
+    assert bench.host() == (1.0, 1.0, 1.0)
+    assert len(runs) == 5
 
 
 def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):

@@ -1,0 +1,62 @@
+"""What ``mode="auto"`` and ``chunk="auto"`` take where there are kernels, looked up after the first call of its kind."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..solution import Plan, Result, Solution
+from . import calibrate, cost
+
+#: So that a call only looks it up, and the same call is never done in two ways.
+_choices: dict[tuple, cost.Choice] = {}
+_MOST = 4096
+
+
+def choose(
+    shape: torch.Size,
+    rows: int,
+    activation: str,
+    chunk: int | Literal["auto"],
+    most_products: int,
+    device: torch.device,
+) -> cost.Choice:
+    """Chunk and mode for weights of this shape: [blocks, (skip,) w, w], with ``skip`` a residual network."""
+    key = (shape, rows, activation, chunk, device)
+    found = _choices.get(key)
+    if found is None:
+        blocks, width, residual = shape[0], shape[-1], len(shape) == 4
+        skip = shape[1] if residual else 1
+        kind = calibrate.Kind.of(width, activation, skip, residual)
+        times, source = calibrate.find(device, kind, width, blocks * skip)
+        found = cost.choose(
+            times,
+            source,
+            blocks=blocks,
+            rows=rows,
+            skip=skip,
+            activation=activation,
+            residual=residual,
+            most_chunks=most_products // (rows * width**2),
+            chunk=None if chunk == "auto" else min(chunk, blocks),
+        )
+        if len(_choices) >= _MOST:
+            _choices.clear()
+        _choices[key] = found
+    return found
+
+
+def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
+    """How a pass went that took one step after the other, by choice."""
+    return Solution(
+        states=None,
+        iterations=torch.zeros(rows, dtype=torch.long, device=device),
+        residual=torch.zeros(rows, device=device),
+        result=Result.LOOP,
+        results=(Result.LOOP,) * rows,
+        exact_steps=torch.full((rows,), steps, device=device),
+        updates=torch.zeros(0, rows, device=device),
+        plan=Plan(chunk=steps, notes=[why]),
+        message="computed one step after the other: that was expected to take less time",
+    )
