@@ -23,8 +23,7 @@ from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Soluti
 from .solve import solve
 from .steps import StepError
 from .stopping import FixedIterations, PaperTest, UpdateTest
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "PCR",

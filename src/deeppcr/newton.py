@@ -254,6 +254,10 @@ class Iteration:
         """Whether any of ``flags`` is set, which calls for a safeguard."""
         return bool(flags.any())
 
+    def sometimes(self, flags: Tensor) -> bool:
+        """Whether any of ``flags`` is set, and states are about to be changed after they were looked at."""
+        return bool(flags.any())
+
     def mostly(self, flags: Tensor) -> bool:
         """Whether any of ``flags`` is set; if not, some work is spared that would change nothing."""
         return bool(flags.any())
@@ -344,7 +348,7 @@ class Iteration:
         wrong = far & (residual.abs().amax(-1) > 0.1 * size)
         # What follows a wrong state was thrown with it.
         thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
-        if self.rarely(thrown):
+        if self.sometimes(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
     @torch.no_grad()

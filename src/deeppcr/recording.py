@@ -1,7 +1,7 @@
 """A solve recorded once, as CUDA graphs, and replayed on other inputs.
 
-On a GPU the operations of an iteration take less time than Python takes to ask for them. Three parts are recorded: the
-first iteration, another iteration, and the check of the result. Replays work on memory that stays where it is, so inputs
+On a GPU the operations of an iteration take less time than Python takes to ask for them. Four parts are recorded: the
+first iteration, another iteration, the same where states were called back, and the check of the result. Replays work on memory that stays where it is, so inputs
 are copied there first and results copied from there. A recording cannot branch: it holds the iteration as it mostly goes,
 and whatever calls for one of the safeguards hands the solve over to the general iteration, from the start.
 
@@ -110,10 +110,15 @@ class _StraightLine(Iteration):
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         super().__init__(newton, sequence, ends, chunk, plan)
         self.unusual = torch.zeros((), dtype=torch.bool, device=ends.device)
+        self.stale = self.unusual  # whether states were changed after they were looked at
 
     def rarely(self, flags: Tensor) -> bool:
         self.unusual = self.unusual | flags.any()
         return False
+
+    def sometimes(self, flags: Tensor) -> bool:
+        self.stale = flags.any()
+        return True
 
     def mostly(self, flags: Tensor) -> bool:
         return True
@@ -171,6 +176,7 @@ class Recording:
             self._first = recorder.record(self._begin)
             self._first()  # a graph does nothing while it is captured, and the next part works on what this one leaves
             self._again = recorder.record(self._go_on)
+            self._afresh = recorder.record(self._start_afresh)
             self._last = recorder.record(self._finish)
 
     @property
@@ -190,6 +196,9 @@ class Recording:
 
     def _go_on(self) -> None:
         self._iterate(self._kept["values"])
+
+    def _start_afresh(self) -> None:
+        self._iterate(None)
 
     def _iterate(self, values: Tensor | None) -> None:
         """One iteration and the look at it.
@@ -213,7 +222,7 @@ class Recording:
         iteration.unusual = self._keep("unusual", iteration.unusual)
         iteration.blocks = None
         self._keep("values", values)
-        self._keep("status", torch.stack([progress.active.any(), iteration.unusual]))
+        self._keep("status", torch.stack([progress.active.any(), iteration.unusual, iteration.stale]))
 
     def _finish(self) -> None:
         iteration, sequence, newton = self._iteration, self._sequence, self._newton
@@ -246,12 +255,12 @@ class Recording:
         self._first()
         count = 1
         while True:
-            active, unusual = self._kept["status"].tolist()
+            active, unusual, stale = self._kept["status"].tolist()
             if unusual or (active and count == self.limit):
                 return None
             if not active:
                 break
-            self._again()
+            (self._afresh if stale else self._again)()
             count += 1
         self._last()
         held, *codes = self._kept["verdict"].tolist()

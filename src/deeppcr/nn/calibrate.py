@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..version import __version__
 from .cost import Times
 
 _log = logging.getLogger("deeppcr")
@@ -274,8 +275,6 @@ def seconds_of_call(run: Callable[[], Any], repeats: int = 30) -> float:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """What times hold for: with another device, or another version of what runs on it, they are measured anew."""
-    from .. import __version__
-
     driver = getattr(torch._C, "_cuda_getDriverVersion", None)
     properties = torch.cuda.get_device_properties(device)
     try:

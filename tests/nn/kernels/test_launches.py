@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+from deeppcr import Newton
 from deeppcr.nn import MLP, ResNet
 from kernel_support import Calls, error
 
@@ -126,7 +127,7 @@ def counted(function):
 
 
 def test_calls_of_an_mlp(settled):
-    net, hidden = MLP(4, 4, 1024, 3, mode="parallel"), torch.zeros(1, 4)
+    net, hidden = MLP(4, 4, 1024, 3, mode="parallel", newton=Newton(chunk=16)), torch.zeros(1, 4)
     with torch.no_grad():
         calls = counted(lambda: net.hidden_states(hidden))
     # States, what the passes find, a workspace; what they found so far, and the states after every layer.
@@ -151,7 +152,7 @@ def test_calls_of_a_loop(settled):
 
 
 def test_calls_of_a_training_step(settled):
-    net = ResNet(8, 4, 256, 3, skip=4, mode="parallel", warm_start=True)
+    net = ResNet(8, 4, 256, 3, skip=4, mode="parallel", newton=Newton(chunk=2), warm_start=True)
     x, labels = torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)
     calls = counted(lambda: torch.nn.functional.cross_entropy(net(x), labels))
     assert (len(calls.operations), calls.launches) == (16, 6)
