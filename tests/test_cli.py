@@ -46,7 +46,8 @@ def run(tmp_path, device):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    """But not the folder of trained networks."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.exists() else []
 
 
 def fails_clearly(result, *parts, code=cli.BAD):
@@ -94,7 +95,7 @@ def test_help_says_how_to_begin():
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_experiment_end_to_end(name, run, tmp_path, device):
-    if name.startswith("resnet"):
+    if name.startswith("resnet") or "diffusion" in name:
         pytest.importorskip("sklearn")
     result = run(name, "--quick")
     assert result.exit_code == 0, result.output
