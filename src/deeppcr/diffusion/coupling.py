@@ -34,7 +34,9 @@ class Coupling:
         self.basis = None
         if isinstance(prior, ScalarJacobian):
             if self.slots > 1:
-                raise ValueError("jacobian: ScalarJacobian knows one slot; this sampler keeps several: use GaussianPrior")
+                raise ValueError(
+                    "jacobian: ScalarJacobian knows one slot; this sampler keeps several: use GaussianPrior"
+                )
             value = torch.as_tensor(prior.value, device=device, dtype=dtype)
             if value.ndim > 1 or (value.ndim and len(value) != length):
                 raise ValueError(f"jacobian: expected a number or [L] with L = {length}, got {tuple(value.shape)}")

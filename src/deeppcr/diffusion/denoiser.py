@@ -48,7 +48,7 @@ class Denoiser:
             raise TypeError(f"denoiser: expected a callable, got {type(function).__name__}")
         self.function, self.shape, self.samples = function, shape, samples
         self.guidance = guidance if guidance != 1 else None
-        self.classes, self.unconditional = classes, None
+        self.given: tuple[Any, Any] = (classes, None)
         if classes is not None:
             for leaf in pytree.tree_leaves(classes):
                 if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != samples:
@@ -66,8 +66,12 @@ class Denoiser:
                     raise ValueError(
                         f"unconditional: expected shapes like those of classes, {tuple(like.shape)}, got {tuple(leaf.shape)}"
                     )
-            self.unconditional = unconditional
+            self.given = (classes, unconditional)
         _refuse_train_mode(function)
+
+    @property
+    def classes(self) -> Any:
+        return self.given[0]
 
     @property
     def rows_per_call(self) -> int:
@@ -91,7 +95,7 @@ class Denoiser:
         classes = pytree.tree_map(lambda leaf: leaf[index], self.classes)
         if self.guidance is None:
             return self._checked(self.function(rows, times, classes), rows)
-        nothing = pytree.tree_map(lambda leaf: leaf[index], self.unconditional)
+        nothing = pytree.tree_map(lambda leaf: leaf[index], self.given[1])
         both = pytree.tree_map(lambda one, other: torch.cat([one, other]), classes, nothing)
         doubled = torch.cat([rows, rows])
         outputs = self._checked(self.function(doubled, torch.cat([times, times]), both), doubled)

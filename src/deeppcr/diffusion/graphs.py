@@ -1,27 +1,159 @@
-"""CUDA graphs of iterations, and the precision they run in."""
+"""CUDA graphs of iterations: when they are made, kept and thrown away; and the precision they run in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .denoiser import reachable
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
-class Graphs:
-    def find(self, *a): return None
-    def keep(self, *a): pass
+class Cache:
+    """A few things by key, the latest used last. One that is in use is not in it: two calls at once never share one."""
+
+    def __init__(self, most: int = 4):
+        self.most = most
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, key: Hashable) -> Any:
+        with self._lock:
+            return self._kept.pop(key, None)
+
+    def put(self, key: Hashable, value: Any) -> None:
+        with self._lock:
+            self._kept[key] = value
+            while len(self._kept) > self.most:
+                self._kept.popitem(last=False)
+
+    def forget_with(self, key: Hashable, owner: Any) -> None:
+        """Drop ``key`` when ``owner`` is no more."""
+        with contextlib.suppress(TypeError):  # not everything can be watched
+            weakref.finalize(owner, _forget, weakref.ref(self), key)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __reduce__(self):
+        return Cache, (self.most,)  # copies and pickles of a solver start without graphs
 
 
-@contextmanager
+def _forget(cache: weakref.ref[Cache], key: Hashable) -> None:
+    found = cache()
+    if found is not None:
+        found.take(key)
+
+
+def fingerprint(function: Callable) -> tuple:
+    """What graphs of a denoiser depend on: where its tensors lie, and the plain values that it and its closure hold.
+
+    What tensors hold does not matter: a graph reads them when it is replayed.
+    """
+    found: list[Any] = [id(function), type(function)]
+    for value in reachable(function):
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                found += [type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]
+                found += [_mark(held) for name, held in vars(module).items() if not name.startswith("_")]
+            found += [_mark(tensor) for tensor in (*value.parameters(), *value.buffers())]
+        else:
+            found.append(_mark(value))
+    return tuple(found)
+
+
+def _mark(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(_mark(each) for each in value)
+    return id(value)
+
+
+def layout_of(nest: Any) -> Hashable:
+    """Shapes and dtypes of a nest of tensors."""
+    leaves, spec = pytree.tree_flatten(nest)
+    return str(spec), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+
+class Replayed:
+    """Calls of one function for a few counts of rows, each captured after it was first called.
+
+    Args:
+        function: ``function(*key)``, which works on buffers that stay where they are
+        device: a CUDA device
+    """
+
+    def __init__(self, function: Callable[..., None], device: torch.device):
+        self.function, self.device = function, device
+        self.refusal: str | None = None
+        self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def __call__(self, *key: Any) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+        elif self.refusal is not None:
+            self.function(*key)
+        else:
+            self._capture(key)
+
+    def _capture(self, key: tuple) -> None:
+        """Call it on a stream of its own, which also lets libraries set themselves up there; then capture it."""
+        with torch.cuda.device(self.device):
+            if self._stream is None:
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                self.function(*key)
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    self.function(*key)
+            except RuntimeError as error:  # the host waits somewhere in the denoiser, say
+                self.refusal = str(error).strip().split("\n")[0][:120]
+                return
+        self._graphs[key] = graph
+
+
+@contextlib.contextmanager
 def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
-    """Products and convolutions in float32 proper, or in TF32, on a GPU; what was set before is put back."""
-    if device.type != "cuda":
+    """Products and convolutions in float32 proper, or in TF32, on a GPU; what was set before is put back.
+
+    PyTorch has these settings twice, in an old and a new way, and refuses to tell the old ones where both were used.
+    """
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    wanted = "tf32" if tf32 else "ieee"
+    told = products.fp32_precision, convolutions.fp32_precision
+    if device.type != "cuda" or told == (wanted, wanted):
         yield
         return
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+    except RuntimeError:
+        before = None
+    products.fp32_precision = convolutions.fp32_precision = wanted
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        if before is not None:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+        products.fp32_precision, convolutions.fp32_precision = told

@@ -107,13 +107,18 @@ class GaussianPrior:
 
     def offsets(self, steps: Steps) -> Tensor:
         """[L] float64, or [L, D]: what of the mean (in the basis) is in the output beside ``slope * sample``."""
-        slopes, ones = self.slopes(steps), torch.ones(())
-        signal, spread, scale = (
-            each[:, None] if slopes.ndim > 1 else each for each in (steps.signal, steps.spread, steps.scale)
-        )
+        slopes = self.slopes(steps)
+        assert steps.scale is not None
         # At the sample signal * mean the best guess of the clean sample is the mean and that of the noise is 0.
-        at_mean = {"epsilon": 0 * signal, "x0": ones + 0 * signal, "flow": -1 + 0 * signal, "v": -scale * spread}
-        return at_mean[steps.prediction] - slopes * signal
+        at_mean = {
+            "epsilon": torch.zeros_like(steps.signal),
+            "x0": torch.ones_like(steps.signal),
+            "flow": -torch.ones_like(steps.signal),
+            "v": -steps.scale * steps.spread,
+        }[steps.prediction]
+        if slopes.ndim > 1:
+            return at_mean[:, None] - slopes * steps.signal[:, None]
+        return at_mean - slopes * steps.signal
 
     def couplings(self, steps: Steps) -> Tensor:
         """Derivatives of every step in the basis: [L, 1 or D] for one slot, [L, 1 or D, K, K] for several.

@@ -6,6 +6,7 @@ Shapes: L steps, B samples, D the flattened sample, K slots. A state is [B, D, K
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .denoiser import Denoiser
 from .noise import Noise
-from .step import Steps
+from .step import Coefficients, Steps
 
 
 class Problem:
@@ -50,14 +51,19 @@ class Problem:
         self.device = initial.device
         self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
         self.rows_seen = 0  # by the network
-        self.coefficients = steps.to(self.device, self.dtype)
         flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
         blank = flat.new_zeros(self.samples, self.width, self.slots - 1)
         self.initial = torch.cat([flat, blank], -1) if self.slots > 1 else flat
         self.shift = None
         if steps.adds_noise:
             assert noise.steps is not None
-            self.shift = self.coefficients.deviation * noise.steps.flatten(2).to(self.dtype)
+            assert steps.deviation is not None
+            deviation = steps.deviation.to(self.device, self.dtype)
+            self.shift = deviation[:, None, None] * noise.steps.flatten(2).to(self.dtype)
+
+    @cached_property
+    def coefficients(self) -> Coefficients:
+        return self.steps.to(self.device, self.dtype)
 
     def step(self, index: int, state: Tensor, who: Tensor | None = None) -> Tensor:
         """One step as the loop takes it: [B, D, K] to [B, D, K], of all samples or of those in ``who``."""

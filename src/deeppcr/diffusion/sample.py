@@ -25,6 +25,9 @@ from .start import start_states
 from .step import DDIM, DDPM, Prediction, Sampler, Steps
 from .window import Outcome, Window
 
+#: one object for all calls: a solver knows by it what it has prepared
+_UNIT = GaussianPrior()
+
 
 def sample(
     denoiser: Callable,
@@ -121,7 +124,7 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
 def _by_window(
     problem: Problem, window: Window, jacobian: Any, start: Any, keep_states: bool, on_failure: str
 ) -> Samples:
-    jacobian = GaussianPrior() if jacobian is None else jacobian
+    jacobian = _UNIT if jacobian is None else jacobian
     if isinstance(jacobian, GaussianPrior):
         jacobian.check(problem.shape)
     elif not isinstance(jacobian, ScalarJacobian):
@@ -196,7 +199,11 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()
         return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"
-    did = "the rest was computed one step at a time" if worst is Result.FINISHED_BY_LOOP else "the rest is not to be trusted"
+    did = (
+        "the rest was computed one step at a time"
+        if worst is Result.FINISHED_BY_LOOP
+        else "the rest is not to be trusted"
+    )
     return (
         f"the iteration stopped with {at} of {problem.length} steps finished; {did} ({share}). Try more max_iterations, a "
         "GaussianPrior of your data, or a looser tolerance"
@@ -206,13 +213,13 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
 def _by_newton(
     problem: Problem, newton: Newton, jacobian: Any, start: Any, keep_states: bool, on_failure: Any
 ) -> Samples:
-    prior = jacobian if isinstance(jacobian, GaussianPrior) else GaussianPrior()
+    prior = jacobian if isinstance(jacobian, GaussianPrior) else _UNIT
     prior.check(problem.shape)
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
         states, _ = start_states(start, problem, prior, coupling)
     if jacobian is not prior:
-        coupling = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
+        coupling = Coupling(_UNIT, problem.steps, problem.width, problem.device, problem.dtype)
     rotated = Rotated(problem, coupling)
     if jacobian is not None:
         newton = replace(newton, jacobian=rotated.jacobian if jacobian is prior else jacobian)

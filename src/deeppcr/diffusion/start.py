@@ -66,9 +66,7 @@ class CoarseStart:
 Start = GaussianStart | MeanStart | CoarseStart | Samples | Tensor
 
 
-def start_states(
-    start: Any, problem: Problem, prior: GaussianPrior, coupling: Coupling
-) -> tuple[Tensor, int]:
+def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: Coupling) -> tuple[Tensor, int]:
     """States [L, B, D, K], and how many rows of each sample the network saw for them.
 
     Args:
@@ -143,9 +141,7 @@ def _path(problem: Problem, coupling: Coupling, offsets: Tensor) -> Tensor:
     return coupling.out_of(coupling.solve(terms))
 
 
-def _coarse(
-    problem: Problem, prior: GaussianPrior, coupling: Coupling, start: CoarseStart
-) -> tuple[Tensor, int]:
+def _coarse(problem: Problem, prior: GaussianPrior, coupling: Coupling, start: CoarseStart) -> tuple[Tensor, int]:
     length, samples, device = problem.length, problem.samples, problem.device
     states = _path(problem, coupling, _ideal_offsets(problem, prior, coupling))
     picked = torch.tensor(sorted({*range(0, length, start.stride), length - 1}), device=device)

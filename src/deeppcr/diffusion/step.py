@@ -114,6 +114,16 @@ class Steps:
     def adds_noise(self) -> bool:
         return bool((self.deviation != 0).any())
 
+    @property
+    def key(self) -> tuple:
+        """Equal for equal numbers."""
+        tensors = [self.timesteps, self.keep, self.gain, self.signal, self.spread, self.deviation, self.scale]
+        clip = self.clip
+        if clip is not None:
+            tensors += [clip.sample, clip.output, clip.weight]
+        numbers = hash(tuple(tuple(each.flatten().tolist()) for each in tensors if each is not None))
+        return (self.prediction, len(self), self.slots, clip.limit if clip else None, numbers)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Coefficients:
         return Coefficients(self, device, dtype)
 
@@ -128,12 +138,11 @@ class Coefficients:
         def put(values: Tensor, *shape: int) -> Tensor:
             return values.to(device, dtype).reshape(len(steps), *shape)
 
-        assert steps.scale is not None and steps.deviation is not None
+        assert steps.scale is not None
         self.slots = steps.slots
         self.timesteps = steps.timesteps.to(device)
         self.keep = put(steps.keep, 1, 1, self.slots, self.slots)
         self.gain = put(steps.gain, 1, 1, self.slots)
-        self.deviation = put(steps.deviation, 1, 1)
         self.scale = put(steps.scale)
         self.limit = None
         if steps.clip is not None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..jacobian import ScalarJacobian
 from ..solution import Plan, Result
 from .coupling import Coupling
-from .graphs import Graphs, full_precision
+from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of
 from .iteration import Iteration
 from .prior import GaussianPrior
 from .problem import Problem
 from .start import start_states
+
+#: rows that keep a device busy: up to these a call of the network costs about the same
+_FILLING = {"cuda": 512, "cpu": 64}
+#: graphs are made for so many counts of rows; a call is filled up to the next
+_BUCKETS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,8 @@ class Window:
 
     Args:
         tolerance: of the final sample, absolute; default 1e-3 in float32 and below, 1e-8 in float64
-        size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory; None: all
+        size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
+            less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8
         freeze: a step leaves the window when its update is below this share of the tolerance
         accelerate: extrapolate from the last two updates
         max_iterations: the loop takes over after these
@@ -41,18 +49,19 @@ class Window:
     >>> import torch
     >>> from deeppcr.diffusion import DDIM, Noise, Schedule, Window, sample
     >>> window = Window(tolerance=1e-4, size=64)
-    >>> sample(torch.sin, Schedule.linear(200), torch.randn(1, 5), step=DDIM(), solver=window).final.shape
+    >>> denoiser = lambda z, t: torch.sin(z)
+    >>> sample(denoiser, Schedule.linear(200), torch.randn(1, 5), step=DDIM(), solver=window).final.shape
     torch.Size([1, 5])
     """
 
     tolerance: float | None = None
     size: int | None = None
-    freeze: float = 0.1
+    freeze: float = 0.03
     accelerate: bool = True
     max_iterations: int = 200
     tf32: float | None = None
     graphs: bool = True
-    _graphs: Graphs = field(default_factory=Graphs, init=False, repr=False, compare=False)
+    _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in ("tolerance", "tf32"):
@@ -71,19 +80,35 @@ class Window:
             return self.tolerance
         return 1e-8 if dtype == torch.float64 else 1e-3
 
-    @torch.no_grad()
+    def size_for(self, problem: Problem) -> int:
+        length, rows = problem.length, _FILLING.get(problem.device.type, 512)
+        return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
+
     def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
         """Iterate until every sample is finished or the iterations are used up."""
-        keep = self.graphs and problem.device.type == "cuda"
-        prepared = self._graphs.find(self, problem, jacobian) if keep else None
-        if prepared is None:
-            prepared = self.prepare(problem, jacobian)
-            if keep:
-                self._graphs.keep(self, problem, jacobian, prepared)
-        return prepared.run(self, problem, start, plan)
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.graphs or problem.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+                return Prepared(self, problem, jacobian).run(self, problem, start, plan)
+            key = _key(problem, jacobian)
+            prepared = self._prepared.take(key)
+            if prepared is None:
+                prepared = Prepared(self, problem, jacobian)
+                self._prepared.forget_with(key, problem.denoiser.function)
+            outcome = prepared.run(self, problem, start, plan)
+            self._prepared.put(key, prepared)
+            return outcome
 
-    def prepare(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> Prepared:
-        return Prepared(self, problem, jacobian)
+
+def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
+    """What a prepared run depends on."""
+    denoiser = problem.denoiser
+    return (
+        fingerprint(denoiser.function),
+        problem.steps.key,
+        id(jacobian),  # which the prepared run keeps alive
+        (problem.samples, problem.shape, problem.dtype, problem.network_dtype, problem.device),
+        (denoiser.guidance, layout_of(denoiser.given), problem.shift is None),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +124,10 @@ class Outcome:
 
 
 class Prepared:
-    """What does not change between runs with the same denoiser, sampler and shapes."""
+    """What does not change between runs with the same denoiser, sampler and shapes.
+
+    The denoiser itself is not kept: a graph knows where its parameters lie.
+    """
 
     def __init__(self, window: Window, problem: Problem, jacobian: GaussianPrior | ScalarJacobian):
         self.jacobian = jacobian
@@ -114,40 +142,69 @@ class Prepared:
             self.coupling,
             problem.samples,
             problem.width,
-            size=window.size or len(steps),
+            size=window.size_for(problem),
             freeze=window.freeze * window.tolerance_for(dtype),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
         )
+        self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.replayed: Replayed | None = None
+        self.runs = 0
 
     def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
+        self.runs += 1
+        call: Callable[..., None] = self.iterate
+        most = self.iteration.most_rows
+        quantum = 1
+        if self.runs > 1:  # a run that stays the only one would not earn its graphs back
+            self.replayed = self.replayed or Replayed(self.iterate, problem.device)
+            call, quantum = self.replayed, -(-most // _BUCKETS)
+        given = problem.denoiser.given
+        self.settle(problem)
+        try:
+            self.loop(window, problem, start, call, quantum)
+        finally:
+            problem.denoiser.given = given
+            del self.network
+        if self.replayed is not None:
+            plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
+        return self.outcome(problem)
+
+    def settle(self, problem: Problem) -> None:
+        """Have the problem work on the buffers that are kept here."""
+        given = pytree.tree_leaves(problem.denoiser.given)
+        for kept, new in zip(pytree.tree_leaves(self.classes), given, strict=True):
+            if isinstance(kept, Tensor):
+                kept.copy_(new)
+        problem.denoiser.given = self.classes
+        problem.coefficients = self.iteration.coefficients
+        self.network = problem.network
+
+    def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration = self.iteration
         with full_precision(problem.device):
             states, rows = start_states(start, problem, self.prior, self.start_coupling)
         iteration.load(problem.initial, problem.shift, states)
         iteration.evaluations += rows
         rough = window.tf32 is not None and problem.device.type == "cuda"
-        count = iteration.most_rows
-        iterations = 0
-        while count and iterations < window.max_iterations:
-            self.iterate(window, problem, count, rough, plan)
-            iterations += 1
-            left, largest, diverged = iteration.summary.tolist()  # the one look of the host
-            count = int(left)
-            if diverged:
+        left = iteration.most_rows
+        for _ in range(window.max_iterations):
+            call(min(-(-left // quantum) * quantum, iteration.most_rows), rough)
+            remaining, largest, diverged = iteration.summary.tolist()  # the one look of the host
+            left = int(remaining)
+            if diverged or not left:
                 break
-            if rough and largest < window.tf32:
-                rough = False
-        return self.outcome(problem)
+            rough = rough and not largest < window.tf32
 
-    def iterate(self, window: Window, problem: Problem, count: int, rough: bool, plan: Plan) -> None:
-        """One iteration on ``count`` rows."""
+    def iterate(self, count: int, rough: bool) -> None:
+        """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
+        device = self.iteration.states.device
 
         def network(*rows: Tensor) -> Tensor:
-            with full_precision(problem.device, tf32=rough):
-                return problem.network(*rows)
+            with full_precision(device, tf32=rough):
+                return self.network(*rows)
 
-        with full_precision(problem.device):
+        with full_precision(device):
             self.iteration.run(network, count, not rough)
 
     def outcome(self, problem: Problem) -> Outcome:

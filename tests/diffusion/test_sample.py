@@ -1,0 +1,249 @@
+"""Sampling in parallel equals the loop: samplers, Jacobians, lengths, batches, with classes and without."""
+
+import warnings
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Newton, Result
+from deeppcr.diffusion import (
+    DDIM,
+    DDPM,
+    CoarseStart,
+    DiagonalPart,
+    GaussianPrior,
+    MeanStart,
+    Noise,
+    Schedule,
+    Steps,
+    Window,
+    sample,
+)
+from diffusion import digits
+
+JACOBIANS = {
+    "prior": {"jacobian": "prior"},
+    "scalar prior": {"jacobian": GaussianPrior(0.3)},
+    "prior by Newton": {"jacobian": "prior", "solver": Newton()},
+    "dense": {"solver": Newton(chunk=1)},
+    "diagonal": {"solver": Newton(max_iterations=300), "jacobian": DiagonalPart()},
+    "Hutchinson": {"solver": Newton(max_iterations=300), "jacobian": deeppcr.HutchinsonJacobian(samples=8)},
+}
+
+
+def noise_for(samples, length, dtype=torch.float32, seed=0, device="cpu"):
+    drawn = Noise.draw((samples, 1, 8, 8), length, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return Noise(drawn.initial.to(device), drawn.steps.to(device))
+
+
+@pytest.fixture(scope="module")
+def net(device):
+    return digits.trained().to(device)
+
+
+def both(net, noise, length, step, conditional, device, **settings):
+    classes = torch.arange(noise.samples, device=device) % 10 if conditional else None
+    if settings.get("jacobian") == "prior":
+        settings["jacobian"] = digits.prior()
+    given = (net, digits.TRAINING.take(length), noise)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", deeppcr.ConvergenceWarning)
+        loop = sample(*given, step=step, classes=classes, solver=deeppcr.Loop())
+        return loop, sample(*given, step=step, classes=classes, **settings)
+
+
+@pytest.mark.parametrize("name", JACOBIANS)
+@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize("length", [1, 2, 50, 200])
+@pytest.mark.parametrize("step", [DDPM(), DDIM()], ids=["ddpm", "ddim"])
+def test_parallel_equals_the_loop_without_falling_back(net, name, samples, length, step, device):
+    if length == 200 and name in ("dense", "diagonal") and samples == 5:
+        samples = 2  # 200 full Jacobians a sample and iteration
+    noise = noise_for(samples, length, device=device)
+    conditional = (samples == 5) == (length in (2, 50))
+    loop, found = both(net, noise, length, step, conditional, device, **JACOBIANS[name])
+    assert found.result in (Result.CONVERGED, Result.PRECISION_FLOOR)
+    assert (found.final - loop.final).abs().max() <= 1e-3
+    assert found.iterations.shape == found.evaluations.shape == found.residual.shape == (samples,)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize(
+    "step", [DDPM(), DDIM(), DDIM(eta=0.5), DDPM(variance="small"), DDPM(clip=1.0), DDIM(clip=0.9)], ids=repr
+)
+def test_tight_tolerances_are_met_in_double_precision(net, step, samples, conditional, device):
+    try:
+        noise = noise_for(samples, 50, torch.float64, device=device)
+        loop, found = both(net.double(), noise, 50, step, conditional, device, jacobian="prior")
+    finally:
+        net.float()
+    assert found.result is Result.CONVERGED
+    assert (found.final - loop.final).abs().max() <= 1e-8
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
+@pytest.mark.parametrize("length", [1, 2, 200])
+def test_every_prediction_with_its_own_prior(prediction, length, device):
+    """An ideal denoiser of Gaussian data: the prior is its Jacobian, and one update is all it takes."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+    covariance, mean = mixing @ mixing.T / 6, torch.randn(6, dtype=torch.float64, generator=generator)
+    schedule = Schedule.linear(200)
+    bars, eye = schedule.alphas_bar.to(device), torch.eye(6, dtype=torch.float64, device=device)
+    covariance, mean = covariance.to(device), mean.to(device)
+
+    def ideal(z, t):
+        bar = bars[t][:, None, None]
+        inverse = torch.linalg.inv(bar * covariance + (1 - bar) * eye)
+        centred = (z - bar.squeeze(-1).sqrt() * mean).unsqueeze(-1)
+        x0 = mean + (bar.sqrt() * covariance @ inverse @ centred).squeeze(-1)
+        eps = ((1 - bar).sqrt() * inverse @ centred).squeeze(-1)
+        bar = bar.squeeze(-1)
+        return {"x0": x0, "epsilon": eps, "v": bar.sqrt() * eps - (1 - bar).sqrt() * x0}[prediction]
+
+    noise = Noise.draw((3, 6), length, dtype=torch.float64, generator=generator)
+    noise = Noise(noise.initial.to(device), noise.steps.to(device))
+    given = (ideal, schedule.take(length), noise)
+    prior = GaussianPrior.from_covariance(covariance, mean)
+    with torch.no_grad():
+        loop = sample(*given, prediction=prediction, solver=deeppcr.Loop())
+        found = sample(*given, prediction=prediction, jacobian=prior, solver=Window(size=length))
+    assert (found.final - loop.final).abs().max() <= 1e-9
+    assert int(found.iterations.max()) <= 2  # it starts from the solution already
+
+
+def test_the_prior_needs_at_most_seven_tenths_of_picards_iterations(net, device):
+    noise = noise_for(3, 200, device=device)
+    counts = {}
+    for name, jacobian in (("prior", digits.prior()), ("picard", deeppcr.ScalarJacobian(1.0))):
+        window = Window(size=200, accelerate=False, max_iterations=400)
+        start = MeanStart(digits.data()[0].mean(0))
+        _, found = both(net, noise, 200, DDPM(), False, device, jacobian=jacobian, solver=window, start=start)
+        counts[name] = found.iterations.double().mean()
+    assert counts["prior"] <= 0.7 * counts["picard"], counts
+
+
+def test_acceleration_and_a_good_start_save_iterations(net, device):
+    noise = noise_for(4, 200, device=device)
+
+    def mean_iterations(start=None, **settings):
+        window = Window(size=200, **settings)
+        _, found = both(net, noise, 200, DDPM(), False, device, jacobian="prior", solver=window, start=start)
+        return float(found.iterations.double().mean())
+
+    plain = mean_iterations(accelerate=False)
+    assert mean_iterations() < plain
+    assert mean_iterations() <= mean_iterations(start=MeanStart(digits.data()[0].mean(0)))
+
+
+def test_starts(net, device):
+    noise = noise_for(5, 100, device=device)
+    images, labels = digits.data()
+    means = torch.stack([images[labels == k].mean(0) for k in range(10)])
+    loop, first = both(net, noise, 100, DDPM(), True, device, jacobian="prior", keep_states=True)
+    for start in (MeanStart(images.mean(0)), MeanStart(means), CoarseStart(stride=8, sweeps=3), first, first.states):
+        _, found = both(net, noise, 100, DDPM(), True, device, jacobian="prior", start=start)
+        assert (found.final - loop.final).abs().max() <= 1e-3
+        if start is first:
+            assert int(found.iterations.max()) < int(first.iterations.max())
+    _, coarse = both(net, noise, 100, DDPM(), True, device, jacobian="prior", start=CoarseStart(stride=8, sweeps=3))
+    rows = 3 * 14  # every eighth of 100 steps, and the last
+    assert int(coarse.evaluations.min()) > rows
+
+
+def test_samples_do_not_depend_on_their_company(net, device):
+    noise = noise_for(5, 60, device=device)
+    alone = Noise(noise.initial[3:4], noise.steps[:, 3:4])
+    _, together = both(net, noise, 60, DDPM(), False, device, jacobian="prior")
+    _, single = both(net, alone, 60, DDPM(), False, device, jacobian="prior", solver=Window(size=13))
+    assert (together.final[3] - single.final[0]).abs().max() <= 1e-3
+
+
+def test_guidance_is_one_call_with_doubled_rows(net, device):
+    calls = []
+
+    def watched(z, t, classes):
+        calls.append(len(z))
+        return net(z, t, classes)
+
+    noise, classes = noise_for(2, 40, device=device), torch.tensor([3, 7], device=device)
+    guided = {"classes": classes, "guidance": 2.5, "unconditional": digits.NOTHING}
+    with torch.no_grad():
+        loop = sample(watched, digits.TRAINING.take(40), noise, step=DDIM(), solver=deeppcr.Loop(), **guided)
+        assert calls == [4] * 40
+        calls.clear()
+        found = sample(watched, digits.TRAINING.take(40), noise, step=DDIM(), jacobian=digits.prior(), **guided)
+        assert calls[0] == 2 * 2 * min(40, 32)
+        assert len(calls) == int(found.iterations.max())
+        assert sum(calls) == int(found.evaluations.sum())
+
+        def by_hand(z, t):
+            none = net(z, t, torch.full_like(t, digits.NOTHING))
+            return none + 2.5 * (net(z, t, classes.repeat(len(z) // 2)) - none)
+
+        expected = sample(by_hand, digits.TRAINING.take(40), noise, step=DDIM(), solver=deeppcr.Loop())
+    assert torch.allclose(loop.final, expected.final, atol=1e-5)
+    assert (found.final - loop.final).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("length", [1, 3, 60])
+def test_samplers_that_remember(net, slots, length, device):
+    """A made-up multistep sampler: the gap to DDIM's next sample is extrapolated from earlier outputs."""
+    schedule = digits.TRAINING.take(length)
+    plain = DDIM().steps(schedule)
+    weights = {2: [1.5, -0.5], 3: [23 / 12, -16 / 12, 5 / 12]}[slots]
+    keep, gain = torch.zeros(length, slots, slots), torch.zeros(length, slots)
+    keep[:, 0, 0] = plain.keep[:, 0, 0]
+    for back in range(1, slots):
+        keep[:, 0, back] = weights[back] * plain.gain[:, 0]
+        if back > 1:
+            keep[:, back, back - 1] = 1
+    gain[:, 0], gain[:, 1] = weights[0] * plain.gain[:, 0], 1
+    steps = Steps(plain.timesteps, keep, gain, plain.signal, plain.spread)
+    initial = noise_for(3, 1, torch.float64, device=device).initial
+    net = net.double()
+    try:
+        with torch.no_grad():
+            z, earlier = initial, [torch.zeros_like(initial)] * (slots - 1)
+            for l in range(length):
+                outputs = [net(z, plain.timesteps[l].to(device).expand(3)), *earlier]
+                mixed = sum(weight * out for weight, out in zip(weights, outputs, strict=True))
+                z = float(plain.keep[l]) * z + float(plain.gain[l]) * mixed
+                earlier = outputs[: slots - 1]
+            loop = sample(net, steps, initial, solver=deeppcr.Loop())
+            assert torch.allclose(loop.final, z, atol=1e-5)  # the coefficients above are float32
+            for settings in ({}, {"solver": Window(size=17)}, {"solver": Newton()}):
+                found = sample(net, steps, initial, jacobian=digits.prior(), **settings)
+                assert found.result is Result.CONVERGED
+                assert (found.final - loop.final).abs().max() <= 1e-8
+    finally:
+        net.float()
+
+
+def test_half_precision_stays_with_the_network(net, device):
+    noise = noise_for(2, 30, torch.bfloat16, device=device)
+    seen = set()
+
+    def half(z, t):
+        seen.add(z.dtype)
+        return net(z.float(), t).to(z.dtype)
+
+    with torch.no_grad():
+        loop = sample(half, digits.TRAINING.take(30), noise, solver=deeppcr.Loop())
+        found = sample(half, digits.TRAINING.take(30), noise, jacobian=digits.prior(), solver=Window(tolerance=0.1))
+    assert seen == {torch.bfloat16}
+    assert found.final.dtype == torch.bfloat16
+    assert (found.final - loop.final).abs().max() <= 0.1
+
+
+def test_states_on_request(net, device):
+    noise = noise_for(2, 30, device=device)
+    loop, found = both(net, noise, 30, DDPM(), False, device, jacobian="prior", keep_states=True)
+    assert found.states.shape == (30, 2, 1, 8, 8)
+    assert torch.equal(found.states[-1], found.final)
+    assert loop.states is None
+    assert "CONVERGED" in repr(found)
+    assert found.fell_back == [False, False]

@@ -1,0 +1,278 @@
+"""The window: what it evaluates, when steps leave it, what happens where it does not get there, and its graphs' keeping."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Result
+from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, graphs, sample, window
+from deeppcr.diffusion.problem import Problem
+from deeppcr.solution import Plan
+from diffusion import digits
+from diffusion.test_sample import noise_for
+
+
+@pytest.fixture(scope="module")
+def net(device):
+    return digits.trained().to(device)
+
+
+@pytest.mark.parametrize("size", [1, 7, 33, 100])
+def test_no_more_than_its_size_is_evaluated_and_every_row_once(net, size, device):
+    seen = []
+
+    def watched(z, t):
+        seen.append(t)
+        return net(z, t)
+
+    noise = noise_for(3, 100, device=device)
+    with torch.no_grad():
+        loop = sample(net, digits.TRAINING.take(100), noise, solver=deeppcr.Loop())
+        found = sample(
+            watched,
+            digits.TRAINING.take(100),
+            noise,
+            jacobian=digits.prior(),
+            solver=Window(size=size, max_iterations=300),
+        )
+    assert max(len(t) for t in seen) == 3 * size
+    assert len(seen) == int(found.iterations.max())
+    assert sum(len(t) for t in seen) == int(found.evaluations.sum())
+    for t in seen:
+        assert int(t.unique(return_counts=True)[1].max()) <= 3
+    assert found.result is Result.CONVERGED
+    assert (found.final - loop.final).abs().max() <= 1e-3
+    if size == 1:  # the plain loop, in effect
+        assert found.iterations.tolist() == [100] * 3
+
+
+def test_finished_samples_are_no_longer_evaluated(net, device):
+    """One sample starts from its solution: it takes fewer iterations and rows than the others."""
+    noise = noise_for(3, 100, device=device)
+    with torch.no_grad():
+        loop = sample(net, digits.TRAINING.take(100), noise, solver=deeppcr.Loop(), keep_states=True)
+        start = loop.states.clone()
+        start[:, [0, 2]] = 0
+        found = sample(
+            net, digits.TRAINING.take(100), noise, jacobian=digits.prior(), start=start, solver=Window(size=100)
+        )
+    iterations, evaluations = found.iterations.tolist(), found.evaluations.tolist()
+    assert iterations[1] == 1
+    assert evaluations[1] == 100
+    assert min(iterations[0], iterations[2]) > 3
+    assert (found.final - loop.final).abs().max() <= 1e-3
+
+
+def amplifying(z, t):
+    """No denoiser: what it says of nearby samples differs wildly."""
+    return 5 * torch.sin(40 * z)
+
+
+def test_where_it_does_not_converge_the_loop_finishes_and_it_says_so(device):
+    noise = Noise.draw((2, 4), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given = (amplifying, Schedule.linear(50), noise)
+    solver = Window(max_iterations=5)
+    with torch.no_grad():
+        loop = sample(*given, solver=deeppcr.Loop())
+        with pytest.warns(
+            deeppcr.ConvergenceWarning, match=r"stopped with \d+ of 50 steps finished; the rest was"
+        ) as caught:
+            found = sample(*given, solver=solver)
+        assert caught[0].filename == __file__
+        assert found.result is Result.FINISHED_BY_LOOP
+        assert found.fell_back == [True, True]
+        assert (found.final - loop.final).abs().max() <= 1e-8 * loop.final.abs().max()
+        assert int(found.exact_steps.min()) >= 5
+        assert int(found.evaluations.min()) > 5 * 5 + 40
+        with pytest.raises(deeppcr.ConvergenceError, match="steps finished"):
+            sample(*given, solver=solver, on_failure="raise")
+    leaf = noise.initial.clone().requires_grad_()
+    with pytest.warns(deeppcr.ConvergenceWarning, match="not to be trusted"):
+        found = sample(amplifying, Schedule.linear(50), Noise(leaf, noise.steps), solver=solver, on_failure="return")
+    with pytest.raises(RuntimeError, match="did not converge"):
+        found.final.sum().backward()
+
+
+def test_it_reaches_the_loops_result_however_slowly(device):
+    """Every iteration finishes a step at least."""
+    noise = Noise.draw((2, 4), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loop = sample(amplifying, Schedule.linear(50), noise, solver=deeppcr.Loop())
+        found = sample(amplifying, Schedule.linear(50), noise)
+    assert found.result is Result.CONVERGED
+    assert int(found.iterations.max()) <= 50
+    assert (found.final - loop.final).abs().max() <= 1e-8 * loop.final.abs().max()
+
+
+def test_only_the_samples_that_failed_are_finished_by_the_loop(device):
+    rows = []
+
+    def mixed(z, t, classes):
+        rows.append(len(z))
+        return torch.where(classes[:, None] == 1, amplifying(z, t), 0.9 * z)
+
+    noise = Noise.draw((3, 4), 40, dtype=torch.float64)
+    classes = torch.tensor([0, 1, 0])
+    with torch.no_grad(), pytest.warns(deeppcr.ConvergenceWarning, match="sample 1; 1 of 3 samples"):
+        found = sample(mixed, Schedule.linear(40), noise, classes=classes, solver=Window(max_iterations=20))
+    assert found.fell_back == [False, True, False]
+    assert rows[-1] == 1
+    with torch.no_grad():
+        loop = sample(mixed, Schedule.linear(40), noise, classes=classes, solver=deeppcr.Loop())
+    assert (found.final - loop.final).abs().max() <= 1e-8 * loop.final.abs().max()
+
+
+def test_a_value_that_is_not_finite_is_named(net, device):
+    def broken(z, t):
+        return torch.where((t == 80)[:, None, None, None], float("nan"), net(z, t))
+
+    noise = noise_for(2, 100, device=device)
+    with torch.no_grad():
+        with pytest.warns(deeppcr.ConvergenceWarning, match=r"not finite at step 60 \(t = 80\)"):
+            found = sample(broken, digits.TRAINING.take(100), noise, jacobian=digits.prior())
+        assert found.result is Result.NON_FINITE
+        with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
+            assert sample(broken, digits.TRAINING.take(100), noise, solver=deeppcr.Loop()).result is Result.NON_FINITE
+
+
+def test_a_stray_value_that_is_not_finite_spoils_nothing(net, device):
+    """Far from the solution the network overflows; on it, it does not."""
+    noise = noise_for(2, 60, device=device)
+    start = torch.full((60, 2, 1, 8, 8), 50.0, device=device)
+
+    def fragile(z, t):
+        far = (z.abs() > 20).flatten(1).any(1)[:, None, None, None]
+        return torch.where(far, float("inf"), net(z, t))
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop = sample(net, digits.TRAINING.take(60), noise, solver=deeppcr.Loop())
+        found = sample(
+            fragile, digits.TRAINING.take(60), noise, jacobian=digits.prior(), start=start, solver=Window(size=60)
+        )
+    assert (found.final - loop.final).abs().max() <= 1e-3
+
+
+class Recorded:
+    """Stands for the CUDA graphs: calls the function, and remembers for which counts of rows."""
+
+    def __init__(self, function, device):
+        self.function, self.keys, self.refusal = function, [], None
+
+    def __call__(self, *key):
+        self.keys.append(key)
+        self.function(*key)
+
+
+def test_runs_on_kept_buffers_with_calls_filled_up(net, device, monkeypatch):
+    """What CUDA graphs replay, without them: the buffers of the first run, rows in eighths, other noise and classes."""
+    monkeypatch.setattr(window, "Replayed", Recorded)
+    schedule, solver, prepared = digits.TRAINING.take(100), Window(size=48), None
+    for seed, classes in ((0, [1, 2, 3]), (1, [4, 4, 9]), (2, [0, 8, 7])):
+        noise, classes = noise_for(3, 100, seed=seed, device=device), torch.tensor(classes, device=device)
+        problem = Problem(net, DDPM().steps(schedule), noise, classes, 1.5, digits.NOTHING)
+        with torch.no_grad():
+            prepared = prepared or window.Prepared(solver, problem, digits.prior())
+            outcome = prepared.run(solver, problem, None, Plan())
+            loop = sample(net, schedule, noise, classes=classes, guidance=1.5, unconditional=10, solver=deeppcr.Loop())
+        assert outcome.results == [Result.CONVERGED] * 3
+        found = problem.unflatten(outcome.states[-1, ..., 0])
+        assert (found - loop.final).abs().max() <= 1e-3
+        assert problem.denoiser.classes is classes
+    assert prepared.runs == 3
+    counts = [count for count, _ in prepared.replayed.keys]
+    assert counts[0] == 3 * 48
+    assert all(count % 18 == 0 for count in counts)  # an eighth of 3 x 48
+    assert len(set(counts)) > 1
+
+
+def test_the_cache_is_bounded_and_lends_each_entry_once():
+    cache = graphs.Cache(most=2)
+    for key in "abc":
+        cache.put(key, key.upper())
+    assert cache.take("a") is None
+    assert cache.take("b") == "B"
+    assert cache.take("b") is None
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    cache.put("owned", 1)
+    cache.forget_with("owned", owner)
+    del owner
+    assert cache.take("owned") is None
+    solver = Window(size=3)
+    for copied in (copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
+        assert copied == solver
+        assert len(copied._prepared) == 0
+
+
+def test_a_fingerprint_sees_what_graphs_depend_on():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net.scale = 2.0
+    offset = torch.ones(3)
+    closed = lambda z, t: net(z) + offset  # noqa: E731
+    partial = functools.partial(closed)
+    for function in (net, closed, partial, net.forward):
+        before = graphs.fingerprint(function)
+        with torch.no_grad():
+            net[0].weight.mul_(2)  # in place: a graph reads it where it lies
+        assert graphs.fingerprint(function) == before
+        net[1].weight = torch.nn.Parameter(net[1].weight.detach().clone())
+        changed = graphs.fingerprint(function)
+        assert changed != before
+        net.scale += 1
+        again = graphs.fingerprint(function)
+        assert again != changed
+        net.train(not net.training)
+        assert graphs.fingerprint(function) != again
+    before = graphs.fingerprint(closed)
+    offset = torch.zeros(3)
+    assert graphs.fingerprint(closed) != before
+
+
+def test_settings_are_checked():
+    for settings, match in (
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"size": 0}, "size"),
+        ({"freeze": 2.0}, "freeze"),
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"tf32": 0.0}, "tf32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Window(**settings)
+    assert Window().tolerance_for(torch.float32) == 1e-3
+    given = (amplifying, Schedule.linear(5), torch.randn(1, 3))
+    with pytest.raises(TypeError, match="Window takes GaussianPrior"):
+        sample(*given, step=DDIM(), jacobian=deeppcr.DenseJacobian())
+    with pytest.raises(ValueError, match="prior is of 4 numbers"):
+        sample(*given, step=DDIM(), jacobian=GaussianPrior(torch.ones(4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tf32", [None, 0.05])
+def test_graphs_replay_what_was_computed(tf32):
+    net = copy.deepcopy(digits.trained()).cuda()
+    solver = Window(tf32=tf32)
+    with torch.no_grad():
+        for round in range(5):
+            noise = noise_for(2, 200, seed=round, device="cuda")
+            classes = torch.tensor([round, 9 - round], device="cuda")
+            given = (net, digits.TRAINING, noise)
+            found = sample(*given, classes=classes, jacobian=digits.prior(), solver=solver)
+            loop = sample(*given, classes=classes, solver=deeppcr.Loop())
+            assert found.result is Result.CONVERGED
+            assert (found.final - loop.final).abs().max() <= 1e-3
+            assert (round > 0) == ("CUDA graphs" in found.plan.notes)
+            if round == 2:
+                net.leave.weight.mul_(1.02)  # in place: the graphs that there are see it
+            if round == 3:
+                net.leave.weight = torch.nn.Parameter(0.98 * net.leave.weight)  # elsewhere: they are made anew
+    assert len(solver._prepared) == 2
