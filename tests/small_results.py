@@ -13,9 +13,10 @@ PRESETS["tiny"] = replace(
     autoencoder_batch=64,
     autoencoder_epochs=0.02,
     latent_batch=64,
-    latent_epochs=0.05,
+    latent_epochs=0.16,
+    latent_rate=5e-3,
     pixel_batch=64,
-    pixel_epochs=0.03,
+    pixel_epochs=0.08,
     hidden=32,
 )
 #: Smaller still than quick: enough to see that they run and what they write.
@@ -30,7 +31,7 @@ TINY = {
     "resnet-guess": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
     "latent-diffusion": {
         "widths": (4,),
-        "steps": (8, 16),
+        "steps": (32, 48),
         "training": "tiny",
         "loop_runs": 2,
         "runs": 3,
@@ -39,9 +40,9 @@ TINY = {
         "samples": 16,
         "draws": 10,
     },
-    "pixel-diffusion": {"sides": (4,), "steps": (16,), "training": "tiny", "runs": 3, "batch": 4, "images": 2},
-    "diffusion-iterations": {"widths": (4,), "sides": (4,), "steps": (16,), "iterations": 5, "training": "tiny"},
-    "diffusion-guess": {"sides": (4,), "steps": (16,), "runs": 2, "training": "tiny"},
+    "pixel-diffusion": {"sides": (4,), "steps": (32,), "training": "tiny", "runs": 3, "batch": 4, "images": 2},
+    "diffusion-iterations": {"widths": (4,), "sides": (4,), "steps": (32,), "iterations": 5, "training": "tiny"},
+    "diffusion-guess": {"sides": (4,), "conditional": ("yes",), "steps": (32,), "runs": 2, "training": "tiny"},
 }
 
 
