@@ -9,7 +9,7 @@
 torch.Size([1000, 16])
 """
 
-from . import linear, nn
+from . import diffusion, linear, nn
 from .check import Finding, check
 from .gradient import Implicit, Unrolled
 from .guess import BatchMean, Random, RepeatInitial, Zeros
@@ -58,6 +58,7 @@ __all__ = [
     "Zeros",
     "check",
     "collapse",
+    "diffusion",
     "linear",
     "nn",
     "rowwise",

@@ -232,6 +232,8 @@ def test_a_fingerprint_sees_what_graphs_depend_on():
         assert again != changed
         net.train(not net.training)
         assert graphs.fingerprint(function) != again
+    assert graphs.fingerprint(net.forward) == graphs.fingerprint(net.forward)
+    assert graphs.fingerprint(net.forward) != graphs.fingerprint(net.__call__)
     before = graphs.fingerprint(closed)
     offset = torch.zeros(3)
     assert graphs.fingerprint(closed) != before

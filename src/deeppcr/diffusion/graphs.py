@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -54,12 +55,17 @@ def _forget(cache: weakref.ref[Cache], key: Hashable) -> None:
         found.take(key)
 
 
+def owner_of(function: Callable) -> Any:
+    """What a denoiser is known by: itself, or what a method is bound to, since methods are made anew at every look."""
+    return getattr(function, "__self__", function)
+
+
 def fingerprint(function: Callable) -> tuple:
     """What graphs of a denoiser depend on: where its tensors lie, and the plain values that it and its closure hold.
 
     What tensors hold does not matter: a graph reads them when it is replayed.
     """
-    found: list[Any] = [id(function), type(function)]
+    found: list[Any] = [id(owner_of(function)), type(function), getattr(function, "__func__", None)]
     for value in reachable(function):
         if isinstance(value, nn.Module):
             for module in value.modules():
@@ -123,12 +129,28 @@ class Replayed:
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with (
+                    _no_collection(),
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
                     self.function(*key)
             except RuntimeError as error:  # the host waits somewhere in the denoiser, say
                 self.refusal = str(error).strip().split("\n")[0][:120]
                 return
         self._graphs[key] = graph
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

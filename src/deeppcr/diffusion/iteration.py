@@ -12,6 +12,7 @@ diffusion models".)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -56,19 +57,25 @@ class Iteration:
         like = coefficients.gain
         # One row of padding: rows that only fill up a call read and write there.
         self.times = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
-        self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
+        self.scale = None
+        if coefficients.scaled:
+            self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
         self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
         self.outputs = like.new_zeros((length + 1) * samples, width)
         self.shift = like.new_zeros(length, samples, width) if adds_noise else None
         if accelerate:
-            self.last_states, self.last_update = (like.new_zeros(length, samples, width, slots) for _ in range(2))
+            self.last_update, self.last_plain = like.new_zeros(2, length, samples, width, slots)
+            self.last_size = like.new_zeros(length, samples)
         whole = {"dtype": torch.long, "device": like.device}
         self.index = torch.arange(length, **whole).unsqueeze(1)  # [L, 1]
         self.numbers = torch.arange(length * samples, **whole)
         self.rows = torch.empty(length * samples + 1, **whole)
-        self.prefix, self.iterations, self.evaluations, self.diverged = torch.zeros(4, samples, **whole)
+        self.nobody = torch.zeros(length * samples + 1, **whole)
+        # The host reads the first two after every iteration: how many steps are finished, and where no value is finite.
+        self.counters = torch.zeros(4, samples, **whole)
+        self.prefix, self.diverged, self.iterations, self.evaluations = self.counters
         self.measured = like.new_zeros(length, samples)
-        self.summary = torch.zeros(3, dtype=torch.float64, device=like.device)
+        self.peak = like.new_zeros(())
 
     @property
     def most_rows(self) -> int:
@@ -87,61 +94,60 @@ class Iteration:
         if self.shift is not None and shift is not None:
             self.shift.copy_(shift)
         self.outputs.zero_()
-        for counter in (self.prefix, self.iterations, self.evaluations, self.diverged, self.measured):
-            counter.zero_()
+        self.counters.zero_()
+        self.measured.zero_()
         if self.accelerate:
             self.last_update.zero_()
+            self.last_size.zero_()
 
     def run(self, network: Callable[[Tensor, Tensor, Tensor], Tensor], count: int, leave: bool) -> None:
-        """One iteration.
+        """One iteration. On a GPU every operation costs a launch, whatever its size: there are as few as can be.
 
         Args:
             network: of rows [N, D], times [N] and samples [N]
             count: N, at least the number of unfinished pairs of step and sample
             leave: finished steps leave the window; False while the network is imprecise
         """
-        length, samples, prefix = self.length, self.samples, self.prefix
-        active = (self.index >= prefix) & (self.index < prefix + self.size)  # [L, B]
-        rows = self._rows(active, count)
-        flat = self.states.flatten(0, 1)
-        step = rows // samples
-        outputs = network(flat[rows, :, 0] * self.scale[step], self.times[step], rows % samples)
-        self.outputs.index_copy_(0, rows, outputs)
-
+        length, samples = self.length, self.samples
         states = self.states[1:]
+        age = self.index - self.prefix  # [L, B]
+        first = age == 0
+        active = (age >= 0) & (age < self.size)
+        self.iterations += self.prefix < length
+        self.evaluations += active.sum(0)
+
+        rows = self._rows(active, count)
+        step, who = (rows, self.nobody[:count]) if samples == 1 else (rows // samples, rows % samples)
+        inputs = self.states.flatten(0, 1)[rows, :, 0]
+        if self.scale is not None:
+            inputs = inputs * self.scale[step]
+        self.outputs.index_copy_(0, rows, network(inputs, self.times[step], who))
         found = self.outputs[: length * samples].view(length, samples, -1)
         values = self.coefficients.advance(slice(None), self.states[:-1], found, self.shift)
-        residual = values - states
-        size = residual.abs().amax((-2, -1))
+
         # Not finite: from an exact state it is the loop's own fate; elsewhere the iterate has strayed, and the chain is cut.
-        finite = torch.isfinite(size)
-        first = self.index == prefix
-        self.diverged.logical_or_((active & first & ~finite).any(0))
+        finite = _size(values) < math.inf
+        self.diverged.logical_or_((first > finite).any(0))
         used = active & finite
-        residual = torch.where(used[..., None, None], residual, 0)
-        size = torch.where(first, 0, size)  # about to be replaced by its value
-        self.measured.copy_(torch.where(used, size, self.measured))
+        values = torch.where(used[..., None, None], values, states)
+        residual = values - states
+        torch.where(used, _size(residual).masked_fill_(first, 0), self.measured, out=self.measured)
 
         update = self.coupling.spread(residual)
-        largest = update.abs().amax((-2, -1))
+        largest = _size(update)
+        moved = states + update
         if self.accelerate:
-            update, largest = self._extrapolate(update, largest, active)
-        stable = torch.isfinite(largest)
-        update = torch.where(stable[..., None, None], update, residual)
-        moved = torch.where((first & finite)[..., None, None], values, states + update)
-        states.copy_(moved)
-
-        allowed = self.freeze + _ROUNDING * torch.finfo(moved.dtype).eps * moved.abs().amax((-2, -1))
-        done = (self.index < prefix) | (used & stable & (largest <= allowed))
-        self.evaluations += active.sum(0)
-        self.iterations += prefix < length
+            moved, largest = self._extrapolate(update, largest, moved, used)
+        # A step from an exact state is exact as it stands; so is, for want of better, where the update overflowed.
+        taken = (largest < math.inf) > first
+        torch.where(taken[..., None, None], moved, values, out=states)
         if leave:
-            run = done.long().cumprod(0).sum(0)
-            exact = (first & used).any(0).long()  # its start is exact, so it is now
-            prefix.copy_(torch.maximum(run, prefix + exact))
-        left = (length - prefix).clamp(max=self.size).sum()
-        largest = torch.where(active, largest, 0).max()
-        self.summary.copy_(torch.stack([left.double(), largest.double(), self.diverged.any().double()]))
+            rounding = _ROUNDING * torch.finfo(states.dtype).eps
+            small = largest <= torch.add(self.freeze, _size(states), alpha=rounding)
+            done = (small | first) & used | (age < 0)
+            torch.sum(done.long().cumprod(0), 0, out=self.prefix)
+        else:
+            torch.amax(torch.where(active, largest, 0), (0, 1), out=self.peak)
 
     def _rows(self, active: Tensor, count: int) -> Tensor:
         """[N]: the numbers of the active pairs, in order, filled up with that of the padding."""
@@ -152,21 +158,34 @@ class Iteration:
         self.rows.scatter_(0, place, self.numbers)
         return self.rows[:count]
 
-    def _extrapolate(self, update: Tensor, largest: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """From this update and the last: the step that makes their combination smallest, over all steps up to each one.
+    def _extrapolate(self, update: Tensor, largest: Tensor, plain: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        """From this update and the last: the states where their combination is smallest, over all steps up to each one.
 
         Where there was no last update, or it was the same, nothing is added.
+
+        Args:
+            update, plain: [L, B, D, K], and the states that it leads to
+            largest: [L, B], the size of the update
+            used: [L, B], which steps were evaluated
+
+        Returns:
+            the states, and the size of what led to them or of the plain update, whichever is larger
         """
-        states = self.states[1:]
-        change = update - self.last_update  # of the update, for a change of the states
-        moved = states - self.last_states + change
-        known = (self.last_update != 0).any(-1).any(-1) & active
-        change = torch.where(known[..., None, None], change, 0)
-        self.last_states.copy_(states)
+        known = ((self.last_size > 0) & used)[..., None, None]
+        change = torch.where(known, update - self.last_update, 0)
+        moved = torch.where(known, plain - self.last_plain, 0)
         self.last_update.copy_(update)
+        self.last_plain.copy_(plain)
+        self.last_size.copy_(largest)
         along = (change * update).sum((-2, -1)).cumsum(0)
         length = (change * change).sum((-2, -1)).cumsum(0)
-        weight = torch.where(known & (length > 0), along / length, 0)
-        extrapolated = update - weight[..., None, None] * moved
-        size = extrapolated.abs().amax((-2, -1))
-        return extrapolated, torch.maximum(largest, size)
+        weight = along / length.clamp_min_(torch.finfo(length.dtype).tiny)
+        states = torch.addcmul(plain, weight[..., None, None], moved, value=-1)
+        return states, torch.maximum(largest, _size(states - self.states[1:]))
+
+
+def _size(states: Tensor) -> Tensor:
+    """The largest number of each state: [L, B, D, K] to [L, B]; NaN where there is one."""
+    if states.is_cuda:  # one launch
+        return torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))
+    return states.abs().amax((-2, -1))  # on a CPU four times as fast

@@ -144,6 +144,7 @@ class Coefficients:
         self.keep = put(steps.keep, 1, 1, self.slots, self.slots)
         self.gain = put(steps.gain, 1, 1, self.slots)
         self.scale = put(steps.scale)
+        self.scaled = bool((steps.scale != 1).any())
         self.limit = None
         if steps.clip is not None:
             self.limit = float(steps.clip.limit)
@@ -161,7 +162,9 @@ class Coefficients:
             shift: [N, B, D], the noise times its deviation; None where there is none
         """
         if self.slots == 1:
-            after = torch.addcmul(self.keep[index].squeeze(-1) * states, self.gain[index], outputs.unsqueeze(-1))
+            keep = self.keep[index].squeeze(-1)
+            kept = keep * states if shift is None else torch.addcmul(shift.unsqueeze(-1), keep, states)
+            after, shift = torch.addcmul(kept, self.gain[index], outputs.unsqueeze(-1)), None
         else:
             kept = (states.flatten(1, 2) @ self.keep[index][:, 0, 0].mT).view_as(states)
             after = torch.addcmul(kept, self.gain[index], outputs.unsqueeze(-1))

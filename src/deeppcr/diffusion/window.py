@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..jacobian import ScalarJacobian
 from ..solution import Plan, Result
 from .coupling import Coupling
-from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of
+from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, owner_of
 from .iteration import Iteration
 from .prior import GaussianPrior
 from .problem import Problem
@@ -93,7 +94,7 @@ class Window:
             prepared = self._prepared.take(key)
             if prepared is None:
                 prepared = Prepared(self, problem, jacobian)
-                self._prepared.forget_with(key, problem.denoiser.function)
+                self._prepared.forget_with(key, owner_of(problem.denoiser.function))
             outcome = prepared.run(self, problem, start, plan)
             self._prepared.put(key, prepared)
             return outcome
@@ -187,14 +188,17 @@ class Prepared:
         iteration.load(problem.initial, problem.shift, states)
         iteration.evaluations += rows
         rough = window.tf32 is not None and problem.device.type == "cuda"
+        enough = window.tf32 or 0.0
         left = iteration.most_rows
-        for _ in range(window.max_iterations):
+        for number in range(window.max_iterations):
             call(min(-(-left // quantum) * quantum, iteration.most_rows), rough)
-            remaining, largest, diverged = iteration.summary.tolist()  # the one look of the host
-            left = int(remaining)
-            if diverged or not left:
+            if rough:  # not for ever, where TF32 does not get there
+                rough = enough <= iteration.peak.item() < math.inf and 2 * number < window.max_iterations
+                continue
+            finished, diverged = iteration.counters[:2].tolist()  # the one look of the host
+            left = sum(min(iteration.length - each, iteration.size) for each in finished)
+            if any(diverged) or not left:
                 break
-            rough = rough and not largest < window.tf32
 
     def iterate(self, count: int, rough: bool) -> None:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
