@@ -71,8 +71,8 @@ PRESETS = {
     ),
     "quick": Preset(
         autoencoder_batch=128,
-        autoencoder_epochs=0.25,
-        autoencoder_rate=2e-3,
+        autoencoder_epochs=0.4,
+        autoencoder_rate=3e-3,
         latent_batch=256,
         latent_epochs=1.2,
         latent_rate=2e-3,
