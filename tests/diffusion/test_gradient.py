@@ -6,6 +6,7 @@ from torch import nn
 
 import deeppcr
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample
+from deeppcr.gradient import Adjoint
 
 
 class Net(nn.Module):
@@ -81,3 +82,16 @@ def test_gradients_reach_embeddings_that_are_given(device):
         final = sample(denoiser, Schedule.linear(30), initial, step=DDIM(), classes=embeddings, solver=solver).final
         found.append(torch.autograd.grad(final.square().sum(), embeddings)[0])
     assert torch.allclose(*found, rtol=1e-8, atol=1e-10)
+
+
+def test_the_adjoint_of_a_wide_state_is_found_by_the_priors_sweeps(device, monkeypatch):
+    """Without the prior's couplings 100 steps would take 100 sweeps, more than are made, and end step by step."""
+
+    def refuse(*_):
+        raise AssertionError("the sweeps did not converge")
+
+    monkeypatch.setattr(Adjoint, "_step_by_step", refuse)
+    net = Net(40).to(device, torch.float64)
+    noise = Noise.draw((2, 40), 100, device=device, dtype=torch.float64)
+    sample(net, Schedule.linear(100), noise).final.square().sum().backward()
+    assert net.leave.weight.grad.isfinite().all()

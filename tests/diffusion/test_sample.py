@@ -20,6 +20,9 @@ from deeppcr.diffusion import (
     Window,
     sample,
 )
+from deeppcr.diffusion.coupling import Coupling
+from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.start import start_states
 from diffusion import digits
 
 JACOBIANS = {
@@ -151,6 +154,19 @@ def test_starts(net, device):
     _, coarse = both(net, noise, 100, DDPM(), True, device, jacobian="prior", start=CoarseStart(stride=8, sweeps=3))
     rows = 3 * 14  # every eighth of 100 steps, and the last
     assert int(coarse.evaluations.min()) > rows
+
+
+def test_a_coarse_start_lies_closer_than_that_of_the_prior_alone(net, device):
+    noise = noise_for(3, 200, device=device)
+    problem = Problem(net, DDPM().steps(digits.TRAINING), noise)
+    coupling = Coupling(digits.prior(), problem.steps, problem.width, problem.device, problem.dtype)
+    with torch.no_grad():
+        loop = sample(net, digits.TRAINING, noise, solver=deeppcr.Loop(), keep_states=True).states.flatten(2)
+        off = []
+        for start in (None, CoarseStart(stride=8, sweeps=6)):
+            states, _ = start_states(start, problem, digits.prior(), coupling)
+            off.append(float((states[..., 0] - loop).abs().mean()))
+    assert off[1] < 0.3 * off[0], off
 
 
 def test_samples_do_not_depend_on_their_company(net, device):

@@ -12,6 +12,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, graphs, sample, window
 from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.start import start_states
 from deeppcr.solution import Plan
 from diffusion import digits
 from diffusion.test_sample import noise_for
@@ -155,7 +156,36 @@ def test_a_stray_value_that_is_not_finite_spoils_nothing(net, device):
         found = sample(
             fragile, digits.TRAINING.take(60), noise, jacobian=digits.prior(), start=start, solver=Window(size=60)
         )
+    assert int(found.iterations.max()) < 30
     assert (found.final - loop.final).abs().max() <= 1e-3
+
+
+def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
+    noise = noise_for(2, 60, device=device)
+    problem = Problem(net, DDPM().steps(digits.TRAINING.take(60)), noise)
+    seen = []
+
+    def watched(rows, times, who):
+        seen.append((times, who))
+        return problem.network(rows, times, who)
+
+    with torch.no_grad():
+        prepared = window.Prepared(Window(size=20), problem, digits.prior())
+        iteration = prepared.iteration
+        states, _ = start_states(None, problem, digits.prior(), prepared.coupling)
+        iteration.load(problem.initial, problem.shift, states)
+        while min(iteration.prefix.tolist()) < 60:
+            before, finished = iteration.states.clone(), iteration.prefix.tolist()
+            iteration.run(watched, 40, True)
+            for row, count in enumerate(finished):
+                assert torch.equal(iteration.states[: count + 1, row], before[: count + 1, row])
+            active = sum(min(60 - count, 20) for count in finished)
+            times, who = seen[-1]
+            pairs = set(zip(times[:active].tolist(), who[:active].tolist(), strict=True))
+            assert len(pairs) == active
+            assert set(times[active:].tolist()) <= {0}  # the last time of all
+            assert set(who[active:].tolist()) <= {0}
+    assert len(seen) < 40  # more than a step an iteration
 
 
 class Recorded:
