@@ -15,7 +15,11 @@ from .words import BASELINES, METHODS, error_size
 
 
 def _size(entry: dict[str, Any]) -> str:
-    return f"w = {entry['w']}" if "w" in entry else f"{entry['side']} × {entry['side']} pixels"
+    """Of a state; a line does not end inside 4 × 4."""
+    if "w" in entry:
+        return f"w = {entry['w']}"
+    classes = ", classes given" if entry.get("conditional") == "yes" else ""
+    return f"{entry['side']}\u00a0×\u00a0{entry['side']} pixels{classes}"
 
 
 def _entries(result: Finished, grey: bool | None) -> list[dict[str, Any]]:
@@ -31,8 +35,7 @@ def sampling_speedup(*, grey: bool | None) -> Callable[[Finished], list[Ours]]:
     def ours(result: Finished) -> list[Ours]:
         found = []
         for entry in _entries(result, grey):
-            classes = {"yes": ", classes given", "no": ""}.get(entry.get("conditional", ""), "")
-            what = f"{DATA.get(entry['data'], entry['data'])}, {_size(entry)}{classes}, L = {entry['L']:,}"
+            what = f"{DATA.get(entry['data'], entry['data'])}, {_size(entry)}, L = {entry['L']:,}"
             for method, loop in (("printed", "loop"), ("auto", "loop"), ("auto", "graph")):
                 ratio = entry.get(method, {}).get(f"over_{loop}")
                 if ratio:
@@ -118,8 +121,8 @@ def class_mean_gain(result: Finished) -> list[Ours]:
             if guess == "class-mean" and (side, length, "mean") in entries and entry[method]["iterations"]
         ]
         if ratios:
-            where = f"{METHODS[method]}: iterations from the training mean over those from the class mean; mean of {len(ratios)} sizes"
-            found.append(Ours(f"{fmean(ratios):.2f}", where))
+            where = f"{METHODS[method]}; iterations from the training mean over those from the class mean, mean of {len(ratios)} cells"
+            found.append(Ours(times(fmean(ratios)), where))
     return found
 
 
