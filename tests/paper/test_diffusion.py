@@ -50,14 +50,14 @@ def test_every_way_to_sample_finds_the_same(sampling):
     by_library = sample(
         sampling.denoiser, sampling.schedule, draw.noise, classes=draw.classes, solver=deeppcr.Loop()
     ).final
-    assert max(errors(by_library, reference)) < 1e-5
+    assert max(errors(by_library, reference)) < 1e-4
     parallel = sampling.parallel(draw)
     assert max(errors(parallel.final, reference)) < 1e-3
     assert parallel.result is deeppcr.Result.CONVERGED
     one, *_ = draw.split(1)
     assert max(errors(sampling.printed(one).final, reference[:1])) < 1e-2
     parts = torch.cat([sampling.loop(part) for part in draw.split(2)])
-    assert max(errors(parts, reference)) < 1e-5
+    assert max(errors(parts, reference)) < 1e-4
 
 
 def test_a_captured_loop_takes_new_noise(sampling):
@@ -66,7 +66,7 @@ def test_a_captured_loop_takes_new_noise(sampling):
     run = sampling.captured_loop(sampling.draw(2, seed=0))
     for seed in (1, 2):
         draw = sampling.draw(2, seed=seed)
-        assert max(errors(run(draw), sampling.loop(draw))) < 1e-5
+        assert max(errors(run(draw), sampling.loop(draw))) < 1e-4
 
 
 def test_phases_are_parts_of_the_whole(sampling):
