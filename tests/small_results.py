@@ -2,10 +2,23 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from deeppcr.paper import mlp_timing, store
+from deeppcr.paper.denoisers import PRESETS
 
+#: Training of a few steps: the networks run, and know next to nothing.
+PRESETS["tiny"] = replace(
+    PRESETS["quick"],
+    autoencoder_batch=64,
+    autoencoder_epochs=0.02,
+    latent_batch=64,
+    latent_epochs=0.16,
+    latent_rate=5e-3,
+    pixel_batch=64,
+    pixel_epochs=0.08,
+    hidden=32,
+)
 #: Smaller still than quick: enough to see that they run and what they write.
 TINY = {
     "mlp-timing": {"depths": (2, 64), "widths": (2, 4), "activations": ("relu", "tanh"), "budget": 0.01, "most": 3},
@@ -16,6 +29,20 @@ TINY = {
     "resnet-training": {"depths": (8, 16), "train": 80, "test": 40, "window": 4, "eager_steps": 3, "epochs": 1},
     "resnet-iterations": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
     "resnet-guess": {"depths": (16,), "train": 64, "test": 40, "window": 4, "iterations": (0, 3), "epochs": 1},
+    "latent-diffusion": {
+        "widths": (4,),
+        "steps": (32, 48),
+        "training": "tiny",
+        "loop_runs": 2,
+        "runs": 3,
+        "batch": 8,
+        "images": 2,
+        "samples": 16,
+        "draws": 10,
+    },
+    "pixel-diffusion": {"sides": (4,), "steps": (32,), "training": "tiny", "runs": 3, "batch": 4, "images": 2},
+    "diffusion-iterations": {"widths": (4,), "sides": (4,), "steps": (32,), "iterations": 5, "training": "tiny"},
+    "diffusion-guess": {"sides": (4,), "conditional": ("yes",), "steps": (32,), "runs": 2, "training": "tiny"},
 }
 
 

@@ -46,7 +46,8 @@ def run(tmp_path, device):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    """But not the folder of trained networks."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.exists() else []
 
 
 def fails_clearly(result, *parts, code=cli.BAD):
@@ -81,6 +82,7 @@ def test_help_says_how_to_begin():
         "--quick",
         "--device",
         "--data-dir",
+        "--models",
         "--out",
         "--seed",
         "--time-limit",
@@ -94,7 +96,7 @@ def test_help_says_how_to_begin():
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_experiment_end_to_end(name, run, tmp_path, device):
-    if name.startswith("resnet"):
+    if name.startswith("resnet") or "diffusion" in name:
         pytest.importorskip("sklearn")
     result = run(name, "--quick")
     assert result.exit_code == 0, result.output
@@ -355,6 +357,34 @@ def test_bad_data(run, tmp_path):
     md5 = "f68b3c2dcbeaaa9fbdd348bbdeb94873"
     result = run("resnet-training", "--data-dir", folder)
     fails_clearly(result, "train-images-idx3-ubyte.gz", f"expected md5 {md5}", "found ")
+    assert files(tmp_path / "results") == []
+
+
+def test_trained_networks_are_shared_and_checked(run, tmp_path):
+    pytest.importorskip("sklearn")
+    assert run("diffusion-iterations", "--quick", "--set", "spaces=pixel").exit_code == 0
+    (model,) = (tmp_path / "results" / "models").iterdir()
+    before = model.stat().st_mtime_ns
+    assert run("diffusion-guess", "--quick", "--set", "conditional=no", "--set", "guesses=mean").exit_code == 0
+    assert [each.stat().st_mtime_ns for each in model.parent.iterdir()] == [before]
+    model.write_bytes(model.read_bytes()[:-7])
+    again = ("diffusion-iterations", "--quick", "--set", "spaces=pixel", "--set", "iterations=2")
+    fails_clearly(run(*again), str(model), "cut short")
+    assert run(*again, "--models", tmp_path / "elsewhere").exit_code == 0
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
+
+
+def test_bad_images(run, tmp_path):
+    """A folder with an image that cannot be read is named before anything is trained."""
+    pytest.importorskip("PIL")
+    folder = tmp_path / "data" / "celeba"
+    folder.mkdir(parents=True)
+    for number in range(12):
+        (folder / f"{number}.jpg").write_bytes(b"not an image")
+    result = run("latent-diffusion", "--quick", "--set", "data=celeba", "--data-dir", folder.parent)
+    fails_clearly(result, str(folder / "0.jpg"), "not an image")
+    fails_clearly(run("latent-diffusion", "--quick", "--set", "data=cifar10", "--data-dir", folder), "lacks CIFAR-10")
+    fails_clearly(run("pixel-diffusion", "--quick", "--set", "sides=5"), "got 5")
     assert files(tmp_path / "results") == []
 
 

@@ -15,7 +15,20 @@ pytest.importorskip("matplotlib")
 import matplotlib.figure
 
 import made_up
-from deeppcr.paper import figures, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet_ablations, resnet_training
+import made_up_diffusion
+from deeppcr.paper import (
+    diffusion_guess,
+    diffusion_iterations,
+    figures,
+    latent_diffusion,
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    pixel_diffusion,
+    resnet_ablations,
+    resnet_training,
+)
 from deeppcr.paper.catalogue import EXPERIMENTS
 from deeppcr.paper.figures.__main__ import main as figures_main
 from deeppcr.paper.table import times
@@ -31,6 +44,10 @@ GAIN = replace(mlp_gain.FULL, activations=("relu",), gains=(0.5, 1.0, 2.0, 4.0),
 TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=3)
 COUNTS = replace(resnet_ablations.ITERATIONS, depths=(64, 128), iterations=(0, 1, 3))
 GUESSES = replace(resnet_ablations.GUESS, depths=(64,), iterations=(0, 1, 3))
+LATENT = replace(latent_diffusion.FULL, widths=(16, 128), steps=(256, 1024), runs=20)
+PIXEL = replace(pixel_diffusion.FULL, sides=(4, 16), steps=(256, 1024), runs=20)
+ERRORS = replace(diffusion_iterations.FULL, widths=(16, 128), steps=(256, 1024))
+STARTS = replace(diffusion_guess.FULL, sides=(4, 16), steps=(256, 1024))
 
 
 def small() -> list[dict]:
@@ -43,6 +60,10 @@ def small() -> list[dict]:
         made_up.resnet_training_result(TRAINING, points=30),
         made_up.ablation_result("resnet-iterations", COUNTS, points=30),
         made_up.ablation_result("resnet-guess", GUESSES, points=30),
+        made_up_diffusion.latent_result(LATENT),
+        made_up_diffusion.pixel_result(PIXEL),
+        made_up_diffusion.iterations_result(ERRORS),
+        made_up_diffusion.guess_result(STARTS),
     ]
 
 
@@ -89,7 +110,7 @@ def test_every_experiment_has_a_figure(experiment, drawings):
 
 
 def test_an_unknown_experiment_has_none():
-    assert figures.draw({"experiment": "diffusion-timing", "records": []}) == []
+    assert figures.draw({"experiment": "network-timing", "records": []}) == []
 
 
 def test_svg_stands_by_itself_in_a_page(drawn):
@@ -107,7 +128,11 @@ def test_svg_stands_by_itself_in_a_page(drawn):
         assert set(own) == used
         assert re.findall(r'https?://[^"]*', figure.svg) == ["http://www.w3.org/2000/svg"]
         tags = {element.tag.rpartition("}")[2] for element in root.iter()}
-        assert not tags & {"style", "metadata", "image", "script"}
+        assert not tags & {"style", "metadata", "script"}
+        # Pictures of samples stand in the figure itself.
+        pictures = [element.attrib["href"] for element in root.iter() if element.tag.endswith("}image")]
+        assert all(each.startswith("data:image/png;base64,") for each in pictures)
+        assert bool(pictures) == figure.name.endswith("-images")
         assert "currentColor" in figure.svg
         assert figures.style.INK not in figure.svg
         ids += own
@@ -121,6 +146,8 @@ def test_axes_have_labels_with_units(drawings, drawn):
         for figure in drawn
     }
     for drawing in (each for some in drawings.values() for each in some):
+        if drawing.name.endswith("-images"):
+            continue
         shown = [axes for axes in drawing.canvas.axes if axes.axison]
         assert shown
         for axes in shown:

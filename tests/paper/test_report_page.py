@@ -204,6 +204,7 @@ def test_every_figure_is_there_with_its_command_and_hardware(page, made):
         const size = figure.querySelector('svg').getBoundingClientRect();
         return {name: figure.dataset.figure, section: figure.closest('section').id, width: size.width,
                 height: size.height, paths: figure.querySelectorAll('svg path').length,
+                pictures: figure.querySelectorAll('svg image').length,
                 command: figure.querySelector('.made code').textContent, made: figure.querySelector('.made').textContent,
                 caption: figure.querySelector('figcaption').textContent};
     })""")
@@ -212,7 +213,8 @@ def test_every_figure_is_there_with_its_command_and_hardware(page, made):
     for each, (experiment, hardware, _) in zip(shown, names, strict=True):
         assert each["width"] > 300
         assert each["height"] > 100
-        assert each["paths"] > 10
+        # Samples are pictures, all else is drawn.
+        assert each["pictures"] >= 2 if each["name"].endswith("-images") else each["paths"] > 10
         assert len(each["caption"]) > len(each["made"]) + 20
         assert hardware.replace("(R)", "").replace("(TM)", "") in each["made"]
         assert "torch" in each["made"]

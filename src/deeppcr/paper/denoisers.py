@@ -71,13 +71,13 @@ PRESETS = {
     ),
     "quick": Preset(
         autoencoder_batch=128,
-        autoencoder_epochs=0.3,
-        autoencoder_rate=2e-3,
+        autoencoder_epochs=0.4,
+        autoencoder_rate=3e-3,
         latent_batch=256,
-        latent_epochs=1.5,
+        latent_epochs=1.2,
         latent_rate=2e-3,
         pixel_batch=128,
-        pixel_epochs=0.2,
+        pixel_epochs=0.15,
         pixel_rate=8e-3,
         base=4,
         code=64,
@@ -230,9 +230,11 @@ class Autoencoding:
         found = self.autoencoder.decoder(mean + torch.exp(log_variance / 2) * noise)
         reconstruction = (found - x).square().sum((1, 2, 3)).mean()
         divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+        self.adversary.requires_grad_(False)
         score = self.adversary(found).mean()
         # The paper's formula adds the discriminator's score: with a score that is high for real images it is subtracted.
         _descend(self.optimisers["generator"], reconstruction + DIVERGENCE * divergence - ADVERSARY * score)
+        self.adversary.requires_grad_(True)
         hinge = torch.relu(1 - self.adversary(x)).mean() + torch.relu(1 + self.adversary(found.detach())).mean()
         _descend(self.optimisers["discriminator"], hinge)
         return torch.stack([reconstruction, divergence, score, hinge]).detach()

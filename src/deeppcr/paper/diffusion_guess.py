@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deeppcr.diffusion.graphs import full_precision
 from deeppcr.diffusion.start import CoarseStart, MeanStart
 
 from .denoisers import PRESETS, Model, pixel_model
@@ -23,7 +24,6 @@ from .sampling import WARM_UP, timed
 from .settings import setting
 from .store import PaperError
 from .table import table, times
-from .trainer import precision
 
 GUESSES = ("mean", "class-mean", "zeros", "coarse")
 
@@ -64,7 +64,7 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(data="digits", sides=(4, 8), steps=(64,), runs=4, loop_runs=2, printed_runs=1, training="quick")
+QUICK = Settings(data="digits", sides=(4, 8), steps=(64,), runs=3, loop_runs=2, printed_runs=1, training="quick")
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
@@ -86,7 +86,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     model = pixel_model(settings.shared.source, settings.data, cell["side"], cell["conditional"] == "yes", context)
     sampling = pixel_sampling(model, cell["L"], settings.shared)
     start = start_of(cell["guess"], model, settings)
-    with precision(tf32=False):
+    with full_precision(sampling.device):
         draws = sampling.draw(settings.runs + WARM_UP, settings.seed)
         reference, single = sampling.loop(draws)[WARM_UP:], draws.split(1)
         loop, _ = timed(sampling.loop, single[WARM_UP - 1 :][: settings.loop_runs + 1], context.device)

@@ -13,6 +13,7 @@ import torch
 
 import deeppcr
 from deeppcr.diffusion import Window
+from deeppcr.diffusion.graphs import full_precision
 
 from . import latent_diffusion, pixel_diffusion
 from .denoisers import PRESETS, latent_model, pixel_model
@@ -22,7 +23,6 @@ from .sampling import Draw, Sampling, errors, paper_newton
 from .settings import setting
 from .store import PaperError
 from .table import table
-from .trainer import precision
 
 SPACES = ("latent", "pixel")
 #: The paper reads off when the error has fallen below this.
@@ -89,7 +89,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
         model = pixel_model(shared.source, settings.data, cell["side"], False, context)
         sampling = pixel_diffusion.pixel_sampling(model, cell["L"], shared)
     found: dict[str, list[list[float]]] = {"printed": [], "auto": []}
-    with precision(tf32=False):
+    with full_precision(sampling.device):
         for number, draw in enumerate(sampling.draw(settings.samples, settings.seed).split(1)):
             reference = sampling.loop(draw)
             found["printed"].append(newton_errors(sampling, draw, reference, settings.iterations))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deeppcr.diffusion import Samples
+from deeppcr.diffusion.graphs import full_precision
 
 from .denoisers import PRESETS, Source
 from .experiment import Context, is_out_of_memory
@@ -19,7 +20,6 @@ from .mlp_timing import release
 from .sampling import WARM_UP, Draw, Sampling, errors, pack, timed
 from .settings import setting
 from .table import times
-from .trainer import precision
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Settings:
 
 def time_columns(sampling: Sampling, settings: Settings, context: Context) -> dict[str, Any]:
     """Seconds of every run of every column, and of those in parallel what they took and how far off they are."""
-    with precision(tf32=False):
+    with full_precision(sampling.device):
         draws = sampling.draw(settings.runs + WARM_UP, settings.seed)
         reference = sampling.loop(draws)[WARM_UP:]
         single = draws.split(1)
@@ -133,7 +133,7 @@ def _batch(sampling: Sampling, settings: Settings, context: Context, runs: int =
 
 def show_images(sampling: Sampling, settings: Settings) -> dict[str, Any]:
     """A few samples by the loop and in parallel, from the same noise."""
-    with precision(tf32=False):
+    with full_precision(sampling.device):
         draw = sampling.draw(settings.images, settings.seed + 12345)
         both = {"sequential": sampling.loop(draw), "parallel": sampling.parallel(draw).final}
         return {name: pack(sampling.model.decode(states)) for name, states in both.items()}

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from deeppcr.diffusion.graphs import full_precision
+
 from . import frechet
 from .denoisers import Model, latent_model
 from .diffusion_timing import Settings as Shared
@@ -17,7 +19,6 @@ from .pictures import SOURCES
 from .sampling import Sampling
 from .settings import setting
 from .table import table
-from .trainer import precision
 
 #: Images in colour need wider latents.
 COLOUR = ("cifar10", "celeba")
@@ -91,7 +92,7 @@ def latent_sampling(model: Model, length: int, settings: Shared) -> Sampling:
 def distances(sampling: Sampling, settings: Settings) -> dict[str, Any]:
     """Of samples to the latents of the test set, for the loop and for the parallel solve."""
     sequential, parallel = [], []
-    with precision(tf32=False):
+    with full_precision(sampling.device):
         for number in range(0, settings.samples, settings.batch):
             draw = sampling.draw(min(settings.batch, settings.samples - number), settings.seed + 10_000 + number)
             sequential.append(sampling.loop(draw))

@@ -44,16 +44,18 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents [N, w] to images [N, C, side, side] in [-1, 1]."""
+    """Latents [N, w] to images [N, C, side, side] in [-1, 1].
+
+    As the paper has it, a layer doubles the resolution after its convolution: at 32 x 32 the finest one sees 16 x 16.
+    """
 
     def __init__(self, width: int, *, channels: int = 1, side: int = 32, base: int = 16, hidden: int = 256):
         super().__init__()
         widths = [base * 2**layer for layer in reversed(range(LAYERS))]
-        keep = LAYERS - 1 - _halvings(side)
         layers: list[nn.Module] = []
         for layer, (before, after) in enumerate(pairwise(widths)):
             layers += [nn.Conv2d(before, after, 3, padding=1)]
-            layers += [nn.Upsample(scale_factor=2.0, mode="nearest")] if layer >= keep else []
+            layers += [nn.Upsample(scale_factor=2.0, mode="nearest")] if layer < _halvings(side) else []
             layers += [nn.ReLU()]
         self.layers = nn.Sequential(
             nn.Linear(width, hidden),

@@ -36,14 +36,6 @@ def time_of(signal: Tensor) -> Tensor:
     return 2 * depth / (FIRST_RATE + torch.sqrt(FIRST_RATE**2 + 4 * half * depth))
 
 
-def sinusoids(values: Tensor, width: int) -> Tensor:
-    """The positional encoding of Vaswani et al.: [N] to [N, width], sines and cosines of falling frequency."""
-    half = width // 2
-    steps = torch.arange(half, device=values.device, dtype=torch.float32)
-    angles = values.unsqueeze(-1) * torch.exp(-math.log(10_000) / half * steps).to(values.dtype)
-    return torch.cat([angles.sin(), angles.cos()], -1)
-
-
 class Embedding(nn.Module):
     """Time, and class where the network is conditional: sinusoids, two layers for each, added.
 
@@ -52,24 +44,34 @@ class Embedding(nn.Module):
         classes: how many there are; one more index, ``classes``, says "no class" (for guidance). None: unconditional
     """
 
+    frequencies: Tensor
+
     def __init__(self, width: int, classes: int | None = None):
         super().__init__()
         if width < 2 or width % 2:
             raise ValueError(f"embedding: expected an even width, got {width}")
-        self.width, self.classes = width, classes
+        self.classes = classes
+        # Those of Vaswani et al., falling from 1 to 1/10,000; no part of what is learnt, so not of checkpoints.
+        falling = torch.arange(width // 2) / (width // 2)
+        self.register_buffer("frequencies", torch.exp(-math.log(10_000) * falling), persistent=False)
         self.time = _two_layers(width)
         self.label = _two_layers(width) if classes is not None else None
 
     def forward(self, t: Tensor, classes: Tensor | None, dtype: torch.dtype) -> Tensor:
         """t [N] in [0, 1], classes [N] or None to [N, E]."""
-        found = self.time(sinusoids(UNITS * t.to(dtype), self.width))
+        found = self.time(self.sinusoids(UNITS * t.to(dtype)))
         if self.label is None:
             if classes is not None:
                 raise ValueError("classes: this network is unconditional, it was made without classes")
             return found
         if classes is None:
             raise ValueError(f"classes: this network is conditional; {self.classes} says no class")
-        return found + self.label(sinusoids(classes.to(dtype), self.width))
+        return found + self.label(self.sinusoids(classes.to(dtype)))
+
+    def sinusoids(self, values: Tensor) -> Tensor:
+        """[N] to [N, E]: sines and cosines."""
+        angles = values.unsqueeze(-1) * self.frequencies
+        return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 def _two_layers(width: int) -> nn.Module:

@@ -1,11 +1,22 @@
-"""The figures of the experiments on networks, drawn from finished result files, in the layout of the paper."""
+"""The figures of the experiments, drawn from finished result files, in the layout of the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from . import ablations, hardware, mlp_gain, mlp_memory, mlp_newton, mlp_timing, style, training
+from . import (
+    ablations,
+    diffusion,
+    diffusion_ablations,
+    hardware,
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    style,
+    training,
+)
 from .drawing import Drawing, Figure
 
 __all__ = ["Drawing", "Figure", "draw", "drawings"]
@@ -20,6 +31,10 @@ ARTISTS: dict[str, Callable[[dict[str, Any]], list[Drawing]]] = {
     "resnet-training": training.draw,
     "resnet-iterations": ablations.iterations,
     "resnet-guess": ablations.guess,
+    "latent-diffusion": diffusion.latent,
+    "pixel-diffusion": diffusion.pixel,
+    "diffusion-iterations": diffusion_ablations.iterations,
+    "diffusion-guess": diffusion_ablations.guess,
 }
 
 

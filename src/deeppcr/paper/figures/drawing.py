@@ -89,7 +89,9 @@ class Drawing:
 
         for element in root.iter():
             if link in element.attrib:
-                element.attrib["href"] = "#" + new(element.attrib.pop(link)[1:])
+                where = element.attrib.pop(link)
+                # Pixels stand in the link itself; all else is a link to a part of the figure.
+                element.attrib["href"] = where if where.startswith("data:") else "#" + new(where[1:])
             for key, value in element.attrib.items():
                 element.attrib[key] = re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{new(match[1])})", value)
         for element in root.iter():

@@ -10,31 +10,10 @@ from typing import Any
 from ..figures.style import seconds as in_words
 from ..mlp_summary import break_even, seconds, speedup, threshold
 from ..table import times
+from .claim import Claim, Ours
 from .collect import Finished
+from .diffusion_claims import CLAIMS as DIFFUSION
 from .words import BASELINES, METHODS, activation_name, columns, error_size, finite
-
-
-@dataclass(frozen=True)
-class Ours:
-    """One figure of ours: the value, and what it has to be read with."""
-
-    value: str
-    where: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One row: what is claimed, the paper's figure, how and where it stands there, and how ours is read off a result.
-
-    Attributes:
-        ours: a result of the experiment to our figures, in the order in which they are shown
-    """
-
-    what: str
-    paper: str
-    source: str
-    experiment: str
-    ours: Callable[[Finished], list[Ours]]
 
 
 @dataclass(frozen=True)
@@ -384,4 +363,5 @@ CLAIMS = (
         "resnet-iterations",
         few_iterations,
     ),
+    *DIFFUSION,
 )

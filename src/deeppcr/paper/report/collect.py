@@ -16,7 +16,9 @@ from ..store import PARTIAL, PaperError, read
 
 QUICK = "quick run, small sizes: shows that it works"
 #: What the trainings call their images, in words.
-IMAGES = {"mnist": "MNIST", "digits": "scikit-learn's digits"}
+IMAGES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA", "digits": "scikit-learn's digits"}
+#: Those that the paper does not have.
+_OTHER = ("digits",)
 _FIRST = "deeppcr reproduce mlp-timing --quick"
 
 
@@ -92,14 +94,19 @@ class Finished:
     @property
     def remark(self) -> str:
         """What has to be said of its sizes; nothing where they are the paper's."""
-        other = f"on {self.images}" if self.images not in ("", IMAGES["mnist"]) else ""
+        other = f"on {self.images}" if any(data in _OTHER for data in self._data) else ""
         return "; ".join(filter(None, [QUICK if self.quick else "", other, self.changed_in_words]))
 
     @property
     def images(self) -> str:
         """What was learnt, in a training; empty for other experiments."""
-        data = str(self.content["settings"].get("data", ""))
-        return IMAGES.get(data, data)
+        return " and ".join(IMAGES.get(data, data) for data in self._data)
+
+    @property
+    def _data(self) -> list[str]:
+        """One data set, or a list of them; other experiments have none."""
+        data = self.content["settings"].get("data", [])
+        return list(map(str, data if isinstance(data, list) else [data]))
 
     @property
     def changed_in_words(self) -> str:

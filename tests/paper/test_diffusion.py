@@ -1,0 +1,248 @@
+"""The diffusion experiments: the loop is the loop, trained networks are kept, distances and curves are what they say."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+import deeppcr
+import made_up_diffusion
+from deeppcr.diffusion import sample
+from deeppcr.paper import (
+    denoisers,
+    diffusion_guess,
+    diffusion_iterations,
+    diffusion_timing,
+    frechet,
+    latent_diffusion,
+    pixel_diffusion,
+)
+from deeppcr.paper.denoisers import Source, latent_model, pixel_model
+from deeppcr.paper.experiment import Context
+from deeppcr.paper.report.collect import Finished
+from deeppcr.paper.report.diffusion_claims import CLAIMS
+from deeppcr.paper.sampling import Sampling, errors, pack, paper_newton, unpack
+from deeppcr.paper.store import PaperError
+from small_results import TINY
+
+SOURCE = Source("tiny", seed=0)
+
+
+@pytest.fixture(scope="module")
+def context(pytestconfig, tmp_path_factory):
+    device = torch.device(pytestconfig.getoption("--device"))
+    return Context(device, models=tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=["latent", "pixel", "conditional"])
+def sampling(request, context):
+    settings = diffusion_timing.Settings()
+    if request.param == "latent":
+        return latent_diffusion.latent_sampling(latent_model(SOURCE, "digits", 4, context), 32, settings)
+    model = pixel_model(SOURCE, "digits", 4, request.param == "conditional", context)
+    return pixel_diffusion.pixel_sampling(model, 32, settings)
+
+
+def test_every_way_to_sample_finds_the_same(sampling):
+    draw = sampling.draw(5, seed=3)
+    reference = sampling.loop(draw)
+    by_library = sample(
+        sampling.denoiser, sampling.schedule, draw.noise, classes=draw.classes, solver=deeppcr.Loop()
+    ).final
+    assert max(errors(by_library, reference)) < 1e-4
+    parallel = sampling.parallel(draw)
+    assert max(errors(parallel.final, reference)) < 1e-3
+    assert parallel.result is deeppcr.Result.CONVERGED
+    one, *_ = draw.split(1)
+    assert max(errors(sampling.printed(one).final, reference[:1])) < 1e-2
+    parts = torch.cat([sampling.loop(part) for part in draw.split(2)])
+    assert max(errors(parts, reference)) < 1e-4
+
+
+def test_a_captured_loop_takes_new_noise(sampling):
+    if sampling.device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    run = sampling.captured_loop(sampling.draw(2, seed=0))
+    for seed in (1, 2):
+        draw = sampling.draw(2, seed=seed)
+        assert max(errors(run(draw), sampling.loop(draw))) < 1e-4
+
+
+def test_phases_are_parts_of_the_whole(sampling):
+    phases = sampling.phases(sampling.draw(1, seed=0))
+    assert phases["jacobian"] > 0
+    assert phases["linear"] > 0
+    assert phases["jacobian"] + phases["linear"] <= phases["total"]
+
+
+def test_the_noise_is_the_same_for_the_same_seed(sampling):
+    one, other, third = (sampling.draw(2, seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(one.noise.steps, other.noise.steps)
+    assert not torch.equal(one.noise.steps, third.noise.steps)
+
+
+def test_errors_after_every_iteration(sampling):
+    """Going on by one iteration at a time is the same as stopping after so many."""
+    draw = sampling.draw(1, seed=1)
+    reference = sampling.loop(draw)
+    curve = diffusion_iterations.newton_errors(sampling, draw, reference, 4)
+    start = sampling.model.mean.expand(sampling.length, 1, *sampling.model.shape)
+    for count in (1, 3):
+        newton = paper_newton(stop=deeppcr.FixedIterations(count))
+        found = errors(sampling.printed(draw, newton, start).final, reference)[0]
+        assert curve[count] == pytest.approx(found, rel=0.05, abs=1e-5)
+    assert len(curve) == 5
+    assert curve[-1] < curve[0] / 10
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        falling = diffusion_iterations.window_errors(sampling, draw, reference, 30)
+    assert len(falling) == 31
+    assert falling[-1] < 1e-3 < falling[1]
+
+
+def test_networks_are_kept_and_shared(context, monkeypatch):
+    first = latent_model(SOURCE, "digits", 4, context)
+    again = Context(context.device, models=context.models)
+    monkeypatch.setattr(denoisers.Denoising, "step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(denoisers.Autoencoding, "step", lambda *_: pytest.fail("trained again"))
+    second = latent_model(SOURCE, "digits", 4, again)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.test, second.test)
+    z, t = first.train[:3], torch.full((3,), 0.5, device=context.device)
+    assert torch.equal(first.network(z, t), second.network(z, t))
+    assert first.training == second.training
+    with pytest.raises(pytest.fail.Exception, match="trained again"):
+        latent_model(Source("tiny", seed=1), "digits", 4, Context(context.device, models=context.models))
+
+
+def test_a_network_that_was_cut_short(context, tmp_path):
+    mine = Context(context.device, models=tmp_path)
+    pixel_model(SOURCE, "digits", 4, False, mine)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(PaperError, match=f"{path}: cut short"):
+        pixel_model(SOURCE, "digits", 4, False, Context(context.device, models=tmp_path))
+
+
+def test_latents_are_white_and_decode_to_images(context):
+    model = latent_model(SOURCE, "digits", 4, context)
+    assert torch.allclose(torch.cov(model.train.mT).cpu(), torch.eye(4), atol=0.2)
+    assert model.decode(model.test).shape == (len(model.test), 1, 8, 8)
+    conditional = pixel_model(SOURCE, "digits", 4, True, context)
+    assert conditional.class_means.shape == (10, 1, 4, 4)
+    threes = conditional.train[conditional.labels == 3]
+    assert torch.allclose(conditional.class_means[3], threes.mean(0))
+
+
+def test_training_lowers_the_loss(context):
+    source = Source("quick", seed=0, train=256)
+    quick = replace(denoisers.PRESETS["quick"], pixel_epochs=0.1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(denoisers.PRESETS, "quick", quick)
+        model = pixel_model(source, "digits", 4, False, Context(context.device))
+    curve = model.training["denoiser"]["curves"]["noise"]
+    assert curve[-1] < 0.5 * curve[0]
+
+
+def test_distances_of_known_distributions():
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4000, 3, generator=generator, dtype=torch.float64)
+    data = data @ torch.linalg.cholesky(torch.cov(data.mT)).inverse().mT  # covariance 1
+    reference = frechet.Reference(data)
+    assert reference.distance(data) < 1e-6
+    assert reference.distance(3 * data - 2 * data.mean(0)) == pytest.approx(2 * 3**0.5, rel=1e-6)  # sum of (3 - 1)^2
+    turned = data @ torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))[0]
+    assert reference.distance(turned - turned.mean(0) + data.mean(0)) < 1e-6
+
+
+def test_the_bootstrap_pairs_the_samples():
+    generator = torch.Generator().manual_seed(0)
+    data, samples = (torch.randn(500, 2, generator=generator) for _ in range(2))
+    same = frechet.compare(data, samples, samples, draws=20, seed=0)
+    assert same["difference"] == 0
+    assert same["difference_interval"] == [0, 0]
+    low, high = same["sequential_interval"]
+    assert 0 < low < high
+    moved = frechet.compare(data, samples, samples + 1, draws=20, seed=0)
+    low, high = moved["difference_interval"]
+    assert 0.5 < low < moved["difference"] < high
+
+
+def test_pictures_come_back():
+    images = torch.rand(3, 3, 8, 8) * 2 - 1
+    found = unpack(pack(images))
+    assert found.shape == images.shape
+    assert (found.float() / 127.5 - 1 - images).abs().max() <= 1 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("module", [pixel_diffusion, diffusion_iterations, diffusion_guess])
+def test_sides_that_do_not_fit(module, context):
+    for side in (3, 16):
+        settings = replace(module.QUICK, sides=(side,))
+        with pytest.raises(PaperError, match=f"got {side}"):
+            list(module.cells(settings, Context(context.device)))
+
+
+def test_colour_takes_its_own_widths():
+    found = list(latent_diffusion.models_of(latent_diffusion.FULL))
+    assert found == [("mnist", 16), ("mnist", 32), ("mnist", 64), ("mnist", 128), ("cifar10", 128), ("cifar10", 256)]
+
+
+def test_a_cell_of_latent_diffusion(context):
+    settings = replace(latent_diffusion.QUICK, **TINY["latent-diffusion"])
+    record = latent_diffusion.measure({"data": "digits", "w": 4, "L": 32}, settings, context)
+    assert len(record["loop"]["seconds"]) == settings.loop_runs
+    assert len(record["auto"]["seconds"]) == len(record["auto"]["error"]) == settings.runs
+    assert max(record["auto"]["error"]) < settings.tolerance
+    assert ("graph" in record) == (context.device.type == "cuda")
+    distance = record["frechet"]
+    assert abs(distance["difference"]) < 1e-3 * distance["sequential"] + 1e-4
+    both = [unpack(each).int() for each in record["pictures"].values()]
+    assert (both[0] - both[1]).abs().max() <= 1
+
+
+def test_a_summary_is_made_of_medians():
+    settings = replace(latent_diffusion.FULL, widths=(16,), steps=(256,), data=("mnist",))
+    result = made_up_diffusion.latent_result(settings)
+    (entry,) = diffusion_timing.summarise(result["records"])
+    record = result["records"][1]
+    seconds = {name: sorted(record[name]["seconds"]) for name in ("loop", "graph", "auto")}
+    middle = {name: (each[(len(each) - 1) // 2] + each[len(each) // 2]) / 2 for name, each in seconds.items()}
+    assert entry["auto"]["over_loop"] == pytest.approx(middle["loop"] / middle["auto"])
+    assert entry["auto"]["over_graph"] == pytest.approx(middle["graph"] / middle["auto"])
+    assert entry["auto"]["error"] == max(record["auto"]["error"])
+    assert entry["batch"]["over_fastest_loop"] == pytest.approx(0.8)  # the graph's second over 1.25
+
+
+def test_claims_are_answered_from_the_records(tmp_path):
+    """Every claim on diffusion has an answer, and the first is the paper's own table."""
+    made = {
+        "latent-diffusion": made_up_diffusion.latent_result(),
+        "pixel-diffusion": made_up_diffusion.pixel_result(),
+        "diffusion-iterations": made_up_diffusion.iterations_result(),
+        "diffusion-guess": made_up_diffusion.guess_result(),
+    }
+    for claim in CLAIMS:
+        result = Finished(tmp_path / "none.json", made[claim.experiment])
+        assert claim.ours(result), claim.what
+    latent = Finished(tmp_path / "none.json", made["latent-diffusion"])
+    summary = {(entry["data"], entry["w"], entry["L"]): entry for entry in latent.summary}
+    first = CLAIMS[0].ours(latent)
+    assert len(first) == 4 * 3  # widths; as printed, the defaults over both loops
+    assert first[1].value == f"{summary['mnist', 16, 1024]['auto']['over_loop']:.0f}×"
+    assert "MNIST, w = 16, L = 1,024" in first[1].where
+    assert latent.images == "MNIST and CIFAR-10"
+    assert latent.remark == ""
+
+
+def test_the_start_of_a_class(context):
+    settings = replace(diffusion_guess.QUICK, **TINY["diffusion-guess"])
+    model = pixel_model(SOURCE, "digits", 4, True, context)
+    assert diffusion_guess.start_of("class-mean", model, settings).mean.shape == (10, 1, 4, 4)
+    assert diffusion_guess.start_of("zeros", model, settings).mean.abs().max() == 0
+    sampling = pixel_diffusion.pixel_sampling(model, 32, settings.shared)
+    assert isinstance(sampling, Sampling)
+    draw = sampling.draw(1, seed=0)
+    for guess in diffusion_guess.GUESSES:
+        start = diffusion_guess.start_of(guess, model, settings)
+        assert max(errors(sampling.parallel(draw, start=start).final, sampling.loop(draw))) < 1e-3
