@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Clock:
-    """Training steps to what the x-axis shows: epochs, where some training was finished, else steps."""
+    """Training steps to what the x-axis shows: epochs, where some training went through all of them, else steps."""
 
     per_epoch: float | None
 
@@ -54,7 +54,8 @@ class Clock:
             for run in record.get("runs", {}).values()
             if run["diverged"] is None and run["curves"].get("step")
         ]
-        return Clock(max(ends) / result["settings"]["epochs"] if ends else None)
+        cut = result["settings"].get("steps")  # such a training has no whole number of epochs
+        return Clock(max(ends) / result["settings"]["epochs"] if ends and not cut else None)
 
     @property
     def label(self) -> str:
@@ -249,7 +250,7 @@ def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
         "resnet-training-accuracy",
         "Accuracy on the test images",
         "accuracy figure",
-        f"{which}After the last epoch: {', '.join(said)}{most}.",
+        f"{which}At the end of the training: {', '.join(said)}{most}.",
         _both(pairs, "training (epochs)", epochs, percent, None, "accuracy (%)"),
     )
 

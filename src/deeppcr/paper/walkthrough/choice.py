@@ -12,7 +12,7 @@ Needs = Callable[[Finished], bool]
 #: Images come from a folder of the user's.
 _WITH_IMAGES = ("resnet-", "latent-", "pixel-", "diffusion-")
 #: Settings that say how often something is timed, and leave its size alone.
-_REPEATS = frozenset({"budget", "fewest", "most", "eager_steps"})
+_REPEATS = frozenset({"budget", "fewest", "most", "eager_steps", "runs", "loop_runs", "printed_runs"})
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,13 @@ def command(experiment: str) -> str:
     """What runs it at full size."""
     if experiment == "hardware":
         return "deeppcr reproduce hardware FILE1 FILE2   # two results of mlp-timing"
-    data = " --data-dir DIR" if experiment.startswith(_WITH_IMAGES) else ""
-    return f"deeppcr reproduce {experiment} --device cuda{data}"
+    return f"deeppcr reproduce {experiment} --device cuda" + _data(experiment)
 
 
 def again(result: Finished) -> str:
     """What made this very result."""
-    return result.command + (" --data-dir DIR" if result.images == "MNIST" else "")
+    return result.command + _data(result.name)
+
+
+def _data(experiment: str) -> str:
+    return " --data-dir DIR" if experiment.startswith(_WITH_IMAGES) else ""

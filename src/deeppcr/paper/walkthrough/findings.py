@@ -11,9 +11,9 @@ from ..figures.ablations import GUESSES
 from ..figures.style import plain
 from ..mlp_summary import seconds, threshold
 from ..report.collect import Finished
-from ..report.words import METHODS, activation_name, columns
+from ..report.words import activation_name
 from ..table import times
-from . import trainings
+from . import diffusion, trainings
 from .choice import Results, command, smaller
 from .networks import BreakEven
 from .reading import YES, listed
@@ -26,13 +26,12 @@ class Finding:
     Attributes:
         question: its heading
         experiments: what answers it, the best first
-        answer: a result to a paragraph, or to one for each line of a list; None where it does not tell. Without it the
-            figures speak
+        answer: a result to a paragraph, or to one for each line of a list; None where it does not tell
     """
 
     question: str
     experiments: Sequence[str]
-    answer: Callable[[Finished], str | list[str] | None] | None = None
+    answer: Callable[[Finished], str | list[str] | None]
 
 
 def lines(results: Results) -> list[str]:
@@ -46,7 +45,7 @@ def _lines(finding: Finding, results: Results) -> list[str]:
         if result is None:
             continue
         with result.blamed():
-            said = finding.answer(result) if finding.answer else "Its figures are below."
+            said = finding.answer(result)
         if said is None:
             continue
         less = "; a smaller run" if smaller(result) else ""
@@ -130,12 +129,15 @@ def break_even_depths(result: Finished) -> list[str]:
     for activation in dict.fromkeys(record["activation"] for record in result.records):
         mine = [record for record in result.records if record["activation"] == activation]
         for way in ("forward", "backward"):
-            for method, label in METHODS.items():
-                each = [
-                    f"over the {name} {BreakEven.of(mine, way, method, over)}"
-                    for over, name in columns(mine, way)[0].items()
-                ]
-                said.append(f"{activation_name(activation)}, {way}, {label}: {'; '.join(each)}.")
+            each = [
+                f"{words} {BreakEven.of(mine, way, method, over)}"
+                for method, over, words in (
+                    ("printed", "loop", "as printed over the eager loop"),
+                    ("auto", "loop", "with the defaults over the eager loop"),
+                    ("auto", "fused", "over the fused loop"),
+                )
+            ]
+            said.append(f"{activation_name(activation)}, {way}: {'; '.join(each)}.")
     return said
 
 
@@ -188,6 +190,19 @@ def loop_wins(result: Finished) -> str:
     return f"The fused kernel or the CUDA graph is faster than the parallel defaults, {'; '.join(said)}."
 
 
+def distances(result: Finished) -> str:
+    found = []
+    for data in dict.fromkeys(entry["data"] for entry in result.summary):
+        check = diffusion.distance([entry for entry in result.summary if entry["data"] == data])
+        found.append(f"{data}: {check.holds}, they differ {check.ours}")
+    return f"Wasserstein-2 distances to the latents of the test set, sequential and parallel. {'; '.join(found)}."
+
+
+def classes(result: Finished) -> str:
+    printed, defaults = diffusion.classes(result)
+    return f"As printed {printed.holds}: {printed.ours}. With the defaults: {defaults.ours}."
+
+
 FINDINGS = (
     Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", ["resnet-training"], accuracy),
     Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", ["resnet-guess"], guesses),
@@ -201,6 +216,6 @@ FINDINGS = (
     ),
     Finding("How much memory?", ["mlp-memory"], memory),
     Finding("Where does the sequential kernel still win?", ["mlp-timing"], loop_wins),
-    Finding("Are the samples as good (Fréchet distances)?", ["latent-diffusion"]),
-    Finding("Do conditional models gain more?", ["pixel-diffusion", "diffusion-guess"]),
+    Finding("Are the samples as good (Fréchet distances)?", ["latent-diffusion"], distances),
+    Finding("Do conditional models gain more?", ["pixel-diffusion"], classes),
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..report.collect import Finished
-from . import networks, trainings
+from . import diffusion, networks, trainings
 from .choice import Needs
 from .reading import Check
 
@@ -21,7 +21,7 @@ class Part:
     Attributes:
         experiment: its name
         figures: patterns of the names of our figures that are shown, in their order
-        read: a result to checks; without it the experiment's own summary is shown
+        read: a result to checks
         also: a result to further lines of the page
         needs: whether a result has what is asked for
         second: whether it is to come from another machine than the result that is taken elsewhere
@@ -29,7 +29,7 @@ class Part:
 
     experiment: str
     figures: Sequence[str] = ()
-    read: Callable[[Finished], list[Check]] | None = None
+    read: Callable[[Finished], list[Check]] = lambda result: []
     also: Callable[[Finished], list[str]] | None = None
     needs: Needs = lambda result: True
     second: bool = False
@@ -65,15 +65,15 @@ def _timing(activation: str) -> Part:
 
 
 _TIMED = "The paper timed up to 100 runs on a V100 against the loop in eager PyTorch, and shows the shortest."
-_LATENT = "Figures and numbers of this experiment stand under Figure 6."
 
 ITEMS: tuple[Item, ...] = (
     Item(
         "Figure 1",
         "image generation by latent diffusion",
         "Denoising in O(log₂ L) instead of O(L): 11.2× over the sequential baseline, with comparable quality.",
-        (Part("latent-diffusion"),),
-        f"The paper's time is a proxy, as if the Jacobians were computed perfectly in parallel. {_LATENT}",
+        (Part("latent-diffusion", read=diffusion.headline, needs=diffusion.of_data("mnist")),),
+        "The paper's time is a proxy, as if the Jacobians were computed perfectly in parallel. Its figure is a picture of the "
+        "idea; ours of this experiment are under Figure 6.",
     ),
     Item(
         "Figure 2",
@@ -112,15 +112,29 @@ ITEMS: tuple[Item, ...] = (
         "latent diffusion on MNIST: times, speed-ups, distances",
         "Up to 11×, 1.3 s to 0.12 s, over w = 16 to 128 and L = 256, 512, 1024 (mean of 100 runs); less beyond w ≈ 2⁶ at "
         "L = 1024. The Wasserstein-2 distances of the latents to the test set, sequential and DeepPCR, differ by about 0.",
-        (Part("latent-diffusion", ("latent-diffusion*",)),),
+        (
+            Part(
+                "latent-diffusion",
+                ("latent-diffusion-mnist-time", "latent-diffusion-mnist-speedup", "latent-diffusion-mnist-distance"),
+                diffusion.latents,
+                needs=diffusion.of_data("mnist"),
+            ),
+        ),
         "The paper's times are a proxy (Jacobians as if perfectly parallel); ours are wall-clock, with everything counted.",
     ),
     Item(
         "Figure 7",
         "latent diffusion on CIFAR-10 and CelebA",
         "8× on CIFAR-10 and 9× on CelebA; slower beyond w = 2⁷. The speed-up depends on w and L, not on the data.",
-        (Part("latent-diffusion"),),
-        f"CelebA is not in our runs: its images are the user's to bring. {_LATENT}",
+        (
+            Part(
+                "latent-diffusion",
+                ("latent-diffusion-cifar10-time", "latent-diffusion-cifar10-speedup", "latent-diffusion-celeba-time"),
+                diffusion.other_data,
+                needs=diffusion.of_data("cifar10"),
+            ),
+        ),
+        "CelebA takes part where a folder of its images is given.",
     ),
     Item(
         "Figure 8",
@@ -203,15 +217,21 @@ ITEMS: tuple[Item, ...] = (
         "Figure 17",
         "time of the Jacobians",
         "Assembling the Jacobians is negligible beside the reductions, assuming perfect parallelism.",
-        (Part("latent-diffusion"),),
-        f"We measure the share of each phase on the clock. {_LATENT}",
+        (
+            Part(
+                "latent-diffusion",
+                ("latent-diffusion-mnist-phases",),
+                diffusion.jacobians,
+                needs=diffusion.of_data("mnist"),
+            ),
+        ),
+        "We measure the share of each phase on the clock.",
     ),
     Item(
         "Figure 18",
         "images",
         "Images made sequentially and by DeepPCR show no visible difference.",
-        (Part("latent-diffusion"),),
-        _LATENT,
+        (Part("latent-diffusion", ("latent-diffusion-*-images",), diffusion.pictures),),
     ),
     Item(
         "Table 2",
@@ -219,8 +239,22 @@ ITEMS: tuple[Item, ...] = (
         "Latent, L = 1024, w = 16, 32, 64, 128: 11.22×, 10.98×, 8.81×, 6.09× in 13.4, 14.1, 17.4, 18.5 iterations; pixels, "
         "L = 1024, 4×4, 8×8, 16×16: 14.25×, 15.95×, 2.48× in 12.3, 11.1, 27.3 iterations. L∞ errors of 0.0007 to 0.0061, and "
         "0.026 for 16×16 at L = 1024. Less at L = 256 and 512 (from 3.5× to 11.2×).",
-        (Part("latent-diffusion"), Part("pixel-diffusion", ("pixel-diffusion*",))),
-        f"The paper's times are adjusted as if the Jacobians were parallel; ours are wall-clock. {_LATENT}",
+        (
+            Part(
+                "latent-diffusion",
+                ("latent-diffusion-mnist-newton",),
+                diffusion.timing_table(diffusion.LATENT),
+                diffusion.timing_rows(diffusion.LATENT),
+                diffusion.of_data("mnist"),
+            ),
+            Part(
+                "pixel-diffusion",
+                ("pixel-diffusion-time", "pixel-diffusion-newton", "pixel-diffusion-images"),
+                diffusion.timing_table(diffusion.PIXEL),
+                diffusion.timing_rows(diffusion.PIXEL),
+            ),
+        ),
+        "The paper's times are adjusted as if the Jacobians were parallel; ours are wall-clock.",
     ),
     Item(
         "Table 3",
@@ -242,14 +276,13 @@ ITEMS: tuple[Item, ...] = (
         "Figure 20",
         "latent diffusion: error against iterations",
         "The L∞ error falls below 0.1 in fewer than 15 iterations, whatever w and L; only at L = 1024 does it start late.",
-        (Part("diffusion-iterations", ("diffusion-iterations*",)),),
+        (Part("diffusion-iterations", ("diffusion-iterations-latent",), diffusion.iterations("latent")),),
     ),
     Item(
         "Figure 21",
         "pixel diffusion: error against iterations",
         "As in latent space, for 4×4, 8×8 and 16×16; for the largest L Newton stalls once it has reached 10⁻¹.",
-        (Part("diffusion-iterations"),),
-        "Figures and numbers of this experiment stand under Figure 20.",
+        (Part("diffusion-iterations", ("diffusion-iterations-pixel",), diffusion.iterations("pixel")),),
     ),
     Item(
         "Figure 22",
@@ -263,6 +296,9 @@ ITEMS: tuple[Item, ...] = (
         "conditional and unconditional diffusion",
         "Conditional models, started from the mean of their class, consistently gain more than unconditional ones, for images "
         "of all sizes and L = 256, 512, 1024.",
-        (Part("pixel-diffusion"), Part("diffusion-guess", ("diffusion-guess*",))),
+        (
+            Part("pixel-diffusion", ("pixel-diffusion-classes",), diffusion.classes),
+            Part("diffusion-guess", ("diffusion-guess-*",), diffusion.guesses),
+        ),
     ),
 )

@@ -170,7 +170,7 @@ def _why_slow(records: Sequence[Record], way: str, record: Record) -> str:
         )
     return (
         f"The {way} pass as printed takes {in_words(mine[high])} at L = {high:,}, w = {record['w']:,} (the paper's took "
-        f"{in_words(paper)} at its best), and {in_words(mine[low])} at L = {low:,}: it is bound by its products of blocks."
+        f"{in_words(paper)} at its best), and {in_words(mine[low])} at L = {low:,}: it grows with the work that it does."
     )
 
 

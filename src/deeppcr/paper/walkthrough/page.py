@@ -83,10 +83,9 @@ def show(item: Item, results: Results, draw: Draw) -> Shown:
             continue
         run += 1
         with result.blamed():
-            mine = part.read(result) if part.read else []
-            also = part.also(result) if part.also else [] if part.read or not part.figures else _own_summary(result)
+            mine, also = part.read(result), part.also(result) if part.also else []
             drawn = _chosen(draw(result), part, f"-{slug(result.hardware)}" if part.second else "")
-        lines += ["", *_result(result, drawn), *(["", *table(mine)] if mine else []), *(["", *also] if also else [])]
+        lines += ["", *_result(result, drawn), "", *table(mine), *(["", *also] if also else [])]
         lines += ["", *_commands(result)]
         checks += mine
         figures += drawn
@@ -118,8 +117,8 @@ def _said(shown: Shown) -> str:
 def _not_run(part: Part) -> list[str]:
     known = any(each.name == part.experiment for each in EXPERIMENTS)
     why = "" if known else " This version of `deeppcr reproduce` does not have the experiment yet."
-    where = " on a second machine" if part.second else ""
-    return [f"**Ours.** Not run yet at full size{where}.{why}", "", "```sh", command(part.experiment), "```"]
+    where, there = (" on a second machine", "   # on another machine") if part.second else ("", "")
+    return [f"**Ours.** Not run yet at full size{where}.{why}", "", "```sh", command(part.experiment) + there, "```"]
 
 
 def _result(result: Finished, figures: Sequence[Figure]) -> list[str]:
@@ -137,13 +136,6 @@ def _commands(result: Finished) -> list[str]:
     if smaller(result):
         lines += [f"{again(result)}   # the smaller run above"]
     return ["```sh", *lines, "```"]
-
-
-def _own_summary(result: Finished) -> list[str]:
-    """What the experiment itself says at its end."""
-    about = result.experiment
-    said = about.lines(result.summary) if about else []
-    return ["```text", *said, "```"] if said else []
 
 
 def _chosen(figures: Sequence[Figure], part: Part, ending: str) -> list[Figure]:
