@@ -104,7 +104,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     found = [
         times(shown, eager, method, clock, summary),
         losses(shown, clock, summary),
-        accuracies(shown, several=len(pairs) > len(shown)),
+        accuracies(shown, clock, several=len(pairs) > len(shown)),
         newton(shown, clock, summary),
     ]
     if len({pair.seed for pair in pairs}) > 1:
@@ -225,7 +225,7 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     )
 
 
-def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
+def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
     """The accuracy on the test images after every epoch."""
 
     def percent(run: Run) -> list[float]:
@@ -251,7 +251,7 @@ def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
         "Accuracy on the test images",
         "accuracy figure",
         f"{which}At the end of the training: {', '.join(said)}{most}.",
-        _both(pairs, "training (epochs)", epochs, percent, None, "accuracy (%)"),
+        _both(pairs, clock.label if clock.per_epoch else "tests", epochs, percent, None, "accuracy (%)"),
     )
 
 
@@ -291,6 +291,7 @@ def _both(
     for axes in (left, right, difference):
         axes.set_xlabel(x_label)
         if spread is None:  # a point an epoch
+            axes.set_xlim(0.5, 0.5 + max(len(y(run)) for pair in pairs for run in pair.modes.values()))
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     style.legend(figure, colours, "depth L", place=place)
     return figure

@@ -35,28 +35,35 @@ def put(page: str, results: Results) -> str:
 
 
 def lines(results: Results) -> list[str]:
-    timed = results.best("mlp-timing", lambda result: result.content["device"] == "cuda")
+    timed = results.best("mlp-timing", _on_gpu)
     trained = results.best("resnet-training", _fast)
+    sampled = [each for name in ("latent-diffusion", "pixel-diffusion") if (each := results.best(name, _on_gpu))]
     rows = [*(_networks(timed) if timed else []), *(_training(trained) if trained else [])]
+    rows += [row for each in sampled for row in _samples(each)]
     if not rows:
         return ["Not run yet: `deeppcr reproduce mlp-timing --device cuda`."]
     from_files = [
-        source(each) + (f", `{less}`" if (less := smaller(each)) else "") for each in (timed, trained) if each
+        source(each) + (f", `{less}`" if (less := smaller(each)) else "") for each in (timed, trained, *sampled) if each
     ]
     return [
-        f"| time of a pass | {' | '.join(HEADS.values())} |",
+        f"| time of a pass{' or a sample' if sampled else ''} | {' | '.join(HEADS.values())} |",
         "|---" * (1 + len(HEADS)) + "|",
         *rows,
         "",
         "In brackets: its time over that of `deeppcr` with its defaults, so below 1 where `deeppcr` is slower. L layers of "
-        "width w, one row (in training 8); whole calls, with their stopping tests.",
+        "width w, one row (in training 8); whole calls, with their stopping tests."
+        + (" Diffusion: L denoising steps, one sample." if sampled else ""),
         f"From {' and '.join(from_files)}.",
     ]
 
 
+def _on_gpu(result: Finished) -> bool:
+    return result.content["device"] == "cuda"
+
+
 def _fast(result: Finished) -> bool:
     """Trainings in float64 show equality, not speed: the kernels are for float32."""
-    return result.content["settings"].get("dtype") == "float32" and result.content["device"] == "cuda"
+    return result.content["settings"].get("dtype") == "float32" and _on_gpu(result)
 
 
 def _networks(result: Finished) -> list[str]:
@@ -83,6 +90,18 @@ def _training(result: Finished) -> list[str]:
         }
         width = result.content["settings"]["width"]
         found.append(_row(f"ResNet forward in training, L = {entry['L']:,}, w = {width}", each))
+    return found
+
+
+def _samples(result: Finished) -> list[str]:
+    """Of every model without classes the longest sequence."""
+    longest = max((entry["L"] for entry in result.summary), default=0)
+    found = []
+    for entry in result.summary:
+        if entry["L"] == longest and entry.get("conditional", "no") == "no":
+            images = f"{entry.get('side')}×{entry.get('side')} pixels"
+            size = f"latents of {entry['data']}, w = {entry['w']}" if "w" in entry else images
+            found.append(_row(f"Diffusion, {size}, L = {longest:,}", entry["seconds"]))
     return found
 
 
