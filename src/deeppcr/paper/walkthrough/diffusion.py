@@ -43,6 +43,8 @@ PIXEL = {
     (512, 16): (3.79, 15.78, 0.00235),
     (1024, 16): (2.48, 27.33, 0.02638),
 }
+#: Data sets as a reader calls them.
+DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA"}
 #: Iterations up to so many times the paper's are the same: other weights, other noise.
 SAME = 1.3
 #: The paper reads off when the error has fallen below this, and in how many iterations.
@@ -139,8 +141,8 @@ def _noise(entry: Entry) -> float:
 def other_data(result: Finished) -> list[Check]:
     """Fig. 7: CIFAR-10, and CelebA where its images were to hand."""
     checks = []
-    for data, name, paper in (("cifar10", "CIFAR-10", 8.0), ("celeba", "CelebA", 9.0)):
-        entries = _entries(result, data)
+    for data, paper in (("cifar10", 8.0), ("celeba", 9.0)):
+        entries, name = _entries(result, data), DATA[data]
         if not entries:
             checks.append(Check(name, f"{paper:g}×", "not in this run", OPEN))
             continue

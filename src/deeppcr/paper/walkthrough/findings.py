@@ -194,7 +194,7 @@ def distances(result: Finished) -> str:
     found = []
     for data in dict.fromkeys(entry["data"] for entry in result.summary):
         check = diffusion.distance([entry for entry in result.summary if entry["data"] == data])
-        found.append(f"{data}: {check.holds}, they differ {check.ours}")
+        found.append(f"{diffusion.DATA.get(data, data)}: {check.holds}, they differ {check.ours}")
     return f"Wasserstein-2 distances to the latents of the test set, sequential and parallel. {'; '.join(found)}."
 
 

@@ -10,6 +10,7 @@ from ..mlp_summary import BASELINES, seconds
 from ..report.collect import Finished
 from ..table import times
 from .choice import Results, smaller, source
+from .diffusion import DATA
 
 BEGIN = "<!-- the table begins: written by make paper -->"
 END = "<!-- the table ends -->"
@@ -43,7 +44,9 @@ def lines(results: Results) -> list[str]:
     if not rows:
         return ["Not run yet: `deeppcr reproduce mlp-timing --device cuda`."]
     from_files = [
-        source(each) + (f", `{less}`" if (less := smaller(each)) else "") for each in (timed, trained, *sampled) if each
+        source(each) + (", smaller than the paper's runs" if smaller(each) else "")
+        for each in (timed, trained, *sampled)
+        if each
     ]
     return [
         f"| time of a pass{' or a sample' if sampled else ''} | {' | '.join(HEADS.values())} |",
@@ -100,7 +103,7 @@ def _samples(result: Finished) -> list[str]:
     for entry in result.summary:
         if entry["L"] == longest and entry.get("conditional", "no") == "no":
             images = f"{entry.get('side')}×{entry.get('side')} pixels"
-            size = f"latents of {entry['data']}, w = {entry['w']}" if "w" in entry else images
+            size = f"latents of {DATA.get(entry['data'], entry['data'])}, w = {entry['w']}" if "w" in entry else images
             found.append(_row(f"Diffusion, {size}, L = {longest:,}", entry["seconds"]))
     return found
 
