@@ -20,7 +20,7 @@ endif
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format docs bench clean
+.PHONY: help demo test test-gpu lint format docs paper bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,10 @@ format: $(call extra,dev) ## reformat, and fix what ruff can fix
 docs: $(call extra,docs) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo 'open site/index.html'
+
+paper: $(call extra,paper) ## make every generated page, figure and table of the documentation anew from results/ (on a CPU)
+	@$(PY) -m deeppcr.paper.walkthrough
+	@$(PY) benchmarks/kernel_report.py results/kernels-*.json --page docs/performance.md
 
 bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels too, against their targets
 	@$(PY) benchmarks/run.py $(ARGS)

@@ -499,7 +499,7 @@ def test_equal_accuracies_are_one_number():
             run["test_accuracy"] = [0.1, 0.119]
     caption = by_name(figures.drawings(result), "resnet-training-accuracy").caption
     expected = "sequential 11.9 %, DeepPCR 11.9 %; the two are equal after every epoch."
-    assert caption == f"After the last epoch: {expected}"
+    assert caption == f"At the end of the training: {expected}"
 
 
 def test_errors_of_zero_are_told():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..store import PaperError, read
 from . import draw
-from .style import INK
 
 
 def main(arguments: list[str]) -> int:
@@ -24,10 +23,8 @@ def main(arguments: list[str]) -> int:
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     for figure in draw(result):
-        # As an image it inherits nothing from the page: it brings its own paper and ink.
-        svg = figure.svg.replace("<svg ", f'<svg style="color:{INK};background:#ffffff" ', 1)
         path = folder / f"{figure.name}.svg"
-        path.write_text(svg + "\n", encoding="utf-8")
+        path.write_text(figure.file(), encoding="utf-8")
         print(path)
     return 0
 

@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
+import matplotlib
 from matplotlib.figure import Figure as Canvas
 
 from .style import INK
@@ -34,6 +35,14 @@ class Figure:
     paper: str
     caption: str
     svg: str
+
+    def file(self) -> str:
+        """The content of an SVG file: as an image it inherits nothing from a page, so it brings its own paper and ink.
+
+        It names the version that drew it: another one may put things elsewhere by a hair.
+        """
+        own = self.svg.replace("<svg ", f'<svg style="color:{INK};background:#ffffff" ', 1)
+        return f"{own}\n<!-- drawn by matplotlib {matplotlib.__version__} -->\n"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
     colours = style.ordered(record["w"] for record in records)
     depths = sorted({record["L"] for record in records})
     every = [time for record in records for column in columns if (time := time_of(record, way, column))]
+    laws = {column: _law(records, way, column) for column in columns}
+    # A law stands below its curves, and its name below it: the axis has room for both.
+    every += [0.3 * style.guide_label(*law)[1] for law in laws.values() if law]
     spare: list[Axes] = []
     for side, names in enumerate((loops, parallel)):
         for row in range(rows):
@@ -80,7 +83,8 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
             column = names[row]
             style.panel_title(axes, style.LABELS[column], column)
             style.lines(axes, records, "L", "w", colours, lambda record, column=column: time_of(record, way, column))
-            _slope(axes, records, way, column)
+            if law := laws[column]:
+                style.guide(axes, *law, "∝ L" if column in style.SEQUENTIAL else "∝ log L")
             _axis(axes, depths, every)
             if not columns[column]:
                 style.remark(axes, why_not(records, way, column))
@@ -129,7 +133,7 @@ def _axis(axes: Axes, depths: list[int], times: list[float]) -> None:
     axes.set_xlabel("depth L (layers)")
 
 
-def _slope(axes: Axes, records: list[Record], way: str, column: str) -> None:
+def _law(records: list[Record], way: str, column: str) -> tuple[list[float], list[float]] | None:
     """The law that the paper expects, just below the curves: proportional to L for loops, to log L for DeepPCR."""
     times: dict[int, float] = {}
     for record in records:
@@ -137,12 +141,11 @@ def _slope(axes: Axes, records: list[Record], way: str, column: str) -> None:
         if time is not None and record["L"] >= 2:
             times[record["L"]] = min(time, times.get(record["L"], math.inf))
     if len(times) < 2:
-        return
+        return None
     depths = [2**k for k in range(1, math.floor(math.log2(max(times))) + 1) if 2**k >= min(times)] or sorted(times)
     law = (lambda depth: depth) if column in style.SEQUENTIAL else (lambda depth: math.log2(depth))
     scale = 0.6 * min(time / law(depth) for depth, time in times.items())
-    text = "∝ L" if column in style.SEQUENTIAL else "∝ log L"
-    style.guide(axes, depths, [scale * law(depth) for depth in depths], text)
+    return [*map(float, depths)], [scale * law(depth) for depth in depths]
 
 
 def why_not(records: list[Record], way: str, column: str) -> str:

@@ -36,11 +36,12 @@ def over_widths(records: list[Record], activation: str, way: str = "forward") ->
     figure, grid = style.canvas(rows + 1, extra=1.3)
     places = [axes for row in grid[:rows] for axes in row]
     every = [time for record in records for column in columns if (time := time_of(record, way, column))]
+    dotted = False
     for axes, panel in zip(places, panels, strict=False):
         axes.set_xlabel("width w (units)")
         style.powers_of_two(axes, widths)
         if panel == "ratio":
-            _ratio(axes, records, way, colours, limits["printed"]["w2L"])
+            dotted = _ratio(axes, records, way, colours, limits["printed"]["w2L"])
             continue
         style.panel_title(axes, style.LABELS[panel], panel)
         style.lines(axes, records, "w", "L", colours, lambda record, panel=panel: time_of(record, way, panel))
@@ -67,13 +68,13 @@ def over_widths(records: list[Record], activation: str, way: str = "forward") ->
         f"mlp-timing-{activation}-{way}-width",
         f"{way.capitalize()} pass over widths, {style.activation(activation)}",
         "width figure",
-        caption(limits, ratio="ratio" in panels),
+        caption(limits, dotted=dotted),
         figure,
     )
 
 
-def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str], limit: float | None) -> None:
-    """The speed-up of the paper's method against width, and through it the line on which w²L is the limit."""
+def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str], limit: float | None) -> bool:
+    """The speed-up of the paper's method against width; returns whether the line on which w²L is the limit goes through it."""
     found: dict[int, dict[int, float]] = {}
     for record in records:
         mine, loop = time_of(record, way, "printed"), time_of(record, way, "loop")
@@ -88,6 +89,7 @@ def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str],
     axes.axhline(1, color=style.INK, linewidth=0.8)
     style.decades(axes, [ratio for each in found.values() for ratio in each.values()], also=[1.0])
     axes.set_ylabel("speed-up (×)")
+    return len(line) > 1
 
 
 def isoline(ratios: dict[int, dict[int, float]], limit: float) -> list[tuple[float, float]]:
@@ -152,7 +154,7 @@ def _edges(values: list[int]) -> list[float]:
     return [values[0] ** 2 / inner[0], *inner, values[-1] ** 2 / inner[-1]]
 
 
-def caption(limits: dict[str, dict[str, Any]], *, ratio: bool) -> str:
+def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     said = [
         f"at w²L ≈ {style.plain(limit['w2L'])} for {style.LABELS[column]}"
         if limit["w2L"]
@@ -160,6 +162,6 @@ def caption(limits: dict[str, dict[str, Any]], *, ratio: bool) -> str:
         for column, limit in limits.items()
     ]
     drawn = "; dashed in the maps" if any(limit["w2L"] for limit in limits.values()) else ""
-    if ratio and limits["printed"]["w2L"]:
+    if dotted:
         drawn += ", dotted in the speed-up"
     return f"The time passes {SLOWED:g} times that of the smallest width {', '.join(said)} (median over depths){drawn}."

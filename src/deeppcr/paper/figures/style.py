@@ -211,13 +211,18 @@ def panel_title(axes: Axes, text: str, method: str | None = None) -> None:
         axes.spines["top"].set(color=METHODS[method], linewidth=3)
 
 
+def guide_label(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Where a line to compare with is named."""
+    at = (2 * len(x)) // 3
+    return x[at], y[at]
+
+
 def guide(axes: Axes, x: Sequence[float], y: Sequence[float], text: str = "") -> None:
     """A dotted line to compare with, and what it is, to the right of and below its middle."""
     axes.plot(x, y, linestyle=":", color=INK, linewidth=1.2, gid="guide", zorder=1.5)
     if text:
-        at = (2 * len(x)) // 3
         place = {"textcoords": "offset points", "va": "top", "ha": "left", "fontsize": 9}
-        axes.annotate(text, (x[at], y[at]), xytext=(3, -3), **place)
+        axes.annotate(text, guide_label(x, y), xytext=(3, -3), **place)
 
 
 def lines(

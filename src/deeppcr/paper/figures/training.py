@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Clock:
-    """Training steps to what the x-axis shows: epochs, where some training was finished, else steps."""
+    """Training steps to what the x-axis shows: epochs, where some training went through all of them, else steps."""
 
     per_epoch: float | None
 
@@ -54,7 +54,8 @@ class Clock:
             for run in record.get("runs", {}).values()
             if run["diverged"] is None and run["curves"].get("step")
         ]
-        return Clock(max(ends) / result["settings"]["epochs"] if ends else None)
+        cut = result["settings"].get("steps")  # such a training has no whole number of epochs
+        return Clock(max(ends) / result["settings"]["epochs"] if ends and not cut else None)
 
     @property
     def label(self) -> str:
@@ -103,7 +104,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     found = [
         times(shown, eager, method, clock, summary),
         losses(shown, clock, summary),
-        accuracies(shown, several=len(pairs) > len(shown)),
+        accuracies(shown, clock, several=len(pairs) > len(shown)),
         newton(shown, clock, summary),
     ]
     if len({pair.seed for pair in pairs}) > 1:
@@ -224,7 +225,7 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     )
 
 
-def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
+def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
     """The accuracy on the test images after every epoch."""
 
     def percent(run: Run) -> list[float]:
@@ -249,8 +250,8 @@ def accuracies(pairs: list[Pair], *, several: bool) -> Drawing:
         "resnet-training-accuracy",
         "Accuracy on the test images",
         "accuracy figure",
-        f"{which}After the last epoch: {', '.join(said)}{most}.",
-        _both(pairs, "training (epochs)", epochs, percent, None, "accuracy (%)"),
+        f"{which}At the end of the training: {', '.join(said)}{most}.",
+        _both(pairs, clock.label if clock.per_epoch else "tests", epochs, percent, None, "accuracy (%)"),
     )
 
 
@@ -290,6 +291,7 @@ def _both(
     for axes in (left, right, difference):
         axes.set_xlabel(x_label)
         if spread is None:  # a point an epoch
+            axes.set_xlim(0.5, 0.5 + max(len(y(run)) for pair in pairs for run in pair.modes.values()))
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     style.legend(figure, colours, "depth L", place=place)
     return figure

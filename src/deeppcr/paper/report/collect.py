@@ -154,7 +154,7 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
 
     Files that are no results of ``deeppcr reproduce``, and unfinished ones, are passed over.
     """
-    found = [result for folder in folders for result in _finished(folder)]
+    found = [result for folder in folders for result in finished(folder)]
     if not found:
         named = ", ".join(map(str, folders))
         raise PaperError(f"{named}: no finished results of `deeppcr reproduce` there; run {_FIRST} first")
@@ -173,7 +173,8 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
     return sorted(kept, key=place)
 
 
-def _finished(folder: Path) -> list[Finished]:
+def finished(folder: Path) -> list[Finished]:
+    """Every finished result of `deeppcr reproduce` in a folder."""
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "there is no such folder"
         raise PaperError(f"{folder}: {what}; --results says where the results are, {_FIRST} makes some")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import deeppcr
@@ -15,14 +16,17 @@ import deeppcr
 from ..figures import Figure, draw
 from ..figures.style import LABELS
 from ..mlp_summary import MEANINGS
-from ..store import now
 from .claims import Row, rows
 from .collect import QUICK, Finished
 from .speedup_map import map_data
 
 
-def make_page(results: Sequence[Finished]) -> str:
-    """The whole page, of results in the order in which they are shown."""
+def make_page(results: Sequence[Finished], drawn: Mapping[Path, Sequence[Figure]] = MappingProxyType({})) -> str:
+    """The whole page, of results in the order in which they are shown; the same results give the same bytes.
+
+    Args:
+        drawn: figures that are there already, by the path of their result
+    """
     maps = map_data(results)
     by_name = [(name, list(group)) for name, group in groupby(results, key=lambda result: result.name)]
     links = [
@@ -37,7 +41,7 @@ def make_page(results: Sequence[Finished]) -> str:
         "</ul></nav><main>",
         _summary(rows(results)),
         _map(maps, results) if maps else "",
-        *(_experiment(name, group) for name, group in by_name),
+        *(_experiment(name, group, drawn) for name, group in by_name),
         "</main>",
         _footer(results),
     ]
@@ -95,8 +99,8 @@ def _header(results: Sequence[Finished]) -> str:
 <p class="lead">A loop of L dependent steps, solved in parallel over its steps by Newton's method and parallel cyclic
 reduction, measured again: <cite>DeepPCR: Parallelizing Sequential Operations in Neural Networks</cite> (Danieli, Sarabia,
 Suau, Rodríguez, Zappella, NeurIPS 2023).</p>
-<p class="quiet">Measured on {escape(machines)}. Page made {now()[:10]} by deeppcr {escape(deeppcr.__version__)}; every
-number on it is computed from the result files listed at its end.</p>
+<p class="quiet">Measured on {escape(machines)}, last on {max(result.date for result in results)[:10]}. Made by deeppcr
+{escape(deeppcr.__version__)}; every number on this page is computed from the result files listed at its end.</p>
 {note}
 </header>"""
 
@@ -184,14 +188,14 @@ cell, by click, touch or arrow keys, for its times.</p>
 </section>"""
 
 
-def _experiment(name: str, results: Sequence[Finished]) -> str:
+def _experiment(name: str, results: Sequence[Finished], drawn: Mapping[Path, Sequence[Figure]]) -> str:
     about = results[0].experiment
     heading = about.what[:1].upper() + about.what[1:] if about else name
     reproduces = f" · paper: {about.paper}" if about else ""
     parts = [f"<section id='{_slug(name)}'><p class='kicker'>{escape(name + reproduces)}</p><h2>{escape(heading)}</h2>"]
     for result in results:
         with result.blamed():
-            figures = draw(result.content)
+            figures = drawn[result.path] if result.path in drawn else draw(result.content)
             summary = result.experiment.lines(result.summary) if result.experiment and not figures else []
         if len(results) > 1:
             parts.append(f"<h3 class='machine'>{escape(result.hardware)}</h3>")

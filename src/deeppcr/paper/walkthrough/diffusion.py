@@ -1,0 +1,305 @@
+"""Readings of the experiments on diffusion: latent and pixel models, error against iterations, initial guesses.
+
+They read the summaries of those experiments: entries with a size (``w`` or ``side``), ``L``, and for ``printed`` and
+``auto`` their iterations, errors and speed-ups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from ..figures.style import plain
+from ..figures.style import seconds as in_words
+from ..report.collect import Finished
+from ..table import times
+from .reading import NO, OPEN, SPEED_UP, YES, Check, holds
+
+Entry = dict[str, Any]
+#: The paper's table, by L and size (the width of a latent, the side of an image): speed-up, Newton iterations, L∞ error.
+LATENT = {
+    (256, 16): (5.53, 7.05, 0.00195),
+    (512, 16): (8.32, 9.06, 0.00304),
+    (1024, 16): (11.22, 13.40, 0.00523),
+    (256, 32): (5.65, 6.67, 0.00252),
+    (512, 32): (8.40, 8.90, 0.00298),
+    (1024, 32): (10.98, 14.06, 0.00608),
+    (256, 64): (5.56, 6.43, 0.00283),
+    (512, 64): (8.25, 9.24, 0.00324),
+    (1024, 64): (8.81, 17.35, 0.00271),
+    (256, 128): (6.55, 6.09, 0.00282),
+    (512, 128): (9.42, 9.08, 0.00364),
+    (1024, 128): (6.09, 18.54, 0.00248),
+}
+PIXEL = {
+    (256, 4): (6.85, 6.44, 0.00069),
+    (512, 4): (10.37, 8.22, 0.00143),
+    (1024, 4): (14.25, 12.33, 0.00247),
+    (256, 8): (6.55, 6.89, 0.00094),
+    (512, 8): (11.18, 7.89, 0.00276),
+    (1024, 8): (15.95, 11.11, 0.00418),
+    (256, 16): (3.46, 11.33, 0.00126),
+    (512, 16): (3.79, 15.78, 0.00235),
+    (1024, 16): (2.48, 27.33, 0.02638),
+}
+#: Data sets as a reader calls them.
+DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA"}
+#: Iterations up to so many times the paper's are the same: other weights, other noise.
+SAME = 1.3
+#: The paper reads off when the error has fallen below this, and in how many iterations.
+SMALL, FEW = 0.1, 15
+
+
+def of_data(name: str) -> Callable[[Finished], bool]:
+    return lambda result: any(record.get("data") == name for record in result.records)
+
+
+def _entries(result: Finished, data: str) -> list[Entry]:
+    return [entry for entry in result.summary if entry.get("data") == data]
+
+
+def _size(entry: Entry) -> int:
+    return entry["w"] if "w" in entry else entry["side"]
+
+
+def _where(entry: Entry) -> str:
+    size = f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}"
+    return f"{size}, L = {entry['L']:,}"
+
+
+def _at_best(entries: Sequence[Entry], paper: float, said: str) -> list[Check]:
+    """The greatest speed-up over the eager loop, as printed and with the defaults, and the latter over the graph."""
+    checks = []
+    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        known = [entry for entry in entries if method in entry]
+        if not known:
+            checks.append(Check(f"{words} over the eager loop, at best", said, "not timed", OPEN))
+            continue
+        best = max(known, key=lambda entry: entry[method]["over_loop"])
+        took = f"{in_words(best['seconds'][method])} instead of {in_words(best['seconds']['loop'])}"
+        ours = f"{times(best[method]['over_loop'])} ({_where(best)}: {took})"
+        good = best[method]["over_loop"] >= SPEED_UP * paper
+        checks.append(Check(f"{words} over the eager loop, at best", said, ours, holds(good), _why(method)))
+    against = [entry for entry in entries if entry.get("auto", {}).get("over_graph")]
+    if against:
+        best = max(against, key=lambda entry: entry["auto"]["over_graph"])
+        ours = f"{times(best['auto']['over_graph'])} ({_where(best)})"
+        checks.append(Check("with the defaults over the loop in a CUDA graph, at best", "", ours))
+    return checks
+
+
+def _why(method: str) -> str:
+    if method != "printed":
+        return ""
+    return (
+        "As printed, ours is on the clock: the Jacobians of all steps are assembled and counted, which the paper's proxy "
+        "divides by the number of steps, as if they cost what one does."
+    )
+
+
+def headline(result: Finished) -> list[Check]:
+    """Fig. 1: the best of latent diffusion on MNIST."""
+    return _at_best(_entries(result, "mnist"), 11.2, "11.2×")
+
+
+def latents(result: Finished) -> list[Check]:
+    """Fig. 6: times, and the distances to the test set."""
+    entries = _entries(result, "mnist")
+    return [*_at_best(entries, 11.0, "11× (1.3 s to 0.12 s)"), *_batch(entries), distance(entries)]
+
+
+def _batch(entries: Sequence[Entry]) -> list[Check]:
+    ratios = [entry["batch"]["over_fastest_loop"] for entry in entries]
+    if not ratios:
+        return []
+    what = f"{entries[0]['batch']['samples']} samples at a time, with the defaults over the fastest loop"
+    return [Check(what, "", f"{times(min(ratios))} to {times(max(ratios))}")]
+
+
+def distance(entries: Sequence[Entry]) -> Check:
+    """The difference of the two distances beside the noise of one of them."""
+    what = "distances to the test set, sequential and parallel, differ"
+    known = [entry for entry in entries if entry.get("frechet")]
+    if not known:
+        return Check(what, "by about 0", "not measured", OPEN)
+    inside = [entry for entry in known if abs(entry["frechet"]["difference"]) <= _noise(entry)]
+    worst = max(known, key=lambda entry: abs(entry["frechet"]["difference"]))
+    found = worst["frechet"]
+    ours = (
+        f"by at most {plain(abs(found['difference']))} of {plain(found['sequential'])} ({_where(worst)}; noise of sampling "
+        f"± {plain(_noise(worst))}); within that noise in {len(inside)} of {len(known)}"
+    )
+    return Check(what, "by about 0", ours, holds(len(inside) == len(known)))
+
+
+def _noise(entry: Entry) -> float:
+    low, high = entry["frechet"]["sequential_interval"]
+    return (high - low) / 2
+
+
+def other_data(result: Finished) -> list[Check]:
+    """Fig. 7: CIFAR-10, and CelebA where its images were to hand."""
+    checks = []
+    for data, paper in (("cifar10", 8.0), ("celeba", 9.0)):
+        entries, name = _entries(result, data), DATA[data]
+        if not entries:
+            checks.append(Check(name, f"{paper:g}×", "not in this run", OPEN))
+            continue
+        checks += [
+            Check(f"{name}, {each.what}", each.paper, each.ours, each.holds, each.why)
+            for each in _at_best(entries, paper, f"{paper:g}×")
+        ]
+    return checks
+
+
+def jacobians(result: Finished) -> list[Check]:
+    """Fig. 17: the share of the Jacobians in the method as printed."""
+    shares = []
+    for record in result.records:
+        phases = record.get("printed", {}).get("phases")
+        if phases and "jacobian" in phases:
+            shares.append((phases["jacobian"] / phases["total"], record))
+    what = "share of the Jacobians in the time as printed"
+    if not shares:
+        return [Check(what, "negligible", "not measured", OPEN)]
+    low, high = (pick(shares, key=lambda pair: pair[0]) for pick in (min, max))
+    ours = f"{100 * low[0]:.0f}% ({_where(low[1])}) to {100 * high[0]:.0f}% ({_where(high[1])})"
+    why = "Measured, not divided by the number of steps: assembling dense Jacobians takes a pass for every entry of a state."
+    return [Check(what, "negligible", ours, holds(high[0] <= 0.1), why)]
+
+
+def pictures(result: Finished) -> list[Check]:
+    """Fig. 18: how far the samples in parallel are from the loop's."""
+    known = [entry for entry in result.summary if "auto" in entry]
+    if not known:
+        return [Check("largest difference of a final state", "none visible", "not measured", OPEN)]
+    worst = max(known, key=lambda entry: entry["auto"]["error"])
+    ours = f"{plain(worst['auto']['error'])} with the defaults ({_where(worst)})"
+    return [Check("largest difference of a final state", "none visible", ours, holds(worst["auto"]["error"] <= 0.01))]
+
+
+def timing_table(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[Check]]:
+    """Table 2: iterations and errors as printed, row by row of the paper's."""
+
+    def read(result: Finished) -> list[Check]:
+        mine = {(e["L"], _size(e)): e for e in _unconditional(result) if (e["L"], _size(e)) in paper and "printed" in e}
+        if not mine:
+            return [Check("the paper's rows", "", "none of them is in this run", OPEN)]
+        fast = [key for key, entry in mine.items() if entry["printed"]["over_loop"] >= SPEED_UP * paper[key][0]]
+        few = [key for key, entry in mine.items() if entry["printed"]["iterations"] <= SAME * paper[key][1]]
+        near = [key for key, entry in mine.items() if entry["printed"]["error"] <= paper[key][2]]
+        of = f"of {len(mine)} rows"
+        return [
+            Check(
+                "speed-up as printed", "see below", f"reached in {len(fast)} {of}", _all(fast, mine), _why("printed")
+            ),
+            Check(
+                "iterations as printed, at most 1.3 times the paper's", "see below", f"{len(few)} {of}", _all(few, mine)
+            ),
+            Check("error as printed, at most the paper's", "see below", f"{len(near)} {of}", _all(near, mine)),
+        ]
+
+    return read
+
+
+def _all(found: Sequence[Any], every: dict[Any, Any]) -> str:
+    return YES if len(found) == len(every) else NO
+
+
+def timing_rows(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[str]]:
+    """Beside the checks: the paper's rows and ours."""
+
+    def read(result: Finished) -> list[str]:
+        lines = [
+            "| size | L | paper: speed-up | iterations | error | as printed: speed-up | iterations | error "
+            "| defaults: over eager | over CUDA graph | iterations | error |",
+            "|---" * 12 + "|",
+        ]
+        for entry in _unconditional(result):
+            key = entry["L"], _size(entry)
+            theirs = f"{paper[key][0]}× | {paper[key][1]} | {paper[key][2]}" if key in paper else "– | – | –"
+            size = f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}"
+            cells = [_cells(entry.get("printed"), "over_loop"), _cells(entry.get("auto"), "over_loop", "over_graph")]
+            lines.append(f"| {size} | {entry['L']:,} | {theirs} | {' | '.join(cells)} |")
+        return lines
+
+    return read
+
+
+def _cells(found: Entry | None, *ratios: str) -> str:
+    if found is None:
+        return " | ".join("–" for _ in (*ratios, "iterations", "error"))
+    each = [times(found[name]) if found[name] else "–" for name in ratios]
+    return " | ".join([*each, f"{found['iterations']:.1f}", plain(found["error"])])
+
+
+def _unconditional(result: Finished) -> list[Entry]:
+    """What the paper's table has: MNIST, without classes."""
+    return [e for e in result.summary if e.get("data", "mnist") == "mnist" and e.get("conditional", "no") == "no"]
+
+
+def iterations(space: str) -> Callable[[Finished], list[Check]]:
+    """Figs. 20 and 21: how many iterations bring the error below 0.1, and where it ends."""
+
+    def read(result: Finished) -> list[Check]:
+        entries = [entry for entry in result.summary if entry["space"] == space]
+        if not entries:
+            return [Check("iterations until the error is below 0.1", "fewer than 15", "not in this run", OPEN)]
+        checks = []
+        for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+            counts = [entry[method]["iterations"] for entry in entries]
+            known = [count for count in counts if count is not None]
+            missed = [entry for entry in entries if entry[method]["iterations"] is None]
+            ours = f"{min(known)} to {max(known)}" if known else "never"
+            ours += f"; not at {'; '.join(_where(entry) for entry in missed)}" if missed and known else ""
+            good = not missed and max(known) < FEW
+            what = f"iterations until the error is below {SMALL}, {words}"
+            checks.append(Check(what, f"fewer than {FEW}", ours, holds(good) if method == "printed" else ""))
+        last = max(entries, key=lambda entry: (entry["L"], _size(entry)))
+        ours = f"{plain(last['printed']['last'])} as printed, {plain(last['auto']['last'])} with the defaults"
+        stalls = space == "pixel"
+        what = f"error at the end at the largest size ({_where(last)})"
+        good = holds((last["printed"]["last"] >= SMALL / 10) == stalls) if stalls else ""
+        checks.append(Check(what, "stalls at 10⁻¹" if stalls else "", ours, good))
+        return checks
+
+    return read
+
+
+def classes(result: Finished) -> list[Check]:
+    """Fig. 23: speed-ups with and without classes."""
+    by_kind: dict[str, dict[tuple[int, int], Entry]] = {"yes": {}, "no": {}}
+    for entry in result.summary:
+        by_kind[entry["conditional"]][entry["L"], entry["side"]] = entry
+    pairs = [(by_kind["yes"][key], by_kind["no"][key]) for key in by_kind["yes"] if key in by_kind["no"]]
+    checks = []
+    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        both = [(a[method], b[method]) for a, b in pairs if method in a and method in b]
+        what = f"conditional models gain more, {words}"
+        if not both:
+            checks.append(Check(what, "consistently", "not timed", OPEN))
+            continue
+        more = [a["over_loop"] > b["over_loop"] for a, b in both]
+        taken = [fmean(each[which]["iterations"] for each in both) for which in (0, 1)]
+        ours = f"in {sum(more)} of {len(more)} sizes; {taken[0]:.1f} against {taken[1]:.1f} iterations on average"
+        checks.append(Check(what, "consistently", ours, holds(all(more)) if method == "printed" else ""))
+    return checks
+
+
+def guesses(result: Finished) -> list[Check]:
+    """Fig. 23: iterations by where they start, of the models that are told a class."""
+    checks = []
+    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        means: dict[str, float] = {}
+        for guess in dict.fromkeys(entry["guess"] for entry in result.summary):
+            mine = [e[method] for e in result.summary if e["guess"] == guess and e["conditional"] == "yes"]
+            if mine:
+                means[guess] = fmean(entry["iterations"] for entry in mine)
+        said = ", ".join(f"{mean:.1f} from {guess}" for guess, mean in means.items())
+        known = {"mean", "class-mean"} <= set(means)
+        good = (holds(means["class-mean"] < means["mean"]) if known else OPEN) if method == "printed" else ""
+        checks.append(
+            Check(f"the mean of the class saves iterations, {words}", "yes", said or "not in this run", good or "")
+        )
+    return checks

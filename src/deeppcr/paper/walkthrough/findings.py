@@ -1,0 +1,221 @@
+"""What the runs found, whatever it is: one paragraph each, computed from the results, or that it was not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from ..figures.ablations import GUESSES
+from ..figures.style import plain
+from ..mlp_summary import seconds, threshold
+from ..report.collect import Finished
+from ..report.words import activation_name
+from ..table import times
+from . import diffusion, trainings
+from .choice import Results, command, smaller
+from .networks import BreakEven
+from .reading import YES, listed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One of the questions that the runs were made to answer.
+
+    Attributes:
+        question: its heading
+        experiments: what answers it, the best first
+        answer: a result to a paragraph, or to one for each line of a list; None where it does not tell
+    """
+
+    question: str
+    experiments: Sequence[str]
+    answer: Callable[[Finished], str | list[str] | None]
+
+
+def lines(results: Results) -> list[str]:
+    return [line for finding in FINDINGS for line in _lines(finding, results)]
+
+
+def _lines(finding: Finding, results: Results) -> list[str]:
+    first, *_ = finding.experiments
+    for name in finding.experiments:
+        result = results.best(name)
+        if result is None:
+            continue
+        with result.blamed():
+            said = finding.answer(result)
+        if said is None:
+            continue
+        less = "; a smaller run" if smaller(result) else ""
+        where = f"(`{result.path.name}`{less}"
+        where += f"; not run yet at full size: `{command(first)}`)" if name != first else ")"
+        if isinstance(said, str):
+            return [f"- **{finding.question}** {said} {where}"]
+        return [f"- **{finding.question}** {where}", *(f"    - {each}" for each in said)]
+    return [f"- **{finding.question}** Not run yet at full size: `{command(first)}`."]
+
+
+def accuracy(result: Finished) -> str | None:
+    if trainings.cut_short(result):
+        return None
+    entry = trainings.deepest(result)
+    ends = {mode: trainings.end_accuracies(entry, mode) for mode in ("sequential", "parallel")}
+    if not all(ends.values()):
+        return f"At depth {entry['L']:,} a training diverged."
+    one, other = (fmean(each) for each in ends.values())
+    answer = "Yes" if max(abs(one - 94), abs(other - 94)) <= 1 else "No"
+    return (
+        f"{answer}: at depth {entry['L']:,} the mean of {len(ends['parallel'])} seeds is {one:.1f}% layer by layer and "
+        f"{other:.1f}% in parallel."
+    )
+
+
+def guesses(result: Finished) -> str | None:
+    depth = max(entry["L"] for entry in result.summary)
+    said = []
+    for guess in dict.fromkeys(entry["guess"] for entry in result.summary):
+        runs = trainings.ends(result, depth, guess)
+        suffice = trainings.enough(runs)
+        tried = max((count for count in runs if count), default=0)
+        said.append(f"{suffice[0] if suffice else f'more than {tried}'} from {GUESSES.get(guess, guess)}")
+    answer = "Yes" if all(check.holds == YES for check in trainings.guesses(result)) else "Not quite"
+    return f"{answer}: at depth {depth:,}, to train as well as with the paper's test, it takes {listed(said)}."
+
+
+def iterations(result: Finished) -> str:
+    """Of the passes as printed that were timed, the same networks as those of ``mlp-newton``."""
+    counts: dict[str, dict[int, list[int]]] = {}
+    for record in result.records:
+        for each in _iterations(record):
+            counts.setdefault(record["activation"], {}).setdefault(record["L"], []).append(each)
+    said = []
+    for name, by_depth in counts.items():
+        shallow, deep = min(by_depth), max(by_depth)
+        most = max(max(each) for each in by_depth.values())
+        ends = (
+            f"{fmean(by_depth[shallow]):.1f} on average at L = {shallow:,}, {fmean(by_depth[deep]):.1f} at L = {deep:,}"
+        )
+        grown = abs(fmean(by_depth[deep]) - fmean(by_depth[shallow]))
+        good = most <= 6 and grown < 1.5
+        said.append(f"{activation_name(name)} {'yes' if good else 'no'}, at most {most} ({ends})")
+    return f"Under the paper's test: {'; '.join(said)}."
+
+
+def gains(result: Finished) -> str:
+    """``mlp-gain``: from where on the number of iterations depends on the depth."""
+    said = []
+    for entry in result.summary:
+        text = f"{activation_name(entry['activation'])} at most {entry['most_iterations_at_default']} as PyTorch makes them"
+        if worst := entry["worst"]:
+            depths = {int(depth): mean for depth, mean in worst["mean_iterations_by_depth"].items()}
+            low, high = min(depths), max(depths)
+            text += f", and {depths[low]:.0f} at L = {low:,} but {depths[high]:.0f} at L = {high:,} when scaled by "
+            text += f"{worst['gain']:g}"
+        said.append(text)
+    return f"Under the paper's test {'; '.join(said)}. What decides is whether the network amplifies errors."
+
+
+def _iterations(record: dict[str, Any]) -> list[int]:
+    if "forward" in record:  # a timing
+        entry = record["forward"].get("printed", {})
+        return [entry["iterations"]] if "iterations" in entry else []
+    return record.get("iterations", [])
+
+
+def break_even_depths(result: Finished) -> list[str]:
+    said = []
+    for activation in dict.fromkeys(record["activation"] for record in result.records):
+        mine = [record for record in result.records if record["activation"] == activation]
+        for way in ("forward", "backward"):
+            each = [
+                f"{words} {BreakEven.of(mine, way, method, over)}"
+                for method, over, words in (
+                    ("printed", "loop", "as printed over the eager loop"),
+                    ("auto", "loop", "with the defaults over the eager loop"),
+                    ("auto", "fused", "over the fused loop"),
+                )
+            ]
+            said.append(f"{activation_name(activation)}, {way}: {'; '.join(each)}.")
+    return said
+
+
+def size_limit(result: Finished) -> str:
+    mine = [record for record in result.records if record["activation"] == "relu"]
+    printed, auto = (threshold(mine, "forward", name)["w2L"] for name in ("printed", "auto"))
+    if not printed:
+        return "Nowhere on this grid does the method as printed take twice as long as at the least width."
+    moved = (
+        f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far" if auto else "not with the defaults"
+    )
+    return (
+        f"A forward pass takes twice as long as at the least width from w²L ≈ {plain(printed)} on as printed (median "
+        f"over depths); {moved}."
+    )
+
+
+def memory(result: Finished) -> str:
+    ratios = {name: median(entry["ratio"] for entry in entries) for name, entries in result.summary.items()}
+    said = [
+        f"{ratio:.2f} {'as printed' if name == 'printed' else f'with {name}'}"
+        for name, ratio in ratios.items()
+        if name in ("printed", "chunk auto")
+    ]
+    return f"Memory of the loop over that of the parallel pass, the network included, median: {', '.join(said)}."
+
+
+def loop_wins(result: Finished) -> str:
+    """Cells in which some loop that does not go through Python is faster than the defaults."""
+    said = []
+    for way in ("forward", "backward"):
+        lost, known = [], 0
+        for record in result.records:
+            loops = [t for name in ("graph", "fused") if (t := seconds(record, way, name))]
+            mine = seconds(record, way, "auto")
+            if mine and loops:
+                known += 1
+                if min(loops) < mine:
+                    lost.append(record)
+        if not known:
+            continue
+        text = f"{way}: in {len(lost)} of {known} cells"
+        if lost:
+            depths = {width: max(r["L"] for r in lost if r["w"] == width) for width in sorted({r["w"] for r in lost})}
+            low, high = min(depths.values()), max(depths.values())
+            text += f", up to L = {low:,}" + (f" to {high:,} by width" if high > low else "")
+            wide = [width for width, depth in depths.items() if depth == max(r["L"] for r in result.records)]
+            text += f"; at w = {listed([str(width) for width in wide])} at every depth that was timed" if wide else ""
+        said.append(text)
+    return f"The fused kernel or the CUDA graph is faster than the parallel defaults, {'; '.join(said)}."
+
+
+def distances(result: Finished) -> str:
+    found = []
+    for data in dict.fromkeys(entry["data"] for entry in result.summary):
+        check = diffusion.distance([entry for entry in result.summary if entry["data"] == data])
+        found.append(f"{diffusion.DATA.get(data, data)}: {check.holds}, they differ {check.ours}")
+    return f"Wasserstein-2 distances to the latents of the test set, sequential and parallel. {'; '.join(found)}."
+
+
+def classes(result: Finished) -> str:
+    printed, defaults = diffusion.classes(result)
+    return f"As printed {printed.holds}: {printed.ours}. With the defaults: {defaults.ours}."
+
+
+FINDINGS = (
+    Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", ["resnet-training"], accuracy),
+    Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", ["resnet-guess"], guesses),
+    Finding("Do MLPs take at most 6 iterations, whatever L?", ["mlp-newton", "mlp-timing"], iterations),
+    Finding("And with larger weights?", ["mlp-gain"], gains),
+    Finding("From which depth on does it pay?", ["mlp-timing"], break_even_depths),
+    Finding(
+        "Where does the paper's method leave the logarithmic regime, and how far do chunks move that?",
+        ["mlp-timing"],
+        size_limit,
+    ),
+    Finding("How much memory?", ["mlp-memory"], memory),
+    Finding("Where does the sequential kernel still win?", ["mlp-timing"], loop_wins),
+    Finding("Are the samples as good (Fréchet distances)?", ["latent-diffusion"], distances),
+    Finding("Do conditional models gain more?", ["pixel-diffusion"], classes),
+)

@@ -1,0 +1,334 @@
+"""Readings of the experiments on single passes: ``mlp-timing``, ``mlp-memory``, ``mlp-newton``, ``hardware``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from ..figures.style import plain
+from ..figures.style import seconds as in_words
+from ..mlp_summary import break_even, seconds, speedup, threshold
+from ..report.collect import Finished
+from ..report.words import METHODS, activation_name, columns, error_size, finite
+from ..table import times
+from .reading import DEPTH, NO, OPEN, SPEED_UP, Check, holds, listed, span
+
+Record = dict[str, Any]
+#: The paper's: speed-up at best and break-even depth, forward and backward. It names no best speed-up for smooth ones.
+PAPER = {
+    "relu": {"forward": (30.0, 128), "backward": (200.0, 32)},
+    "tanh": {"forward": (None, 64), "backward": (None, None)},
+    "sigmoid": {"forward": (None, 64), "backward": (None, None)},
+}
+#: Seconds of the paper's fastest passes.
+PAPER_SECONDS = {"forward": 0.015, "backward": 0.00245}
+
+
+def has_activation(name: str) -> Callable[[Finished], bool]:
+    return lambda result: any(record["activation"] == name for record in result.records)
+
+
+def of_activation(result: Finished, name: str) -> list[Record]:
+    return [record for record in result.records if record["activation"] == name]
+
+
+def best(records: Sequence[Record], way: str, method: str, over: str) -> tuple[float, Record] | None:
+    """The greatest speed-up and its cell."""
+    known = [(ratio, record) for record in records if (ratio := speedup(record, way, method, over))]
+    return max(known, key=lambda pair: pair[0], default=None)
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """From which depth on a method is ahead.
+
+    Attributes:
+        depths: by width; None where it is not ahead on this grid
+        least: the least depth that was timed
+    """
+
+    depths: dict[int, float | None]
+    least: int
+
+    @staticmethod
+    def of(records: Sequence[Record], way: str, method: str, over: str) -> BreakEven:
+        ratios: dict[int, dict[int, float]] = {}
+        for record in records:
+            ratio = speedup(record, way, method, over)
+            if ratio is not None:
+                ratios.setdefault(record["w"], {})[record["L"]] = ratio
+        depths = {width: break_even(each) for width, each in sorted(ratios.items())}
+        return BreakEven(depths, min((depth for each in ratios.values() for depth in each), default=0))
+
+    @property
+    def known(self) -> list[float]:
+        return [depth for depth in self.depths.values() if depth is not None]
+
+    def __str__(self) -> str:
+        if not self.depths:
+            return "not timed"
+        if not self.known:
+            return "never ahead on this grid"
+        some = "" if len(self.known) == len(self.depths) else f", at {len(self.known)} of {len(self.depths)} widths"
+        if max(self.known) == self.least:
+            return f"ahead at every depth timed (from L = {self.least:,} on){some}"
+        return f"ahead from L ≈ {span(self.known)} on{some}"
+
+
+def timing(activation: str) -> Callable[[Finished], list[Check]]:
+    """Figs. 3, 9 and 10: how the times grow, how fast at best, and from which depth on."""
+
+    def read(result: Finished) -> list[Check]:
+        records = of_activation(result, activation)
+        checks = [_growth(records, "loop"), _growth(records, "printed")]
+        for way, (factor, depth) in PAPER[activation].items():
+            checks += [_best(records, way, factor), _even(records, way, depth)]
+        return checks
+
+    return read
+
+
+def _growth(records: Sequence[Record], column: str) -> Check:
+    """From the least to the greatest depth at the least width, where the paper sees its laws best."""
+    linear = column == "loop"
+    what = "eager loop, time against L" if linear else "DeepPCR as printed, time against L"
+    law = "in proportion" if linear else "logarithmic for the most part"
+    least = min(record["w"] for record in records)
+    mine = {r["L"]: t for r in records if r["w"] == least and r["L"] >= 2 and (t := seconds(r, "forward", column))}
+    # Of short loops the overhead is seen, and log L of the shortest says little.
+    mine = {depth: time for depth, time in mine.items() if depth >= 64} or mine
+    if len(mine) < 2:
+        return Check(what, law, "too few depths", OPEN)
+    low, high = min(mine), max(mine)
+    grown = mine[high] / mine[low]
+    ours = f"{times(grown)} from L = {low:,} to {high:,} (w = {least}); L itself {times(high / low)}"
+    if linear:
+        return Check(what, law, ours, holds(0.5 <= grown / (high / low) <= 2))
+    return Check(what, law, ours, holds(grown <= (high / low) ** 0.5))
+
+
+def _best(records: Sequence[Record], way: str, factor: float | None) -> Check:
+    found = {method: best(records, way, method, "loop") for method in METHODS}
+    said = [
+        f"{times(each[0])} {_short(method)} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: "
+        f"{in_words(seconds(each[1], way, method) or 0)} instead of {in_words(seconds(each[1], way, 'loop') or 0)})"
+        for method, each in found.items()
+        if each
+    ]
+    what = f"{way} pass over the eager loop, at best"
+    paper = {"forward": "more than 30× (0.55 s to 0.015 s)", "backward": "200× (589 ms to 2.45 ms)"}[way]
+    printed = found["printed"]
+    if factor is None:
+        return Check(what, "", "; ".join(said) or "not timed")
+    if printed is None:
+        return Check(what, paper, "; ".join(said) or "not timed", OPEN)
+    return Check(
+        what, paper, "; ".join(said), holds(printed[0] >= SPEED_UP * factor), _why_slow(records, way, printed[1])
+    )
+
+
+def _even(records: Sequence[Record], way: str, depth: int | None) -> Check:
+    evens = {method: BreakEven.of(records, way, method, "loop") for method in METHODS}
+    said = [f"{_short(method)} {each}" for method, each in evens.items() if each.depths]
+    what = f"{way} pass, depth from which on it is faster than the eager loop"
+    if depth is None:
+        return Check(what, "", "; ".join(said) or "not timed")
+    paper = f"L ≈ {depth}" if depth != 64 else "closer to 64 than to 128"
+    printed, fastest = evens["printed"], best(records, way, "printed", "loop")
+    if fastest is None:
+        return Check(what, paper, "; ".join(said) or "not timed", OPEN)
+    why = _why_slow(records, way, fastest[1])
+    if not printed.known:
+        return Check(what, paper, "; ".join(said), NO, why)
+    if min(printed.known) == printed.least > depth:
+        return Check(what, paper, "; ".join(said), OPEN, f"The least depth of this run is L = {printed.least}.")
+    return Check(what, paper, "; ".join(said), holds(min(printed.known) <= DEPTH * depth), why)
+
+
+def _why_slow(records: Sequence[Record], way: str, record: Record) -> str:
+    """Why the paper's method takes longer here than there: its time at the least depth tells launches from arithmetic."""
+    mine = {r["L"]: t for r in records if r["w"] == record["w"] and (t := seconds(r, way, "printed"))}
+    if not mine:
+        return ""
+    low, high = min(mine), max(mine)
+    paper = PAPER_SECONDS[way]
+    if mine[high] <= paper:
+        loop = seconds(record, way, "loop")
+        return (
+            f"The {way} pass as printed is no slower here than the paper's ({in_words(mine[high])} against "
+            f"{in_words(paper)}); our eager loop is the faster one ({in_words(loop or 0)})."
+        )
+    share = mine[low] / mine[high]
+    if share >= 0.25:
+        return (
+            f"The {way} pass as printed is a chain of small operations that Python launches one by one: it takes "
+            f"{in_words(mine[low])} at L = {low:,} already, {100 * share:.0f}% of what it takes at L = {high:,} "
+            f"({in_words(mine[high])}; the paper's took {in_words(paper)}). So the launches count, not the arithmetic; "
+            "the defaults run the same equations in fused kernels."
+        )
+    return (
+        f"The {way} pass as printed takes {in_words(mine[high])} at L = {high:,}, w = {record['w']:,} (the paper's took "
+        f"{in_words(paper)} at its best), and {in_words(mine[low])} at L = {low:,}: it grows with the work that it does."
+    )
+
+
+def _short(method: str) -> str:
+    return {"printed": "as printed", "auto": "with the defaults"}.get(method, method)
+
+
+def strong_baselines(activation: str) -> Callable[[Finished], list[str]]:
+    """Beside the checks: best speed-up and break-even depth over every loop, not only over the eager one."""
+
+    def read(result: Finished) -> list[str]:
+        records, lines = of_activation(result, activation), []
+        baselines = columns(records)[0]
+        lines += [
+            f"Over stronger loops, {activation_name(activation)}, at best and by break-even depth:",
+            "",
+            f"| | {' | '.join(f'over the {label}' for label in baselines.values())} |",
+            "|---" * (1 + len(baselines)) + "|",
+        ]
+        for way in ("forward", "backward"):
+            for method, label in METHODS.items():
+                cells = [_against(records, way, method, over) for over in baselines]
+                lines.append(f"| {way}, {label} | {' | '.join(cells)} |")
+        return lines
+
+    return read
+
+
+def _against(records: Sequence[Record], way: str, method: str, over: str) -> str:
+    found = best(records, way, method, over)
+    if found is None:
+        return "not timed"
+    at = f"L = {found[1]['L']:,}, w = {found[1]['w']:,}"
+    return f"{times(found[0])} ({at}); {BreakEven.of(records, way, method, over)}"
+
+
+def widths(result: Finished) -> list[Check]:
+    """Fig. 11: whether the time leaves the logarithmic regime at one value of w²L, and how far chunks move it."""
+    records = of_activation(result, "relu")
+    limits = {method: threshold(records, "forward", method) for method in METHODS}
+    printed, auto = (limits[name]["w2L"] for name in ("printed", "auto"))
+    said = [
+        f"w²L ≈ {plain(limit['w2L'])} {_short(method)}" if limit["w2L"] else f"not reached {_short(method)}"
+        for method, limit in limits.items()
+    ]
+    depths = limits["printed"]["by_depth"]
+    checks = [Check("size at which a pass takes twice as long as at the least width", "not given", "; ".join(said))]
+    if len(depths) > 1:
+        low, high = min(depths.values()), max(depths.values())
+        ours = f"{plain(low)} to {plain(high)} over {len(depths)} depths, as printed"
+        # One step of the grid of widths is a factor of 4 in w²L.
+        checks.append(Check("that size is one value of w²L at every depth", "yes", ours, holds(high <= 16 * low)))
+    else:
+        why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
+        checks.append(Check("that size is one value of w²L at every depth", "yes", "too few depths", OPEN, why))
+    if printed:
+        moved = f"{times(auto / printed)} as large" if auto else "beyond this grid"
+        checks.append(Check("how far chunks and kernels move that size", "", moved))
+    return checks
+
+
+def memory(result: Finished) -> list[Check]:
+    """Fig. 14: the memory of the loop over that of the parallel pass."""
+    checks = []
+    for name, entries in result.summary.items():
+        ratios = [entry["ratio"] for entry in entries]
+        middle = median(ratios)
+        ours = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), so {times(1 / middle)} the memory"
+        if name == "printed":
+            why = _why_memory(entries)
+            checks.insert(0, Check("as printed", "about 0.6", ours, holds(0.5 <= middle <= 0.7), why))
+        else:
+            label = "the library's own chunk" if name == "chunk auto" else f"chunks of {name.removeprefix('chunk ')}"
+            checks.append(Check(label, "", ours))
+    return checks
+
+
+def _why_memory(entries: Sequence[dict[str, Any]]) -> str:
+    wide = max(entry["w"] for entry in entries)
+    at_wide = [entry["ratio"] for entry in entries if entry["w"] == wide]
+    return (
+        f"At the greatest width, w = {wide:,}, where the Jacobians outweigh all else, the ratio is "
+        f"{median(at_wide):.2f}: the reduction keeps old and new blocks at the same time, and narrow networks hardly weigh "
+        "anything beside the solver's own arrays."
+    )
+
+
+def newton(result: Finished) -> list[Check]:
+    """Fig. 8 left: iterations over depths and widths, and the error of the output."""
+    known = [record for record in result.records if record["status"] == "ok"]
+    first = [record for record in known if record["guess"] == "repeat-initial"] or known
+    by_activation: dict[str, list[Record]] = {}
+    for record in first:
+        by_activation.setdefault(record["activation"], []).append(record)
+    most = {name: max(max(r["iterations"]) for r in mine) for name, mine in by_activation.items()}
+    said = listed([f"{activation_name(name)} {count}" for name, count in most.items()])
+    checks = [Check("Newton iterations, at most", "6", said, holds(max(most.values()) <= 6))]
+    missed = sum(name != "CONVERGED" for record in first for name in record["results"])
+    if missed:
+        checks.append(Check("solves that did not converge", "none", str(missed), NO))
+    means = {name: _mean_by_depth(mine) for name, mine in by_activation.items()}
+    grown = {name: max(each.values()) - min(each.values()) for name, each in means.items() if len(each) > 1}
+    if grown:
+        spread = listed([f"{activation_name(name)} by {value:.1f}" for name, value in grown.items()])
+        what = "mean iterations from L = 64 on change with L"
+        checks.append(Check(what, "practically not", spread, holds(max(grown.values()) <= 1)))
+    if {"relu", "sigmoid"} <= set(means):
+        relu, sigmoid = (fmean(means[name].values()) for name in ("relu", "sigmoid"))
+        ours = f"{relu:.1f} against {sigmoid:.1f} on average"
+        checks.append(Check("ReLU takes more than sigmoid", "yes", ours, holds(relu > sigmoid)))
+    errors = [error for record in first for error in record["error"] if finite(error)]
+    if errors:
+        ours = f"median {error_size(median(errors))}, at most {error_size(max(errors))}"
+        checks.append(
+            Check("error of the output", "almost always machine precision", ours, holds(median(errors) <= 1e-5))
+        )
+    random = [record for record in known if record["guess"] == "random"]
+    if random and random is not first:
+        both = [fmean(fmean(r["iterations"]) for r in mine) for mine in (first, random)]
+        ours = f"{both[1]:.1f} against {both[0]:.1f} iterations on average"
+        what = "a random guess is comparable to the first layer repeated"
+        checks.append(Check(what, "yes (app. F)", ours, holds(abs(both[1] - both[0]) <= 1)))
+    return checks
+
+
+def _mean_by_depth(records: Sequence[Record]) -> dict[int, float]:
+    depths = sorted({record["L"] for record in records if record["L"] >= 64})
+    return {depth: fmean(n for r in records if r["L"] == depth for n in r["iterations"]) for depth in depths}
+
+
+def machines(result: Finished) -> list[Check]:
+    """Fig. 12: the ratio of two machines, in the logarithmic regime and beyond it."""
+    records = [record for record in result.records if record["activation"] == "relu"] or result.records
+    first, second = result.summary["machines"]
+    limit = _first_machine_limit(records)
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for record in records:
+        ratio = record["forward"].get("printed", {}).get("ratio")
+        if ratio is not None:
+            ratios[limit is None or record["w"] ** 2 * record["L"] < limit].append(ratio)
+    checks = []
+    for inside, paper in ((True, 1.1), (False, 0.65)):
+        where = "in the logarithmic regime" if inside else "beyond it"
+        mine = ratios[inside]
+        ours = f"{median(mine):.2f} ({min(mine):.2f} to {max(mine):.2f})" if mine else "no such cell"
+        what = f"time on {second} over time on {first}, {where}"
+        checks.append(Check(what, f"{paper} (A100 over V100)", ours))
+    if all(ratios.values()):
+        inside, outside = (median(ratios[each]) for each in (True, False))
+        what = "the newer machine gains more beyond the logarithmic regime"
+        checks.append(Check(what, "yes", f"{inside:.2f} and {outside:.2f}", holds(outside < inside)))
+    return checks
+
+
+def _first_machine_limit(records: Sequence[Record]) -> float | None:
+    """w²L at which the first machine leaves the logarithmic regime."""
+    timed = []
+    for record in records:
+        found = record["forward"].get("printed", {}).get("seconds") or [None]
+        timed.append({**record, "forward": {"printed": {"seconds": [found[0]] if found[0] else None}}})
+    return threshold(timed, "forward", "printed")["w2L"]

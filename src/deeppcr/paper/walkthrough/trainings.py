@@ -1,0 +1,266 @@
+"""Readings of the experiments on trainings: ``resnet-training``, ``resnet-iterations``, ``resnet-guess``."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from ..figures.ablations import GUESSES
+from ..figures.style import plain
+from ..figures.style import seconds as in_words
+from ..report.collect import Finished
+from ..report.words import BASELINES, finite
+from ..resnet_training import end_loss
+from ..table import times
+from .reading import NO, OPEN, SPEED_UP, Check, holds, listed
+
+#: Images of MNIST that are learnt from.
+IMAGES = 60_000
+#: A loss this many times that of the run with the paper's test is as good.
+CLOSE = 1.1
+Entry = dict[str, Any]
+
+
+def deepest(result: Finished) -> Entry:
+    return max(result.summary, key=lambda entry: entry["L"])
+
+
+def cut_short(result: Finished) -> str:
+    """Why the end of these trainings is not the end of the paper's; empty where it is."""
+    settings = result.content["settings"]
+    if settings.get("steps"):
+        return f"This run ends after {settings['steps']:,} steps; the paper's trainings took 60,000."
+    if settings["epochs"] < 8:
+        return f"This run has {settings['epochs']} epochs, the paper's 8."
+    return "" if result.images == "MNIST" else f"This run learnt {result.images}, the paper's MNIST."
+
+
+def times_of_passes(result: Finished) -> list[Check]:
+    """Fig. 4: the forward pass in training."""
+    entry = deepest(result)
+    depth, why = f"L = {entry['L']:,}", _why_slow(result)
+    printed, over_eager = entry["printed_speedup_over_eager"], entry["speedup_over_eager"]
+    checks = []
+    if printed:
+        took = f"{times(printed)} ({in_words(entry['printed_forward_seconds'])} instead of "
+        took += f"{in_words(entry['eager_forward_seconds'])})"
+        what = f"forward pass as printed over the eager loop, {depth}"
+        checks.append(Check(what, "7×", took, holds(printed >= SPEED_UP * 7), why))
+    if over_eager:
+        took = f"{times(over_eager)} ({in_words(entry['parallel']['forward_seconds'])})"
+        what = f"forward pass with the defaults over the eager loop, {depth}"
+        checks.append(Check(what, "7×", took, holds(over_eager >= SPEED_UP * 7), why))
+    if entry["speedup_over_fastest_loop"]:
+        loop = BASELINES[entry["loop"] or ("graph" if result.content["device"] == "cuda" else "loop")]
+        took = f"{times(entry['speedup_over_fastest_loop'])} ({in_words(entry['sequential']['forward_seconds'])})"
+        checks.append(Check(f"the same over the {loop}", "", took))
+    if result.images == "MNIST" and entry["eager_forward_seconds"]:
+        checks.append(_whole_training(result, entry))
+    return [*checks, _steady(result)]
+
+
+def _why_slow(result: Finished) -> str:
+    entry, dtype = deepest(result), result.content["settings"].get("dtype", "float32")
+    if dtype == "float64":
+        return (
+            "This run is in float64, to show that both trainings are the same to the last bit but one. The kernels are for "
+            "float32: here Newton's method runs in PyTorch, operation by operation, and the loop wins."
+        )
+    if entry["printed_speedup_over_eager"] and entry["printed_speedup_over_eager"] < SPEED_UP * 7:
+        return (
+            f"As printed a pass takes {entry['printed_iterations']:.1f} iterations of many small operations, which Python "
+            f"launches one by one ({in_words(entry['printed_forward_seconds'])} at L = {entry['L']:,}); the steps of a "
+            f"residual network are {result.content['settings']['skip']} layers each, so its loop is short."
+        )
+    return ""
+
+
+def _whole_training(result: Finished, entry: Entry) -> Check:
+    settings = result.content["settings"]
+    steps = 8 * IMAGES // settings["batch"]
+    each = {
+        "eager loop": entry["eager_forward_seconds"],
+        "as printed": entry["printed_forward_seconds"],
+        "with the defaults": entry["parallel"]["forward_seconds"],
+    }
+    said = [f"{steps * value / 60:.3g} min {name}" for name, value in each.items() if value]
+    what = f"all forward passes of {steps:,} steps, L = {entry['L']:,} (mean of a pass, times the steps)"
+    return Check(what, "3.2 h and 30 min", ", ".join(said))
+
+
+def _steady(result: Finished) -> Check:
+    """The largest of the last three quarters of the points over the least: what sets up at the beginning is no trend."""
+    what, ratios = "time of a pass over the training, most over least of 100 steps", []
+    for record in result.records:
+        points = record.get("runs", {}).get("parallel", {}).get("curves", {}).get("forward_seconds", [])
+        points = points[len(points) // 4 :]
+        if len(points) > 1:
+            ratios.append(max(points) / min(points))
+    if not ratios:
+        return Check(what, "roughly constant", "not measured", OPEN)
+    middle = sorted(ratios)[len(ratios) // 2]
+    return Check(what, "roughly constant", f"{middle:.2f}", holds(middle <= 1.5))
+
+
+def losses(result: Finished) -> list[Check]:
+    """Fig. 5: the two trainings have the same loss."""
+    checks = []
+    for entry in result.summary:
+        both = [entry[mode]["loss"] for mode in ("sequential", "parallel")]
+        if not all(both) or None in both[0] + both[1]:
+            checks.append(Check(f"loss at the end, L = {entry['L']:,}", "practically equivalent", "diverged", NO))
+            continue
+        one, other = map(fmean, both)
+        apart = entry["loss_difference"]
+        most = f"; losses of a step differ by at most {plain(max(apart))}" if apart else ""
+        ours = f"{end_loss(entry, 'sequential')} layer by layer, {end_loss(entry, 'parallel')} in parallel{most}"
+        checks.append(
+            Check(
+                f"loss at the end, L = {entry['L']:,}",
+                "practically equivalent",
+                ours,
+                holds(abs(one - other) <= 0.1 * one),
+            )
+        )
+    return checks
+
+
+def end_accuracies(entry: Entry, mode: str) -> list[float]:
+    """In percent, of every seed."""
+    return [100 * each[-1] for each in entry[mode]["test_accuracy"] if each and finite(each[-1])]
+
+
+def accuracies(result: Finished) -> list[Check]:
+    """Fig. 15: 94% in both modes."""
+    checks, why = [], cut_short(result)
+    for entry in result.summary:
+        found = {mode: end_accuracies(entry, mode) for mode in ("sequential", "parallel")}
+        if not all(found.values()):
+            checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", "diverged", NO))
+            continue
+        one, other = (fmean(each) for each in found.values())
+        ours = f"{one:.1f}% layer by layer, {other:.1f}% in parallel"
+        near = holds(max(abs(one - 94), abs(other - 94)) <= 1)
+        checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", ours, OPEN if why else near, why))
+        apart = max(abs(a - b) for a, b in zip(*found.values(), strict=False))
+        what = f"difference of the two, L = {entry['L']:,}"
+        checks.append(Check(what, "close to 0", f"at most {apart:.2f} points", holds(apart <= 1)))
+    return checks
+
+
+def seeds(result: Finished) -> list[Check]:
+    """Fig. 16: the same from every seed."""
+    checks = []
+    for entry in result.summary:
+        found = {mode: end_accuracies(entry, mode) for mode in ("sequential", "parallel")}
+        count = min(map(len, found.values()))
+        what = f"accuracy at the end from {count} seeds, L = {entry['L']:,}"
+        if count < 2:
+            what = f"accuracy at the end from several seeds, L = {entry['L']:,}"
+            checks.append(Check(what, "consistent (5 seeds)", "one seed only", OPEN))
+            continue
+        said = [
+            f"{min(each):.1f} to {max(each):.1f}% {'layer by layer' if mode == 'sequential' else 'in parallel'}"
+            for mode, each in found.items()
+        ]
+        wide = max(max(each) - min(each) for each in found.values())
+        checks.append(Check(what, "consistent (5 seeds)", "; ".join(said), holds(wide <= 2)))
+    return checks
+
+
+def newton(result: Finished) -> list[Check]:
+    """Fig. 8 right: iterations during training, and how far apart the parameters are."""
+    checks = []
+    for entry in result.summary:
+        depth = f"L = {entry['L']:,}"
+        if entry["printed_iterations"]:
+            ours = f"{entry['printed_iterations']:.1f} on average"
+            what = f"iterations as printed, first steps, {depth}"
+            checks.append(Check(what, "at most 6", ours, holds(entry["printed_iterations"] <= 6)))
+        points = [
+            point
+            for record in result.records
+            if "runs" in record and record["L"] == entry["L"]
+            for point in record["runs"]["parallel"]["curves"].get("iterations", [])
+        ]
+        if points:
+            what = f"iterations with the defaults, mean of 100 steps, {depth}"
+            checks.append(Check(what, "at most 6", f"at most {max(points):.1f}", holds(max(points) <= 6)))
+        apart = [value for value in entry["parameter_distance"] if finite(value)]
+        if apart:
+            what = f"largest difference of a parameter at the end, {depth}"
+            checks.append(Check(what, "bounded (below 1)", plain(max(apart)), holds(max(apart) < 1)))
+    return checks
+
+
+def ends(result: Finished, depth: int, guess: str) -> dict[int, Entry]:
+    """The runs of the first seed by their number of iterations; 0 is the paper's test."""
+    mine = [entry for entry in result.summary if (entry["L"], entry["guess"]) == (depth, guess)]
+    first = min((entry["seed"] for entry in mine), default=0)
+    return {entry["iterations"]: entry for entry in mine if entry["seed"] == first}
+
+
+def enough(runs: dict[int, Entry]) -> list[int]:
+    """Fixed numbers of iterations whose loss at the end is within a tenth of that with the paper's test."""
+    tested = runs.get(0)
+    if tested is None or tested["loss"] is None or tested["diverged"] is not None:
+        return []
+    return sorted(
+        count
+        for count, entry in runs.items()
+        if count and entry["diverged"] is None and finite(entry["loss"]) and entry["loss"] <= CLOSE * tested["loss"]
+    )
+
+
+def few_iterations(result: Finished) -> list[Check]:
+    """The ablation: three iterations suffice, and are twice as fast as the test's six."""
+    checks = []
+    for depth in sorted({entry["L"] for entry in result.summary}):
+        runs = ends(result, depth, "batch-mean")
+        tested, three = runs.get(0), runs.get(3)
+        if tested is None or three is None:
+            continue
+        suffice = enough(runs)
+        ours = f"{_text(three)} with 3, {_text(tested)} by the test"
+        what = f"loss at the end, L = {depth:,}"
+        checks.append(Check(what, "3 iterations train as well", ours, holds(3 in suffice)))
+        least = f"{suffice[0]} suffice" if suffice else "none of those tried suffices"
+        checks.append(Check(f"fewest iterations within a tenth of the test's loss, L = {depth:,}", "3", least))
+        ratio = three["speedup_over_tested"]
+        if ratio:
+            what = f"a pass of 3 iterations over one by the test, L = {depth:,}"
+            ours = f"{times(ratio)} (the test takes {tested['mean_iterations']:.1f} on average)"
+            why = "The test stops a pass early itself: it takes {:.1f} iterations where the paper's took 6."
+            checks.append(
+                Check(
+                    what,
+                    "2× (potential)",
+                    ours,
+                    holds(ratio >= SPEED_UP * 2),
+                    why.format(tested["mean_iterations"]) if tested["mean_iterations"] < 5.5 else "",
+                )
+            )
+    return checks
+
+
+def guesses(result: Finished) -> list[Check]:
+    """Three iterations suffice from the last step's batch mean; more than five are needed from elsewhere."""
+    checks = []
+    depth = max(entry["L"] for entry in result.summary)
+    for guess in dict.fromkeys(entry["guess"] for entry in result.summary):
+        runs = ends(result, depth, guess)
+        tried, suffice = sorted(count for count in runs if count), enough(runs)
+        ours = f"{suffice[0]} suffice" if suffice else f"none of {listed([str(count) for count in tried])} suffices"
+        mean = runs[0]["mean_iterations"] if 0 in runs else None
+        ours += f"; by the test {mean:.1f} on average" if mean else ""
+        warm = guess == "batch-mean"
+        good = bool(suffice) and (suffice[0] <= 3 if warm else suffice[0] > 5)
+        if not warm and not suffice:
+            good = True
+        what = f"iterations from {GUESSES.get(guess, guess)}, L = {depth:,}"
+        checks.append(Check(what, "3 suffice" if warm else "more than 5 needed", ours, holds(good)))
+    return checks
+
+
+def _text(entry: Entry) -> str:
+    return "diverged" if entry["diverged"] is not None or entry["loss"] is None else f"{entry['loss']:.3f}"
