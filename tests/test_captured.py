@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import deeppcr
 from deeppcr import DiagonalJacobian, GivenJacobian, Newton, PaperTest, Result, UpdateTest, linear, recording
 from deeppcr.captured import graphs
+from deeppcr.newton import Iteration
 from deeppcr.sequence import Sequence
 from problems import CHAOTIC, Generator, Problem, mlp, plain_loop, relative_error, resnet
 from tape import Tape
@@ -333,6 +334,21 @@ class TestHandedOver:
             solution = deeppcr.solve(step, z0, length=60, solver=solver)
             assert solution.results == expected.results
             assert relative_error(solution.states, expected.states) < 1e-8
+
+
+def test_states_that_are_called_back_are_replayed(device, monkeypatch):
+    """A narrow ReLU network throws a state far away in its first update; the replay calls it back as the general one."""
+    make = Generator(0, torch.float64, device)
+    weights, biases, z0 = make.normal(512, 2, 2) / 1.3, make.normal(512, 2) / 2, make.normal(1, 2)
+    step = lambda z, x: torch.relu(z) @ x[0].mT + x[1]  # noqa: E731
+    called, sometimes = [], Iteration.sometimes
+    monkeypatch.setattr(Iteration, "sometimes", lambda self, flags: called.append(sometimes(self, flags)) or called[-1])
+    plain = Newton(chunk=1, capture=False)
+    expected = deeppcr.solve(step, z0, (weights, biases), solver=plain)
+    assert any(called)
+    solution = twice(lambda: deeppcr.solve(step, z0, (weights, biases), solver=Newton(chunk=1)))
+    assert is_replayed(solution)
+    assert_same(solution, expected)
 
 
 def test_rows_finish_by_themselves(device):

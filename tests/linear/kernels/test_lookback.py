@@ -24,7 +24,7 @@ from deeppcr.linear.kernels import diagonal, lookback  # noqa: E402  (imports Tr
 SMALL = lookback.Plan(steps=4, groups=4, channels=16, run=3, warps=1)
 #: few programs for a long system of few channels: to be interpreted
 TALL = lookback.Plan(steps=32, groups=32, channels=4, run=4, warps=4)
-PLANS = {"as planned": lookback.Plan(), "small tiles": SMALL}
+PLANS = {"many channels": lookback.choose(2048), "few": lookback.choose(64), "small tiles": SMALL}
 
 both = pytest.mark.parametrize("structure", [linear.Diagonal, linear.Scalar])
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
