@@ -42,7 +42,9 @@ class Watch(TorchDispatchMode):
     def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
         self.refusal = _facts_of(func)[0]
         for tensor in _tensors((args, kwargs, found)):
-            if tensor.device != self.device and not tensor.is_meta:  # forward mode compares layouts by those
+            # Forward mode compares layouts by tensors that have no memory, and says zero by such a one on the CPU.
+            memory = not (tensor.is_meta or tensor._is_zerotensor())
+            if tensor.device != self.device and memory:
                 self.refusal = f"it needs a tensor on {tensor.device} ({func})"
 
 

@@ -59,9 +59,9 @@ def test_interpolation():
 @pytest.mark.parametrize(
     ("blocks", "chunk", "skip", "activation", "residual", "expected"),
     [
-        (256, 16, 1, "relu", False, 1),
+        (256, 32, 1, "relu", False, 1),
+        (256, 16, 1, "relu", False, 2),
         (256, 8, 1, "relu", False, 2),
-        (256, 4, 1, "relu", False, 2),
         (64, 2, 1, "relu", False, 3),
         (64, 16, 1, "tanh", False, 2),
         (64, 8, 1, "sigmoid", False, 1),
