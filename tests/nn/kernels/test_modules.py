@@ -278,7 +278,8 @@ class TestOnTheDevice:
     @pytest.mark.parametrize("kind", ["mlp", "resnet"])
     @pytest.mark.parametrize("width", [8, 32])
     def test_a_graph_finishes_by_the_loop_where_newton_does_not_converge(self, kind, width, gpu):
-        net = build(kind, 1024, gpu, width, activation="tanh", mode="parallel").eval()
+        newton = Newton(chunk=4)  # so many chunks that the passes of a graph do not suffice by themselves
+        net = build(kind, 1024, gpu, width, activation="tanh", mode="parallel", newton=newton).eval()
         hidden = torch.randn(3, width, device=gpu)
         graph, states = self.capture(net, hidden)
         with torch.no_grad():
