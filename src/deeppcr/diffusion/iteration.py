@@ -71,11 +71,14 @@ class Iteration:
         self.numbers = torch.arange(length * samples, **whole)
         self.rows = torch.empty(length * samples + 1, **whole)
         self.nobody = torch.zeros(length * samples + 1, **whole)
-        # The host reads the first two after every iteration: how many steps are finished, and where no value is finite.
+        # The host looks at the first two: how many steps are finished, and where no value is finite.
         self.counters = torch.zeros(4, samples, **whole)
         self.prefix, self.diverged, self.iterations, self.evaluations = self.counters
+        self.shown = self.counters[:2]
+        if like.is_cuda:
+            self.shown = torch.zeros(2, samples, dtype=torch.long, pin_memory=True)
         self.measured = like.new_zeros(length, samples)
-        self.peak = like.new_zeros(())
+        self.peak = like.new_zeros(samples)
 
     @property
     def most_rows(self) -> int:
@@ -93,12 +96,10 @@ class Iteration:
         self.states[1:].copy_(start)
         if self.shift is not None and shift is not None:
             self.shift.copy_(shift)
-        self.outputs.zero_()
         self.counters.zero_()
         self.measured.zero_()
         if self.accelerate:
-            self.last_update.zero_()
-            self.last_size.zero_()
+            self.last_size.zero_()  # there is no last update
 
     def run(self, network: Callable[[Tensor, Tensor, Tensor], Tensor], count: int, leave: bool) -> None:
         """One iteration. On a GPU every operation costs a launch, whatever its size: there are as few as can be.
@@ -145,9 +146,21 @@ class Iteration:
             rounding = _ROUNDING * torch.finfo(states.dtype).eps
             small = largest <= torch.add(self.freeze, _size(states), alpha=rounding)
             done = (small | first) & used | (age < 0)
-            torch.sum(done.long().cumprod(0), 0, out=self.prefix)
+            torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)
         else:
-            torch.amax(torch.where(active, largest, 0), (0, 1), out=self.peak)
+            torch.amax(torch.where(active, largest, 0), 0, out=self.peak)
+
+    def show(self) -> None:
+        """Copy what the host looks at to where it does: a CUDA graph holds the copy too."""
+        if self.shown.device != self.counters.device:
+            self.shown.copy_(self.counters[:2], non_blocking=True)
+
+    def look(self) -> tuple[list[int], list[int]]:
+        """How many steps of each sample are finished, and which samples' values are not finite: as last shown."""
+        if self.counters.is_cuda:
+            torch.cuda.current_stream(self.counters.device).synchronize()
+        finished, diverged = self.shown.tolist()
+        return finished, diverged
 
     def _rows(self, active: Tensor, count: int) -> Tensor:
         """[N]: the numbers of the active pairs, in order, filled up with that of the padding."""
@@ -161,7 +174,7 @@ class Iteration:
     def _extrapolate(self, update: Tensor, largest: Tensor, plain: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """From this update and the last: the states where their combination is smallest, over all steps up to each one.
 
-        Where there was no last update, or it was the same, nothing is added.
+        Where there was no last update, or it was the same, or one of the two is not finite, nothing is added.
 
         Args:
             update, plain: [L, B, D, K], and the states that it leads to
@@ -171,15 +184,16 @@ class Iteration:
         Returns:
             the states, and the size of what led to them or of the plain update, whichever is larger
         """
-        known = ((self.last_size > 0) & used)[..., None, None]
+        finite = largest < math.inf
+        known = ((self.last_size > 0) & used & finite)[..., None, None]
         change = torch.where(known, update - self.last_update, 0)
         moved = torch.where(known, plain - self.last_plain, 0)
         self.last_update.copy_(update)
         self.last_plain.copy_(plain)
-        self.last_size.copy_(largest)
-        along = (change * update).sum((-2, -1)).cumsum(0)
-        length = (change * change).sum((-2, -1)).cumsum(0)
-        weight = along / length.clamp_min_(torch.finfo(length.dtype).tiny)
+        self.last_size.copy_(largest).masked_fill_(~finite, 0)
+        products = torch.stack([(change * update).sum((-2, -1)), (change * change).sum((-2, -1))])
+        along, length = products.mT.cumsum(-1).mT  # along the last dimension: a GPU goes one by one along others
+        weight = along / length.clamp_min(torch.finfo(length.dtype).tiny)
         states = torch.addcmul(plain, weight[..., None, None], moved, value=-1)
         return states, torch.maximum(largest, _size(states - self.states[1:]))
 
