@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..jacobian import ScalarJacobian
+from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
 from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, owner_of
@@ -124,6 +125,17 @@ class Outcome:
     exact_steps: Tensor
 
 
+def kind_for(problem: Problem) -> type[Iteration]:
+    """The iteration made of kernels where there is one, else its plain reference."""
+    coefficients = problem.coefficients
+    plain = coefficients.slots == 1 and coefficients.limit is None
+    if plain and problem.device.type == "cuda" and problem.dtype == torch.float32 and has_triton():
+        from .kernels import FusedIteration  # which takes a second, as Triton does
+
+        return FusedIteration
+    return Iteration
+
+
 class Prepared:
     """What does not change between runs with the same denoiser, sampler and shapes.
 
@@ -138,7 +150,7 @@ class Prepared:
         self.start_coupling = self.coupling
         if self.prior is not jacobian:
             self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
-        self.iteration = Iteration(
+        self.iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
             problem.samples,
