@@ -263,3 +263,15 @@ def test_states_on_request(net, device):
     assert loop.states is None
     assert "CONVERGED" in repr(found)
     assert found.fell_back == [False, False]
+
+
+def test_a_schedule_that_was_changed_in_place_is_seen(device):
+    schedule, noise = Schedule.linear(10), noise_for(1, 10, device=device)
+    with torch.no_grad():
+        before = sample(lambda z, t: 0.5 * z, schedule, noise).final
+        assert torch.equal(sample(lambda z, t: 0.5 * z, schedule, noise).final, before)
+        schedule.alphas_bar.mul_(0.5)
+        after = sample(lambda z, t: 0.5 * z, schedule, noise).final
+        fresh = sample(lambda z, t: 0.5 * z, Schedule(schedule.alphas_bar.clone()), noise).final
+    assert torch.equal(after, fresh)
+    assert not torch.allclose(after, before)

@@ -5,6 +5,8 @@ Shapes: L steps, B samples, D the flattened sample, K slots. States and residual
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ class Coupling:
     Attributes:
         basis: [D, D] or None: coordinates in which the derivatives are diagonal
         blocks: L of them, in that basis, for rows [L, B, D K]
+        offsets: [L, 1, D] or None: what the ideal output holds, in the basis, beside its slope times the sample
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Coupling:
         device: torch.device,
         dtype: torch.dtype,
     ):
+        self.prior, self.steps = prior, steps
         self.slots, length = steps.slots, len(steps)
         self.basis = None
         if isinstance(prior, ScalarJacobian):
@@ -53,6 +57,14 @@ class Coupling:
             self.blocks = Scalar(data)
         else:
             self.blocks = Diagonal(data.unsqueeze(1))
+
+    @cached_property
+    def offsets(self) -> Tensor | None:
+        if not isinstance(self.prior, GaussianPrior) or self.prior.mean is None:
+            return None
+        like = self.blocks.data
+        mean = self.into(self.prior.mean.to(like).reshape(1, -1, 1)).squeeze(-1)
+        return self.prior.offsets(self.steps).to(like).reshape(len(self.steps), 1, -1) * mean
 
     def into(self, states: Tensor) -> Tensor:
         """[..., D, K] in the basis."""

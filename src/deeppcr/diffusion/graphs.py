@@ -143,7 +143,6 @@ class Replayed:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -22,7 +22,7 @@ from .coupling import Coupling
 from .step import Coefficients
 
 #: where an update is this small against the state, it is rounding: a step may leave with it
-_ROUNDING = 32.0
+ROUNDING = 32.0
 
 
 class Iteration:
@@ -61,21 +61,24 @@ class Iteration:
         if coefficients.scaled:
             self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
         self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
-        self.outputs = like.new_zeros((length + 1) * samples, width)
         self.shift = like.new_zeros(length, samples, width) if adds_noise else None
         if accelerate:
-            self.last_update, self.last_plain = like.new_zeros(2, length, samples, width, slots)
+            self.last_update = like.new_zeros(length, samples, width, slots)
+            self.last_plain = torch.zeros_like(self.last_update)
             self.last_size = like.new_zeros(length, samples)
         whole = {"dtype": torch.long, "device": like.device}
         self.index = torch.arange(length, **whole).unsqueeze(1)  # [L, 1]
         self.numbers = torch.arange(length * samples, **whole)
         self.rows = torch.empty(length * samples + 1, **whole)
         self.nobody = torch.zeros(length * samples + 1, **whole)
-        # The host reads the first two after every iteration: how many steps are finished, and where no value is finite.
+        # The host looks at the first two: how many steps are finished, and where no value is finite.
         self.counters = torch.zeros(4, samples, **whole)
         self.prefix, self.diverged, self.iterations, self.evaluations = self.counters
+        self.shown = self.counters[:2]
+        if like.is_cuda:
+            self.shown = torch.zeros(2, samples, dtype=torch.long, pin_memory=True)
         self.measured = like.new_zeros(length, samples)
-        self.peak = like.new_zeros(())
+        self.peak = like.new_zeros(samples)
 
     @property
     def most_rows(self) -> int:
@@ -93,36 +96,46 @@ class Iteration:
         self.states[1:].copy_(start)
         if self.shift is not None and shift is not None:
             self.shift.copy_(shift)
-        self.outputs.zero_()
         self.counters.zero_()
         self.measured.zero_()
         if self.accelerate:
-            self.last_update.zero_()
-            self.last_size.zero_()
+            self.last_size.zero_()  # there is no last update
 
     def run(self, network: Callable[[Tensor, Tensor, Tensor], Tensor], count: int, leave: bool) -> None:
-        """One iteration. On a GPU every operation costs a launch, whatever its size: there are as few as can be.
+        """One iteration.
 
         Args:
             network: of rows [N, D], times [N] and samples [N]
             count: N, at least the number of unfinished pairs of step and sample
             leave: finished steps leave the window; False while the network is imprecise
         """
-        length, samples = self.length, self.samples
-        states = self.states[1:]
-        age = self.index - self.prefix  # [L, B]
-        first = age == 0
-        active = (age >= 0) & (age < self.size)
-        self.iterations += self.prefix < length
-        self.evaluations += active.sum(0)
+        self.advance(network(*self.gather(count)), leave)
 
-        rows = self._rows(active, count)
-        step, who = (rows, self.nobody[:count]) if samples == 1 else (rows // samples, rows % samples)
+    def gather(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network is asked: inputs [N, D], times [N], samples [N]."""
+        rows = self._rows(self._active(self.index - self.prefix), count)
+        step, who = (rows, self.nobody[:count]) if self.samples == 1 else (rows // self.samples, rows % self.samples)
         inputs = self.states.flatten(0, 1)[rows, :, 0]
         if self.scale is not None:
             inputs = inputs * self.scale[step]
-        self.outputs.index_copy_(0, rows, network(inputs, self.times[step], who))
-        found = self.outputs[: length * samples].view(length, samples, -1)
+        return inputs, self.times[step], who
+
+    def advance(self, outputs: Tensor, leave: bool) -> None:
+        """What becomes of the states.
+
+        Args:
+            outputs: [N, D], of the network
+            leave: finished steps leave the window
+        """
+        length, samples = self.length, self.samples
+        states = self.states[1:]
+        age = self.index - self.prefix  # [L, B]
+        first, active = age == 0, self._active(age)
+        self.iterations += self.prefix < length
+        self.evaluations += active.sum(0)
+        found = outputs.new_empty((length + 1) * samples, outputs.shape[1])  # of pairs that are not active, whatever
+        found.index_copy_(0, self.rows[: len(outputs)], outputs)
+        found = found[: length * samples].view(length, samples, -1)
         values = self.coefficients.advance(slice(None), self.states[:-1], found, self.shift)
 
         # Not finite: from an exact state it is the loop's own fate; elsewhere the iterate has strayed, and the chain is cut.
@@ -142,12 +155,27 @@ class Iteration:
         taken = (largest < math.inf) > first
         torch.where(taken[..., None, None], moved, values, out=states)
         if leave:
-            rounding = _ROUNDING * torch.finfo(states.dtype).eps
+            rounding = ROUNDING * torch.finfo(states.dtype).eps
             small = largest <= torch.add(self.freeze, _size(states), alpha=rounding)
             done = (small | first) & used | (age < 0)
-            torch.sum(done.long().cumprod(0), 0, out=self.prefix)
+            torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)
         else:
-            torch.amax(torch.where(active, largest, 0), (0, 1), out=self.peak)
+            torch.amax(torch.where(active, largest, 0), 0, out=self.peak)
+
+    def show(self) -> None:
+        """Copy what the host looks at to where it does: a CUDA graph holds the copy too."""
+        if self.shown.device != self.counters.device:
+            self.shown.copy_(self.counters[:2], non_blocking=True)
+
+    def look(self) -> tuple[list[int], list[int]]:
+        """How many steps of each sample are finished, and which samples' values are not finite: as last shown."""
+        if self.counters.is_cuda:
+            torch.cuda.current_stream(self.counters.device).synchronize()
+        finished, diverged = self.shown.tolist()
+        return finished, diverged
+
+    def _active(self, age: Tensor) -> Tensor:
+        return (age >= 0) & (age < self.size)
 
     def _rows(self, active: Tensor, count: int) -> Tensor:
         """[N]: the numbers of the active pairs, in order, filled up with that of the padding."""
@@ -161,7 +189,7 @@ class Iteration:
     def _extrapolate(self, update: Tensor, largest: Tensor, plain: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """From this update and the last: the states where their combination is smallest, over all steps up to each one.
 
-        Where there was no last update, or it was the same, nothing is added.
+        Where there was no last update, or it was the same, or not finite, nothing is added.
 
         Args:
             update, plain: [L, B, D, K], and the states that it leads to
@@ -176,10 +204,10 @@ class Iteration:
         moved = torch.where(known, plain - self.last_plain, 0)
         self.last_update.copy_(update)
         self.last_plain.copy_(plain)
-        self.last_size.copy_(largest)
-        along = (change * update).sum((-2, -1)).cumsum(0)
-        length = (change * change).sum((-2, -1)).cumsum(0)
-        weight = along / length.clamp_min_(torch.finfo(length.dtype).tiny)
+        torch.nan_to_num(largest, 0, 0, 0, out=self.last_size)
+        products = torch.stack([(change * update).sum((-2, -1)), (change * change).sum((-2, -1))])
+        along, length = products.mT.cumsum(-1).mT  # along the last dimension: a GPU goes one by one along others
+        weight = along / length.clamp_min(torch.finfo(length.dtype).tiny)
         states = torch.addcmul(plain, weight[..., None, None], moved, value=-1)
         return states, torch.maximum(largest, _size(states - self.states[1:]))
 

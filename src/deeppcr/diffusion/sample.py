@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from .window import Outcome, Window
 
 #: one object for all calls: a solver knows by it what it has prepared
 _UNIT = GaussianPrior()
+#: the steps of samplers on a schedule: their numbers take longer to find than a few iterations
+_known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
 
 
 def sample(
@@ -92,7 +95,13 @@ def _steps(schedule: Schedule, step: Sampler, prediction: Prediction) -> Steps:
         raise TypeError(f"schedule: expected a Schedule or Steps, got {type(schedule).__name__}")
     if not isinstance(step, (DDPM, DDIM)):
         raise TypeError(f"step: expected DDPM(...) or DDIM(...), got {step!r}")
-    return step.steps(schedule, prediction)
+    if schedule.alphas_bar.is_inference() or schedule.timesteps.is_inference():  # who knows whether they were changed
+        return step.steps(schedule, prediction)
+    key = step, prediction, schedule.last_alpha_bar, schedule.alphas_bar._version, schedule.timesteps._version
+    known = _known.setdefault(schedule, {})
+    if key not in known:
+        known[key] = step.steps(schedule, prediction)
+    return known[key]
 
 
 def _by_loop(problem: Problem, keep_states: bool) -> Samples:

@@ -75,7 +75,7 @@ def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: C
         coupling: of that prior
     """
     if start is None or isinstance(start, GaussianStart):
-        return _path(problem, coupling, _ideal_offsets(problem, prior, coupling)), 0
+        return _path(problem, coupling, coupling.offsets), 0
     if isinstance(start, CoarseStart):
         return _coarse(problem, prior, coupling, start)
     if isinstance(start, MeanStart):
@@ -113,27 +113,17 @@ def _widen(problem: Problem, states: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, problem.slots - 1))
 
 
-def _ideal_offsets(problem: Problem, prior: GaussianPrior, coupling: Coupling) -> Tensor:
-    """[L, 1, D]: what the ideal output holds, in the basis, beside its slope times the sample."""
-    if prior.mean is None:
-        return problem.initial.new_zeros(problem.length, 1, 1)
-    mean = coupling.into(prior.mean.to(problem.device, problem.dtype).reshape(1, -1, 1)).squeeze(-1)
-    offsets = prior.offsets(problem.steps).to(problem.device, problem.dtype)
-    return offsets.reshape(problem.length, 1, -1) * mean
-
-
-def _path(problem: Problem, coupling: Coupling, offsets: Tensor) -> Tensor:
+def _path(problem: Problem, coupling: Coupling, offsets: Tensor | None) -> Tensor:
     """All states of the affine recurrence with outputs ``slope * sample + offsets``; nothing is clipped on it.
 
     Args:
-        offsets: [L, B or 1, D or 1], in the basis
+        offsets: [L, B or 1, D], in the basis; None: 0
     """
-    steps = problem.steps
-    gain = steps.gain
-    if steps.clip is not None:
-        gain = gain + (steps.clip.weight * steps.clip.output)[:, None]
-    gain = gain.to(problem.device, problem.dtype).reshape(problem.length, 1, 1, -1)
-    terms = (gain * offsets.unsqueeze(-1)).expand(problem.length, problem.samples, problem.width, -1).clone()
+    shape = (problem.length, problem.samples, problem.width, problem.slots)
+    if offsets is None:
+        terms = problem.initial.new_zeros(shape)
+    else:
+        terms = (problem.coefficients.slope * offsets.unsqueeze(-1)).expand(shape).clone()
     if problem.shift is not None:
         terms[..., 0] += coupling.into(problem.shift.detach().unsqueeze(-1)).squeeze(-1)
     initial = coupling.into(problem.initial.detach())
@@ -143,7 +133,7 @@ def _path(problem: Problem, coupling: Coupling, offsets: Tensor) -> Tensor:
 
 def _coarse(problem: Problem, prior: GaussianPrior, coupling: Coupling, start: CoarseStart) -> tuple[Tensor, int]:
     length, samples, device = problem.length, problem.samples, problem.device
-    states = _path(problem, coupling, _ideal_offsets(problem, prior, coupling))
+    states = _path(problem, coupling, coupling.offsets)
     picked = torch.tensor(sorted({*range(0, length, start.stride), length - 1}), device=device)
     if len(picked) < 2:
         return states, 0

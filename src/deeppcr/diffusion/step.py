@@ -13,6 +13,7 @@ x0 is affine in sample and output: exact, though not affine any more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -110,11 +111,11 @@ class Steps:
         """K"""
         return self.keep.shape[-1]
 
-    @property
+    @cached_property
     def adds_noise(self) -> bool:
         return bool((self.deviation != 0).any())
 
-    @property
+    @cached_property
     def key(self) -> tuple:
         """Equal for equal numbers."""
         tensors = [self.timesteps, self.keep, self.gain, self.signal, self.spread, self.deviation, self.scale]
@@ -151,6 +152,13 @@ class Coefficients:
             self.from_sample, self.from_output, self.weight = (
                 put(each, 1, 1) for each in (steps.clip.sample, steps.clip.output, steps.clip.weight)
             )
+
+    @property
+    def slope(self) -> Tensor:
+        """[L, 1, 1, K]: of the states in the outputs, where nothing is clipped."""
+        if self.limit is None:
+            return self.gain
+        return self.gain + (self.weight * self.from_output).unsqueeze(-1)
 
     def advance(self, index: slice | Tensor, states: Tensor, outputs: Tensor, shift: Tensor | None) -> Tensor:
         """The states after the steps: [N, B, D, K].

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..jacobian import ScalarJacobian
+from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
 from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, owner_of
@@ -22,8 +23,8 @@ from .start import start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 512, "cpu": 64}
-#: graphs are made for so many counts of rows; a call is filled up to the next
-_BUCKETS = 8
+#: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
+_BUCKETS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,17 @@ class Outcome:
     exact_steps: Tensor
 
 
+def kind_for(problem: Problem) -> type[Iteration]:
+    """The iteration made of kernels where there is one, else its plain reference."""
+    coefficients = problem.coefficients
+    plain = coefficients.slots == 1 and coefficients.limit is None
+    if plain and problem.device.type == "cuda" and problem.dtype == torch.float32 and has_triton():
+        from .kernels import FusedIteration  # which takes a second, as Triton does
+
+        return FusedIteration
+    return Iteration
+
+
 class Prepared:
     """What does not change between runs with the same denoiser, sampler and shapes.
 
@@ -138,7 +150,7 @@ class Prepared:
         self.start_coupling = self.coupling
         if self.prior is not jacobian:
             self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
-        self.iteration = Iteration(
+        self.iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
             problem.samples,
@@ -189,16 +201,24 @@ class Prepared:
         iteration.evaluations += rows
         rough = window.tf32 is not None and problem.device.type == "cuda"
         enough = window.tf32 or 0.0
-        left = iteration.most_rows
+        left, full = iteration.most_rows, iteration.length // iteration.size
         for number in range(window.max_iterations):
             call(min(-(-left // quantum) * quantum, iteration.most_rows), rough)
             if rough:  # not for ever, where TF32 does not get there
-                rough = enough <= iteration.peak.item() < math.inf and 2 * number < window.max_iterations
+                peaks = iteration.peak.tolist()
+                rough = max(peaks) >= enough and all(peak < math.inf for peak in peaks)
+                rough = rough and 2 * number < window.max_iterations
                 continue
-            finished, diverged = iteration.counters[:2].tolist()  # the one look of the host
-            left = sum(min(iteration.length - each, iteration.size) for each in finished)
+            full -= 1
+            if full > 0:
+                continue
+            finished, diverged = iteration.look()
+            rest = [iteration.length - each for each in finished]
+            left = sum(min(each, iteration.size) for each in rest)
             if any(diverged) or not left:
                 break
+            # An iteration finishes a window at most: so long all windows stay full, and there is nothing to look for.
+            full = min(rest) // iteration.size
 
     def iterate(self, count: int, rough: bool) -> None:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
@@ -210,18 +230,20 @@ class Prepared:
 
         with full_precision(device):
             self.iteration.run(network, count, not rough)
+            self.iteration.show()
 
     def outcome(self, problem: Problem) -> Outcome:
         iteration = self.iteration
-        exact = iteration.prefix.clone()
         results = []
-        for done, bad in torch.stack([exact == iteration.length, iteration.diverged.bool()], 1).tolist():
+        for finished, bad in zip(*iteration.look(), strict=True):
+            done = finished == iteration.length
             results.append(Result.NON_FINITE if bad else Result.CONVERGED if done else Result.NOT_CONVERGED)
+        exact, _, iterations, evaluations = iteration.counters.clone()
         return Outcome(
             states=iteration.states[1:].clone(),
             results=results,
-            iterations=iteration.iterations.clone(),
-            evaluations=iteration.evaluations * problem.denoiser.rows_per_call,
+            iterations=iterations,
+            evaluations=evaluations * problem.denoiser.rows_per_call,
             residual=iteration.measured.amax(0),
             exact_steps=exact,
         )

@@ -1,0 +1,355 @@
+"""The iteration as a handful of Triton kernels; its plain reference is ``Iteration``.
+
+Shapes: L steps, B samples, D the flattened sample (``WIDTH``), N rows of one call of the network. One slot, float32,
+nothing clipped.
+
+In PyTorch an iteration is some eighty small operations, and on a GPU every one of them costs its launch. Here there
+are four kernels of programs that each hold a few steps of one sample, a fifth of one program a sample, and the scan:
+
+    gather      rows of the network from states; a sample's rows follow each other, so a pair finds its row by itself
+    (network)
+    judge       what the steps make of the outputs; residuals
+    (scan)      updates
+    compare     with the last update: two inner products a pair
+    move        sums of these over the steps before, the extrapolated states, and which steps are done
+    count       the steps that are done from the first on
+
+Sums over steps are taken by every program by itself, in a fixed order: nothing depends on timing.
+"""
+
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..linear.kernels.launch import Launches, aligned
+from .coupling import Coupling
+from .iteration import ROUNDING, Iteration
+from .step import Coefficients
+
+#: numbers in a program's tile, where a row is not longer; the most steps and columns of a tile
+_TILE, _STEPS, _COLUMNS = 512, 32, 1024
+#: how many samples, or steps, a program reads at once where it needs something of all of them
+_SAMPLES, _BLOCK = 16, 1024
+_WARPS = 4
+#: sizes that a kernel is not compiled for anew
+_SIZES = ["count", "length", "samples", "size"]
+
+
+class FusedIteration(Iteration):
+    """See ``Iteration``: same arguments, same results but for rounding. The rows of a sample lie together."""
+
+    def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
+        super().__init__(coefficients, coupling, samples, width, **settings)
+        self.offsets = torch.zeros(samples, dtype=torch.long, device=self.states.device)  # the first row of each sample
+        columns = min(triton.next_power_of_2(width), _COLUMNS)
+        self.tile = width, min(_STEPS, _TILE // columns) or 1, columns  # a program's: its steps (or rows) and columns
+
+    def gather(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        states = self.states
+        inputs = states.new_empty(count, self.tile[0])
+        times, who = self.times.new_empty(count), self.rows.new_empty(count)
+        scaled = self.scale is not None
+        with torch.cuda.device_of(states):
+            Launches().launch(
+                _gather,
+                triton.cdiv(count, self.tile[1]),
+                (
+                    *(states, self.scale if scaled else states, self.times, self.counters),
+                    *(inputs, times, who, self.offsets),
+                    *(count, self.length, self.samples, self.size),
+                ),
+                (scaled, *self.tile, _SAMPLES),
+                warps=_WARPS,
+                integers=(self.times.dtype,),  # the one pointer of a kind that may change
+            )
+        return inputs, times, who
+
+    def advance(self, outputs: Tensor, leave: bool) -> None:
+        states, length, samples = self.states, self.length, self.samples
+        coefficients, tile, sizes = self.coefficients, self.tile, (length, samples, self.size)
+        programs = samples * triton.cdiv(length, self.tile[1])
+        values, residuals = states.new_empty(length, samples, self.tile[0]), torch.empty_like(states[1:])
+        used = torch.empty(samples, length, dtype=torch.int8, device=states.device)
+        verdict, products = states.new_empty(samples, length), states.new_empty(2, samples, length)
+        with torch.cuda.device_of(states):
+            launches = Launches()
+            launches.launch(
+                _judge,
+                programs,
+                (
+                    *(states, aligned(outputs.contiguous()), states if self.shift is None else self.shift),
+                    *(coefficients.keep, coefficients.gain, self.counters, self.offsets),
+                    *(values, residuals, used, self.measured, *sizes),
+                ),
+                (self.shift is not None, *tile),
+                warps=_WARPS,
+            )
+            update = aligned(self.coupling.spread(residuals).contiguous())
+            last = (update, update, update)
+            if self.accelerate:
+                last = (self.last_update, self.last_plain, self.last_size)
+                launches.launch(
+                    _compare,
+                    programs,
+                    (update, self.last_update, self.last_size, used, products, *sizes),
+                    tile,
+                    warps=_WARPS,
+                )
+            launches.launch(
+                _move,
+                programs,
+                (
+                    *(states, values, update, *last, used, products, self.counters, verdict),
+                    *(self.freeze, ROUNDING * torch.finfo(states.dtype).eps, *sizes),
+                ),
+                (self.accelerate, leave, *tile, _BLOCK),
+                warps=_WARPS,
+            )
+            launches.launch(_count, samples, (verdict, self.counters, self.peak, *sizes), (leave, _BLOCK), warps=_WARPS)
+
+
+@triton.jit
+def _size(values):
+    """Magnitudes; of what is not a number, infinity."""
+    magnitude = tl.abs(values)
+    return tl.where(magnitude < float("inf"), magnitude, float("inf"))
+
+
+@triton.jit
+def _largest(before, values):
+    return tl.maximum(before, tl.max(_size(values), 1))
+
+
+@triton.jit
+def _pairs(length, samples, STEPS: tl.constexpr):
+    """The sample of this program, its steps, and which of these there are."""
+    step = tl.program_id(0) // samples * STEPS + tl.arange(0, STEPS)
+    return tl.program_id(0) % samples, step, step < length
+
+
+@triton.jit
+def _columns(at, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    column = at + tl.arange(0, COLUMNS)[None, :]
+    return column, exists[:, None] & (column < WIDTH)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _gather(
+    states, scale, times, counters, inputs, row_times, row_samples, offsets, count, length, samples, size,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """A few rows. Those beyond the last pair are of the state after all steps, of the first sample."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sample, begin, total = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32), 0
+    for at in range(0, samples, SAMPLES):
+        each = at + tl.arange(0, SAMPLES)
+        exists = each < samples
+        rest = length - tl.load(counters + each, mask=exists, other=0).to(tl.int32)
+        rows = tl.where(exists, tl.minimum(rest, size), 0)
+        ends = total + tl.cumsum(rows, 0)
+        passed = (row[:, None] >= ends[None, :]) & exists[None, :]
+        sample += tl.sum(passed.to(tl.int32), 1)
+        begin = tl.maximum(begin, tl.max(tl.where(passed, ends[None, :], 0), 1))
+        total += tl.sum(rows, 0)
+        tl.store(offsets + each, (ends - rows).to(tl.int64), mask=exists)  # by all programs the same
+    real = row < total
+    first = tl.load(counters + sample, mask=real, other=0).to(tl.int32)
+    step = tl.where(real, first + row - begin, length)
+    sample = tl.where(real, sample, 0)
+
+    exists = row < count
+    tl.store(row_times + row, tl.load(times + step, mask=exists), mask=exists)
+    tl.store(row_samples + row, sample.to(tl.int64), mask=exists)
+    source = (step.to(tl.int64) * samples + sample)[:, None] * WIDTH
+    target = row.to(tl.int64)[:, None] * WIDTH
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, exists, WIDTH, COLUMNS)
+        values = tl.load(states + source + column, mask=mask)
+        if SCALED:
+            values *= tl.load(scale + step, mask=exists)[:, None]
+        tl.store(inputs + target + column, values, mask=mask)
+
+
+@triton.jit
+def _stepped(states, outputs, shift, before, row, pair, column, keep, gain, mask, SHIFTED: tl.constexpr):
+    """What steps make of states and outputs."""
+    value = keep * tl.load(states + before + column, mask=mask, other=0)
+    if SHIFTED:
+        value += tl.load(shift + pair + column, mask=mask, other=0)
+    return value + gain * tl.load(outputs + row + column, mask=mask, other=0)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _judge(
+    states, outputs, shift, keeps, gains, counters, offsets, values, residuals, used, measured, length, samples, size,
+    SHIFTED: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Values of the steps that were evaluated and are finite, else the states; how they differ from these."""
+    sample, step, exists = _pairs(length, samples, STEPS)
+    age = step - tl.load(counters + sample).to(tl.int32)
+    active = exists & (age >= 0) & (age < size)
+    pair = step.to(tl.int64) * samples + sample
+    place = pair[:, None] * WIDTH  # of states: that before the step, since the initial one is the first
+    after = place + tl.cast(samples, tl.int64) * WIDTH
+    row = (tl.load(offsets + sample) + age)[:, None] * WIDTH
+    keep, gain = tl.load(keeps + step, mask=exists)[:, None], tl.load(gains + step, mask=exists)[:, None]
+
+    largest = tl.zeros([STEPS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, active, WIDTH, COLUMNS)
+        value = _stepped(states, outputs, shift, place, row, place, column, keep, gain, mask, SHIFTED)
+        largest = _largest(largest, tl.where(mask, value, 0))
+    use = active & (largest < float("inf"))
+    # From an exact state that is the loop's own fate. Only one pair of a sample is the first.
+    tl.store(counters + samples + sample + 0 * step, 1, mask=exists & (age == 0) & (use == 0))
+
+    largest = tl.zeros([STEPS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, exists, WIDTH, COLUMNS)
+        state = tl.load(states + after + column, mask=mask, other=0)
+        value = _stepped(
+            states, outputs, shift, place, row, place, column, keep, gain, mask & active[:, None], SHIFTED
+        )  # fmt: skip
+        value = tl.where(use[:, None], value, state)
+        residual = value - state
+        tl.store(values + place + column, value, mask=mask)
+        tl.store(residuals + place + column, residual, mask=mask)
+        largest = _largest(largest, tl.where(mask, residual, 0))
+    tl.store(measured + pair, tl.where(age == 0, 0, largest), mask=use)
+    tl.store(used + sample.to(tl.int64) * length + step, use.to(tl.int8), mask=exists)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _compare(
+    updates, last_updates, last_sizes, used, products, length, samples, size,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The change since the last update, times this one, and times itself."""
+    sample, step, exists = _pairs(length, samples, STEPS)
+    pair = step.to(tl.int64) * samples + sample
+    at_step = sample.to(tl.int64) * length + step
+    known = tl.load(used + at_step, mask=exists, other=0) != 0
+    known = known & (tl.load(last_sizes + pair, mask=exists, other=0) > 0)
+    place = pair[:, None] * WIDTH
+    along, across = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, known, WIDTH, COLUMNS)
+        update = tl.load(updates + place + column, mask=mask, other=0)
+        change = update - tl.load(last_updates + place + column, mask=mask, other=0)
+        along += tl.sum(change * update, 1)
+        across += tl.sum(change * change, 1)
+    tl.store(products + at_step, along, mask=exists)
+    tl.store(products + (tl.cast(samples, tl.int64) * length + at_step), across, mask=exists)
+
+
+@triton.jit
+def _summed(products, step, begin, first, last, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums up to each step of those from ``begin`` on; all before ``first`` are 0, and all from ``last`` on."""
+    before = tl.zeros([BLOCK], tl.float32)
+    for at in range(first, tl.minimum(begin, last), BLOCK):
+        earlier = at + tl.arange(0, BLOCK)
+        before += tl.load(products + earlier, mask=earlier < tl.minimum(begin, last), other=0)
+    return tl.sum(before, 0) + tl.cumsum(tl.load(products + step, mask=step < last, other=0), 0)
+
+
+@triton.jit
+def _target(state, update, last_plains, at, known, weight, mask, ACCELERATE: tl.constexpr):
+    """The plain state after the update, and the extrapolated one."""
+    plain = state + update
+    target = plain
+    if ACCELERATE:
+        moved = plain - tl.load(last_plains + at, mask=mask, other=0)
+        target = plain - weight[:, None] * tl.where(known[:, None], moved, 0)
+    return plain, target
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _move(
+    states, values, updates, last_updates, last_plains, last_sizes, used, products, counters, verdict,
+    freeze, rounding, length, samples, size,
+    ACCELERATE: tl.constexpr, LEAVE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The new states. The verdict is 0 where a step is done; without ``LEAVE`` it is the size of its update."""
+    sample, step, exists = _pairs(length, samples, STEPS)
+    prefix = tl.load(counters + sample).to(tl.int32)
+    age = step - prefix
+    first = age == 0
+    pair = step.to(tl.int64) * samples + sample
+    at_sample = sample.to(tl.int64) * length
+    use = tl.load(used + at_sample + step, mask=exists, other=0) != 0
+    place = pair[:, None] * WIDTH
+    after = place + tl.cast(samples, tl.int64) * WIDTH
+    known, weight = use, tl.zeros([STEPS], tl.float32)
+    if ACCELERATE:
+        known = use & (tl.load(last_sizes + pair, mask=exists, other=0) > 0)
+        begin, last = tl.program_id(0) // samples * STEPS, tl.minimum(prefix + size, length)
+        along = _summed(products + at_sample, step, begin, prefix, last, STEPS, BLOCK)
+        products += tl.cast(samples, tl.int64) * length
+        across = _summed(products + at_sample, step, begin, prefix, last, STEPS, BLOCK)
+        weight = along / tl.maximum(across, 1.1754943508222875e-38)
+
+    plain_size, largest = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, exists, WIDTH, COLUMNS)
+        state = tl.load(states + after + column, mask=mask, other=0)
+        update = tl.load(updates + place + column, mask=mask, other=0)
+        plain_size = _largest(plain_size, update)
+        if ACCELERATE:
+            plain, target = _target(state, update, last_plains, place + column, known, weight, mask, ACCELERATE)
+            largest = _largest(largest, tl.where(mask, target - state, 0))
+    largest = tl.maximum(plain_size, largest)
+
+    taken = (largest < float("inf")) & (first == 0)
+    height = tl.zeros([STEPS], tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        column, mask = _columns(at, exists, WIDTH, COLUMNS)
+        state = tl.load(states + after + column, mask=mask, other=0)
+        update = tl.load(updates + place + column, mask=mask, other=0)
+        plain, target = _target(state, update, last_plains, place + column, known, weight, mask, ACCELERATE)
+        state = tl.where(taken[:, None], target, tl.load(values + place + column, mask=mask, other=0))
+        # Of tiles that are smaller than the program, several threads hold the same numbers: all of them have read first.
+        tl.debug_barrier()
+        tl.store(states + after + column, state, mask=mask)
+        height = _largest(height, tl.where(mask, state, 0))
+        if ACCELERATE:
+            tl.store(last_updates + place + column, update, mask=mask)
+            tl.store(last_plains + place + column, plain, mask=mask)
+    if ACCELERATE:
+        tl.store(last_sizes + pair, tl.where(plain_size < float("inf"), plain_size, 0), mask=exists)
+    if LEAVE:
+        small = (largest < float("inf")) & (largest <= freeze + rounding * height)
+        done = ((small | first) & use) | (age < 0)
+        tl.store(verdict + at_sample + step, tl.where(done, 0.0, 1.0), mask=exists)
+    else:
+        tl.store(verdict + at_sample + step, largest, mask=exists)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _count(verdict, counters, peak, length, samples, size, LEAVE: tl.constexpr, BLOCK: tl.constexpr):
+    """One sample's counters, and the window it has next; without ``LEAVE`` its largest update."""
+    sample = tl.program_id(0)
+    prefix = tl.load(counters + sample).to(tl.int32)
+    end = tl.minimum(prefix + size, length)
+    left, largest = tl.zeros([BLOCK], tl.int32) + end, tl.zeros([BLOCK], tl.float32)
+    for at in range(prefix, end, BLOCK):
+        step = at + tl.arange(0, BLOCK)
+        found = tl.load(verdict + (sample.to(tl.int64) * length + step), mask=step < end, other=0)
+        left = tl.minimum(left, tl.where(found > 0, step, end))
+        largest = tl.maximum(largest, found)
+    if LEAVE:
+        tl.store(counters + sample, tl.min(left, 0))
+    else:
+        tl.store(peak + sample, tl.max(largest, 0))
+    iterations, evaluations = counters + 2 * samples + sample, counters + 3 * samples + sample
+    tl.store(iterations, tl.load(iterations) + tl.where(prefix < length, 1, 0))
+    tl.store(evaluations, tl.load(evaluations) + (end - prefix))

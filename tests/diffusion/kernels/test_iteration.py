@@ -1,0 +1,255 @@
+"""The iteration made of kernels against its plain reference, and against the loop.
+
+On a CPU the kernels are interpreted, and so the problems are small; ``--device=cuda`` runs the real thing.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Result
+from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample, window
+from deeppcr.diffusion.coupling import Coupling
+from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion.step import Steps
+
+pytest.importorskip("triton")
+pytest.importorskip("numpy")  # which the interpreter needs
+# Where products overflow, NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+from deeppcr.diffusion import kernels  # noqa: E402  (imports Triton)
+from deeppcr.diffusion.kernels import FusedIteration  # noqa: E402
+
+LENGTHS, SAMPLES, WIDTHS = (1, 2, 50, 257), (1, 3), (1, 5, 16, 130)
+
+
+def made(
+    length, samples, width, device, *, size=None, freeze=0.05, accelerate=True, noise=True, scaled=False, prior=None
+):
+    """The same random problem, in the midst of its iterations, for the reference and for the kernels."""
+    generator = torch.Generator().manual_seed(length + 7 * samples + width)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    steps = (DDPM() if noise else DDIM()).steps(Schedule.linear(1000).take(length))
+    if scaled:
+        scale = 1 + torch.rand(length, generator=generator)
+        steps = Steps(steps.timesteps.float() / 3, steps.keep, steps.gain, steps.signal, steps.spread,
+                      steps.deviation, scale=scale)  # fmt: skip
+    coupling = Coupling(prior or GaussianPrior(), steps, width, device, torch.float32)
+    settings = {"size": size or length, "freeze": freeze, "accelerate": accelerate, "adds_noise": noise}
+    pair = [
+        kind(steps.to(device, torch.float32), coupling, samples, width, **settings)
+        for kind in (Iteration, FusedIteration)
+    ]
+    start, shift = draw(length, samples, width, 1), 0.1 * draw(length, samples, width) if noise else None
+    initial = draw(samples, width, 1)
+    prefix = torch.randint(length, (samples,), generator=generator)
+    if samples > 2:
+        prefix[1], prefix[2] = 0, length  # the last one has finished
+    last = draw(length, samples, width, 1), draw(length, samples, width, 1)
+    last_size = torch.rand(length, samples, generator=generator).sub_(0.3).clamp_(0)
+    measured = torch.rand(length, samples, generator=generator)
+    for iteration in pair:
+        iteration.load(initial, shift, start)
+        iteration.prefix.copy_(prefix)
+        iteration.iterations.fill_(3)
+        iteration.evaluations.fill_(11)
+        iteration.measured.copy_(measured)
+        if accelerate:
+            iteration.last_update.copy_(last[0])
+            iteration.last_plain.copy_(last[1])
+            iteration.last_size.copy_(last_size)
+    return pair
+
+
+def network(rows, times, who):
+    return torch.sin(2 * rows + 0.01 * times[:, None] + who[:, None])
+
+
+def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance=2e-5):
+    """Both take so many iterations; how far each sample has got afterwards."""
+    reference, fused = pair
+    for _ in range(rounds):
+        rest = [min(reference.length - each, reference.size) for each in reference.prefix.tolist()]
+        count = min(sum(rest) + padding, reference.most_rows)
+        asked = []
+
+        def watched(rows, times, who, asked=asked):
+            asked.append(sorted(zip(times.tolist(), who.tolist(), rows.sum(1).tolist(), strict=True)))
+            return network(rows, times, who)
+
+        for iteration in pair:
+            iteration.run(watched, count, leave)
+        for (*one, total), (*other, other_total) in zip(*asked, strict=True):
+            assert one == other
+            assert total == pytest.approx(other_total, rel=1e-3, abs=1e-3)
+        assert fused.counters.tolist() == reference.counters.tolist()
+        names = ["states", "measured"] + ["last_update", "last_plain", "last_size"] * reference.accelerate
+        for name in names + ["peak"] * (not leave):
+            found, expected = getattr(fused, name), getattr(reference, name)
+            assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True), name
+    return reference.prefix.tolist()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_shape(length, samples, width, device, poisoned_memory, monkeypatch):
+    if length * width > 5_000:  # fewer and larger programs: the interpreter takes its time for each
+        monkeypatch.setattr(kernels, "_TILE", 8192)
+    compare(made(length, samples, width, device))
+
+
+@pytest.mark.parametrize("leave", [True, False])
+@pytest.mark.parametrize("accelerate", [True, False])
+@pytest.mark.parametrize("noise", [True, False])
+def test_every_setting(noise, accelerate, leave, device, poisoned_memory):
+    for samples in SAMPLES:
+        pair = made(50, samples, 5, device, size=9, noise=noise, accelerate=accelerate)
+        compare(pair, leave=leave, padding=4)
+
+
+@pytest.mark.parametrize("freeze", [1e-6, 4.0, 1e9])
+def test_steps_leave(freeze, device):
+    """None but the first, some, or the whole window at once."""
+    pair = made(257, 3, 16, device, size=40, freeze=freeze)
+    before = pair[0].prefix.tolist()
+    after = compare(pair, rounds=1)
+    gone = [new - old for old, new in zip(before, after, strict=True)]
+    assert gone[2] == 0
+    assert gone[:2] == {1e-6: [1, 1], 1e9: [min(40, 257 - before[0]), 40]}.get(freeze, gone[:2])
+    assert freeze != 4.0 or 1 < gone[1] < 40
+
+
+def test_scaled_inputs_times_of_another_kind_and_a_basis(device):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(200, 7, generator=generator) * torch.arange(1, 8)
+    for samples in SAMPLES:
+        pair = made(50, samples, 7, device, size=20, scaled=True, prior=GaussianPrior.from_data(data))
+        assert pair[0].times.dtype == torch.float32
+        compare(pair, padding=3)
+
+
+def test_more_samples_than_are_read_at_once(device):
+    compare(made(20, 37, 3, device, size=6), padding=5)
+
+
+def test_a_row_wider_than_a_tile_and_more_steps_than_a_block(device, monkeypatch):
+    monkeypatch.setattr(kernels, "_COLUMNS", 16)
+    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_TILE", 64)
+    compare(made(40, 3, 40, device, freeze=1e9), rounds=1)
+    compare(made(40, 1, 40, device))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite(value, device):
+    """At the first step of a window: the sample diverges. Elsewhere: that step is left out."""
+    pair = made(50, 3, 5, device, size=20)
+    first = pair[0].prefix.tolist()
+    times = pair[0].times.tolist()
+
+    def stray(rows, t, who):
+        bad = ((who == 0) & (t == times[first[0]])) | ((who == 1) & (t == times[7])) | (t == times[25])
+        return torch.where(bad[:, None], value, network(rows, t, who))
+
+    compare(pair, stray, rounds=3)
+    assert pair[1].diverged.tolist() == [1, 0, 0]
+    assert torch.isfinite(pair[1].states).all()
+
+
+def test_updates_that_overflow(device):
+    """States so large that updates are not finite: those steps take the plain values, and no step extrapolates them."""
+    pair = made(50, 1, 5, device)
+    for iteration in pair:
+        iteration.prefix.zero_()
+        iteration.states[20:23] = 3e38
+        iteration.states[23:26] = -3e38
+    compare(pair, rounds=3, tolerance=1e-4)
+    assert torch.isfinite(pair[1].states).all()
+
+
+def test_rows_are_filled_up_with_the_last_state_of_the_first_sample(device):
+    _, fused = made(50, 3, 5, device, size=9)
+    active = sum(min(50 - each, 9) for each in fused.prefix.tolist())
+    rows, times, who = fused.gather(27)
+    assert active < 27
+    assert torch.equal(rows[active:], fused.states[-1, 0, :, 0].expand(27 - active, -1))
+    assert set(times[active:].tolist()) == {float(fused.times[-1])}
+    assert set(who[active:].tolist()) == {0}
+
+
+def test_the_same_again_bit_by_bit(device):
+    _, fused = made(257, 2, 5, device, size=100)
+    again = copy.deepcopy(fused)
+    for iteration in (fused, again):
+        for _ in range(3):
+            iteration.run(network, 200, True)
+    assert torch.equal(fused.states, again.states)
+    assert torch.equal(fused.counters, again.counters)
+
+
+@pytest.mark.parametrize(("size", "tf32"), [(8, None), (40, 0.5)])
+def test_whole_samples(size, tf32, device, monkeypatch):
+    """As by the loop, in as many iterations and evaluations as by the reference."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(12, 12, generator=generator) / 4).to(device)
+    noise = Noise.draw((3, 12), 40, generator=generator)
+    noise = Noise(noise.initial.to(device), noise.steps.to(device))
+    classes = torch.tensor([0.0, 0.3, 1.0], device=device)
+
+    spread = (1 - Schedule.linear(40).alphas_bar).sqrt().float().to(device)
+
+    def denoiser(z, t, classes):
+        return spread[t, None] * z + 0.2 * torch.tanh(z @ weight + classes[:, None])
+
+    def run(kind):
+        monkeypatch.setattr(window, "kind_for", lambda problem: kind)
+        solver = Window(size=size, tf32=tf32)
+        return sample(denoiser, Schedule.linear(40), noise, classes=classes, solver=solver)
+
+    with torch.no_grad():
+        loop = sample(denoiser, Schedule.linear(40), noise, classes=classes, solver=deeppcr.Loop())
+        plain, fused = run(Iteration), run(FusedIteration)
+    assert fused.result is Result.CONVERGED
+    assert (fused.final - loop.final).abs().max() <= 1e-3
+    assert fused.iterations.tolist() == plain.iterations.tolist()
+    assert fused.evaluations.tolist() == plain.evaluations.tolist()
+    assert torch.allclose(fused.residual, plain.residual, rtol=0.1, atol=1e-6)
+    assert (fused.final - plain.final).abs().max() <= 1e-4
+
+
+def test_which_problems_have_kernels(gpu):
+    """On a GPU, in float32, with one slot and nothing clipped."""
+    from deeppcr.diffusion.problem import Problem
+
+    def kind(step, dtype=torch.float32, device=gpu):
+        noise = Noise.draw((1, 4), 10, device=device, dtype=dtype)
+        return window.kind_for(Problem(lambda z, t: z, step.steps(Schedule.linear(10)), noise))
+
+    assert kind(DDPM()) is FusedIteration
+    assert kind(DDIM()) is FusedIteration
+    assert kind(DDPM(clip=1.0)) is Iteration
+    assert kind(DDPM(), torch.float64) is Iteration
+    assert kind(DDPM(), device="cpu") is Iteration
+
+
+def test_launches(uncomputed, device):
+    """Five kernels, and PyTorch's part: memory, and the scan."""
+    from kernel_support import Calls
+
+    _, fused = made(50, 1, 5, device)
+    fused.coupling.spread = lambda residuals: residuals
+    for _ in range(2):
+        with Calls() as calls:
+            fused.advance(fused.gather(50)[0], True)
+    assert calls.launches == 5
+    made_up = {"new_empty.default", "empty.memory_format", "empty_like.default", "slice.Tensor", "unbind.int"}
+    assert set(calls.operations) <= made_up
