@@ -177,7 +177,8 @@ def compile_kernels(device: torch.device, quick: bool) -> None:
     """Let processes share the work of ``warm``. Where they fail, kernels are compiled as they come: later, not wrongly."""
     begun, world = time.perf_counter(), max(1, min(WARM_PROCESSES, (os.cpu_count() or 1) - 1))
     command = [sys.executable, __file__, "--device", device.type, *(["--quick"] if quick else [])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Times that processes measure while they compete for the device would be wrong.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DEEPPCR_CALIBRATE": "0"}
     started: list[subprocess.Popen] = []
     try:
         for rank in range(world):

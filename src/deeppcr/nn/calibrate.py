@@ -63,6 +63,9 @@ class Kind:
         )
 
 
+#: The same work at the beginning and at the end of a measurement takes about as long, unless others use the device.
+_BUSY = 1.3
+
 _lock = threading.Lock()
 _known: dict[tuple[torch.device, Kind], Times] = {}
 _failed: set[tuple[torch.device, Kind]] = set()
@@ -138,6 +141,7 @@ class Bench(Protocol):
 def measure(bench: Bench, kind: Kind, width: int) -> Times:
     """Two lengths each, whose difference is the time of a block; what is left of the shorter one is all the rest."""
     most_blocks = min(2**14, _MOST_WEIGHTS // (kind.skip * width**2))
+    alone = bench.loop(64, 1)
     rows, block = [], []
     for many in (1, 32, 1024):
         short, long = (64, 512) if many == 1 else (32, 128)
@@ -146,7 +150,8 @@ def measure(bench: Bench, kind: Kind, width: int) -> Times:
         block.append((bench.loop(long, many) - bench.loop(short, many)) / (long - short))
     chunks, solve, programs, step = [], [], [], []
     for many in (2**k for k in range(3, 12)):
-        long = min(32, most_blocks // many)
+        # Wide layers are read from memory: so many of them that they do not fit the cache.
+        long = min(32 if width < 128 else 128, most_blocks // many)
         if long < 2:
             break
         short = max(1, long // 4)
@@ -161,6 +166,9 @@ def measure(bench: Bench, kind: Kind, width: int) -> Times:
         each = (bench.round(128, 8, more) - bench.round(128, 2, more)) / 6
         programs.append(128.0 * more)
         step.append(each)
+    again = bench.loop(64, 1)
+    if max(alone, again) > _BUSY * min(alone, again):
+        raise RuntimeError("the device is busy with something else")
     return Times(
         *bench.host(), tuple(rows), _rising(block), tuple(programs), _rising(step), tuple(chunks), _rising(solve)
     )
