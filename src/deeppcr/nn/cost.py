@@ -81,7 +81,7 @@ class Times:
         crowd = self.step_of(rows * walkers) / self.step_of(walkers)
         solve = crowd * interpolate(self.chunks, self.solve, chunks)
         device = rounds * (chunk * self.step_of(rows * chunks) + solve)
-        return self.host_parallel + (rounds - 1) * self.host_round + device
+        return self.host_parallel + device
 
     def step_of(self, programs: float) -> float:
         return interpolate(self.programs, self.step, programs)
