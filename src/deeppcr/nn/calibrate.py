@@ -133,8 +133,8 @@ class Bench(Protocol):
         """On the device."""
         ...
 
-    def host(self) -> tuple[float, float, float]:
-        """``Times.host_loop``, ``host_parallel`` and ``host_round``."""
+    def host(self) -> tuple[float, float]:
+        """``Times.host_loop`` and ``host_parallel``."""
         ...
 
 
@@ -235,7 +235,7 @@ class Kernels:
         network, _, _ = self.prepared(chunks * chunk, chunk, rows)
         return self.on_device(lambda: network.one_round(0))
 
-    def host(self) -> tuple[float, float, float]:
+    def host(self) -> tuple[float, float]:
         from . import fused
 
         tensors = self.tensors(16, 1)
@@ -243,10 +243,7 @@ class Kernels:
         def call(chunk: int) -> float:
             return self.of_call(lambda: fused.apply(*tensors, None, self.layers(chunk), []))
 
-        network, _, found = self.prepared(16, 8, 1)
-        report = fused.Report(self.layers(8), 16, 8, found, 1)
-        further = self.of_call(lambda: (network.one_round(0), report.passes_taken()))
-        return call(16), call(8), further
+        return call(16), call(8)
 
 
 def seconds_on_device(run: Callable[[], Any], repeats: int = 5) -> float:

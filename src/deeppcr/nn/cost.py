@@ -16,6 +16,8 @@ from typing import Any, Literal
 _LAYERS_FOR_ONE_ROUND = {"relu": 32, "tanh": 32, "sigmoid": 8}
 #: Residual networks do not contract: what a training step took.
 _RESIDUAL_ROUNDS = 3
+#: The share of the host's time in a call that the device does not hide: before the first kernel runs and after the last.
+_BEFORE = 0.6
 #: Of chunks that take about as long the largest is best: it needs fewer rounds where a network hardly contracts.
 _AS_LONG = 1.05
 
@@ -28,20 +30,18 @@ class Times:
 
     Attributes:
         host_loop: what the host takes for a call that walks all layers in one kernel
-        host_parallel: the same for a parallel call of one round
-        host_round: for each further round
+        host_parallel: the same for a parallel call
         rows, block: with rows[i] rows, one block takes block[i] in the loop
         programs, step: with programs[i] chunks under way (those of all rows), one block of each takes step[i] in a round
         chunks, solve: with chunks[i] chunks, all the rest of a round takes solve[i]
 
-    >>> times = Times(1e-5, 3e-5, 2e-5, (1.0,), (1e-6,), (1.0, 100.0), (2e-6, 2e-6), (1.0, 100.0), (1e-5, 1e-5))
+    >>> times = Times(1e-5, 5e-5, (1.0,), (1e-6,), (1.0, 100.0), (2e-6, 2e-6), (1.0, 100.0), (1e-5, 1e-5))
     >>> f"{1e3 * times.loop(1000, 1):.2f} ms, {1e3 * times.parallel(1000, 10, 1, 1):.2f} ms"
     '1.01 ms, 0.06 ms'
     """
 
     host_loop: float
     host_parallel: float
-    host_round: float
     rows: tuple[float, ...]
     block: tuple[float, ...]
     programs: tuple[float, ...]
@@ -53,7 +53,7 @@ class Times:
         for at, values in ((self.rows, self.block), (self.programs, self.step), (self.chunks, self.solve)):
             if not at or len(at) != len(values) or any(one >= other for one, other in pairwise(at)):
                 raise ValueError("times: expected as many values as places, and these in order")
-        for each in (self.host_loop, self.host_parallel, self.host_round, *self.block, *self.step, *self.solve):
+        for each in (self.host_loop, self.host_parallel, *self.block, *self.step, *self.solve):
             if not 0 <= each < math.inf:
                 raise ValueError(f"times: expected seconds, got {each!r}")
 
@@ -81,7 +81,7 @@ class Times:
         crowd = self.step_of(rows * walkers) / self.step_of(walkers)
         solve = crowd * interpolate(self.chunks, self.solve, chunks)
         device = rounds * (chunk * self.step_of(rows * chunks) + solve)
-        return self.host_parallel + device
+        return max(self.host_parallel, _BEFORE * self.host_parallel + device)
 
     def step_of(self, programs: float) -> float:
         return interpolate(self.programs, self.step, programs)
