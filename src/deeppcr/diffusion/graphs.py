@@ -70,8 +70,8 @@ def fingerprint(function: Callable) -> tuple:
         if isinstance(value, nn.Module):
             for module in value.modules():
                 found += [type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]
-                found += [_mark(held) for name, held in vars(module).items() if not name.startswith("_")]
-            found += [_mark(tensor) for tensor in (*value.parameters(), *value.buffers())]
+                found += [_mark(held) for name, held in vars(module).items() if name[0] != "_"]
+                found += [_mark(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())]
         else:
             found.append(_mark(value))
     return tuple(found)
