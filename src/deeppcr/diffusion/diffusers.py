@@ -23,6 +23,17 @@ class ParallelLoop:
 
     Attributes:
         steps: the scheduler's steps in numbers
+
+    >>> import torch
+    >>> from deeppcr.diffusion import ParallelLoop, parallelize
+    >>> class Euler:  # any scheduler of diffusers, after set_timesteps
+    ...     timesteps = torch.arange(9.0, -1.0, -1.0)
+    ...
+    ...     def step(self, output, t, sample, return_dict=True):
+    ...         return (sample - 0.1 * output,)
+    >>> loop = parallelize(Euler(), lambda sample, t: 0.5 * sample)
+    >>> isinstance(loop, ParallelLoop), len(loop.steps)
+    (True, 10)
     """
 
     def __init__(self, scheduler: Any, model: Callable, step_arguments: dict[str, Any]):

@@ -37,7 +37,21 @@ Path = tuple[str, int | None]  # an attribute, and where it is a list, the place
 
 
 class UnsupportedScheduler(ValueError):
-    """A scheduler, or a pipeline, that cannot be run in parallel; the message says why."""
+    """A scheduler, or a pipeline, that cannot be run in parallel; the message says why.
+
+    >>> import torch
+    >>> from deeppcr.diffusion import UnsupportedScheduler, read_scheduler
+    >>> class Squared:
+    ...     timesteps = torch.arange(3.0)
+    ...
+    ...     def step(self, output, t, sample, return_dict=True):
+    ...         return (sample + output**2,)
+    >>> try:
+    ...     read_scheduler(Squared())
+    ... except UnsupportedScheduler as error:
+    ...     print(type(error).__name__)
+    UnsupportedScheduler
+    """
 
 
 def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = None, **step_arguments: Any) -> Steps:
@@ -53,6 +67,17 @@ def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = No
     Raises:
         UnsupportedScheduler: The scheduler thresholds, clips while it stores outputs, predicts variances, or is not
             linear for another reason.
+
+    >>> import torch
+    >>> from deeppcr.diffusion import read_scheduler
+    >>> class Euler:  # any scheduler of diffusers, after set_timesteps
+    ...     timesteps = torch.arange(9.0, -1.0, -1.0)
+    ...
+    ...     def step(self, output, t, sample, return_dict=True):
+    ...         return (sample - 0.1 * output,)
+    >>> steps = read_scheduler(Euler())
+    >>> len(steps), round(float(steps.gain[0, 0]), 6)
+    (10, -0.1)
     """
     timesteps = getattr(scheduler, "timesteps", None) if timesteps is None else timesteps
     name = type(scheduler).__name__

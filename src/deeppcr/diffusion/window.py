@@ -22,7 +22,7 @@ from .problem import Problem
 from .start import start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
-_FILLING = {"cuda": 512, "cpu": 64}
+_FILLING = {"cuda": 1024, "cpu": 64}
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -83,7 +83,7 @@ class Window:
         return 1e-8 if dtype == torch.float64 else 1e-3
 
     def size_for(self, problem: Problem) -> int:
-        length, rows = problem.length, _FILLING.get(problem.device.type, 512)
+        length, rows = problem.length, _FILLING.get(problem.device.type, 1024)
         return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
 
     def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
