@@ -571,3 +571,56 @@ class TestOnAGpu:
                 assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-4
             solution.states[-1].square().sum().backward()
             optimiser.step()
+
+
+@torch.library.custom_op("deeppcr_tests::scaled", mutates_args=())
+def _scaled(z: torch.Tensor) -> torch.Tensor:
+    return z * _SCALE[0]
+
+
+@_scaled.register_vmap
+def _(info, dims, z):
+    return _scaled(z), dims[0]
+
+
+_SCALE = [0.3]
+
+
+def test_operations_whose_inside_is_not_seen_are_not_recorded(device):
+    class Filled(torch.autograd.Function):  # as one around a kernel that PyTorch knows nothing of
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(z):
+            return torch.empty_like(z).copy_(0.3 * z)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return 0.3 * tangent
+
+    z0 = torch.ones(2, 3, dtype=torch.float64, device=device)
+    for step, reason in ((lambda z: Filled.apply(torch.sin(z)), "unseen"), (lambda z: torch.sin(_scaled(z)), "inside")):
+        jacobian = GivenJacobian(lambda z: linear.Dense(torch.diag_embed(0.3 * torch.cos(z))), exact=True)
+        for _ in range(3):
+            solution = deeppcr.solve(step, z0, length=30, solver=Newton(chunk=1, jacobian=jacobian))
+            assert not is_replayed(solution)
+        assert reason in why_not(solution)
+
+
+@pytest.mark.parametrize("flag", ["conv", "rnn"])
+def test_the_precision_of_convolutions_is_part_of_the_kind(flag, device):
+    settings = getattr(torch.backends.cudnn, flag)
+    step = lambda z: torch.sin(z) / 2  # noqa: E731
+    z0 = torch.ones(2, 3, dtype=torch.float64, device=device)
+    solve = lambda: deeppcr.solve(step, z0, length=30, solver=Newton(chunk=1))  # noqa: E731
+    assert is_replayed(twice(solve))
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee" if before != "ieee" else "tf32"
+    try:
+        assert not is_replayed(solve())  # the first of another kind
+    finally:
+        settings.fp32_precision = before

@@ -43,7 +43,10 @@ _ARITHMETIC = (
     (torch.backends.cuda.matmul, "fp32_precision"),
     (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     (torch.backends.cudnn, "fp32_precision"),
+    (torch.backends.cudnn.conv, "fp32_precision"),  # pyright: ignore[reportAttributeAccessIssue]
+    (torch.backends.cudnn.rnn, "fp32_precision"),  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 
@@ -200,7 +203,7 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
     leaves, spec = pytree.tree_flatten(sequence.xs)
     xs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if leaf is not None]
     autocast = torch.is_autocast_enabled(layout.device.type) and torch.get_autocast_dtype(layout.device.type)
-    settings = [getattr(where, name, None) for where, name in _ARITHMETIC]
+    settings = [getattr(where, name) for where, name in _ARITHMETIC]
     return (
         (layout, sequence.length, chunk, spec, *xs),
         (newton.tolerances(layout.dtype), newton.max_iterations, newton.linear, newton.stop),

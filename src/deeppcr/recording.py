@@ -83,7 +83,7 @@ class CudaGraphs(Recorder):
         outer = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
-            with _RECORDING:
+            with RECORDING:
                 self._stream.wait_stream(outer)
                 with torch.cuda.stream(self._stream):
                     self.rehearse(function)
@@ -96,7 +96,7 @@ class CudaGraphs(Recorder):
 
 
 #: PyTorch captures one graph at a time.
-_RECORDING = threading.Lock()
+RECORDING = threading.Lock()
 
 #: By type of device. Elsewhere there is nothing to gain.
 RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
@@ -145,8 +145,6 @@ class Recording:
         self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
     ):
         self.structure, self.misses = structure, 0
-        # While it is held, no tensor gets the address of another that the recording reads.
-        self._outside = sequence.trace.outside if sequence.trace is not None else {}
         self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
         if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
             newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))

@@ -96,10 +96,13 @@ def _solve(
     found = graphs.solve(solver, sequence, start, plan) if traced else None
     if found is not None:  # and has been checked
         outcome, residual = found
-        if torch.is_grad_enabled() and sequence.needs_gradients:
-            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-            outcome = replace(outcome, states=adjoint.attach(outcome.states))
-        return _solution(sequence, outcome, plan, residual)
+        if not (torch.is_grad_enabled() and sequence.needs_gradients):
+            return _solution(sequence, outcome, plan, residual)
+        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        # Its values come from the step as it is now: what a trace cannot see shows here.
+        if _measure(sequence, outcome, solver, adjoint.values)[1].results == outcome.results:
+            return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
+        plan.note("not captured: the step gives another result than when it was recorded")
 
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)

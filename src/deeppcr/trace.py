@@ -18,6 +18,8 @@ _UNREPEATABLE = {
     torch.Tag.data_dependent_output: "looks at values",
     torch.Tag.dynamic_output_shape: "makes tensors whose shapes depend on values",
 }
+#: What a kernel that PyTorch knows nothing of writes to.
+_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _PLAIN = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -57,12 +59,12 @@ class Trace(Watch):
 
     Attributes:
         refusal: why a recording of the operations could not stand for the function, or None
-        outside: the memory of the tensors from the outside; while it is held, no other tensor gets its address
+        outside: the addresses of the tensors from the outside
     """
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.outside: dict[int, torch.UntypedStorage] = {}
+        self.outside: set[int] = set()
         self._entries: list[Hashable] = []
         self._names: dict[int, Hashable] = {}  # of memory, by its address
         self._held: list[torch.UntypedStorage] = []  # so that no address is given away twice
@@ -83,6 +85,7 @@ class Trace(Watch):
             found = call(*inputs)
         # The same operations with another of their results returned are another function.
         self._entries += [self._encode(leaf) for leaf in pytree.tree_leaves(found)]
+        self._held.clear()
         return found
 
     @property
@@ -96,7 +99,7 @@ class Trace(Watch):
 
     def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
         reason, changes = _facts_of(func)
-        self.refusal = reason
+        self.refusal = reason or _hides(func)
         self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
         if changes and any(t.untyped_storage().data_ptr() in self.outside for t in _tensors((args, kwargs))):
             self.refusal = f"it changes a tensor that it closes over ({func})"
@@ -119,7 +122,7 @@ class Trace(Watch):
         self._held.append(storage)
         if name is None:  # from the outside
             name = address
-            self.outside[address] = storage
+            self.outside.add(address)
         self._names[address] = name
         return name
 
@@ -157,6 +160,17 @@ def _facts_of(func: Any) -> tuple[str | None, bool]:
     if name == "lift_fresh":
         reasons.append("makes a tensor of Python numbers")
     return (f"it {reasons[0]} ({name})" if reasons else None), func._schema.is_mutable
+
+
+@cache
+def _hides(func: Any) -> str | None:
+    """Why the trace of an operation does not tell all that it depends on, or None."""
+    name = func.overloadpacket.__name__
+    if func.namespace not in ("aten", "prims", "prim"):
+        return f"it calls an operation whose inside cannot be seen ({name})"
+    if name in _UNFILLED:
+        return f"it makes a tensor that something else has to fill, unseen ({name})"
+    return None
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,19 +243,22 @@ def test_the_host_looks_only_where_a_window_may_not_be_full(net, device, monkeyp
 def test_the_cache_is_bounded_and_lends_each_entry_once():
     cache = graphs.Cache(most=2)
     for key in "abc":
-        cache.put(key, key.upper())
-    assert cache.take("a") is None
-    assert cache.take("b") == "B"
-    assert cache.take("b") is None
+        cache.put(((key,),), key.upper())
+    assert cache.take((("a",),)) is None
+    assert cache.take((("b",),)) == "B"
+    assert cache.take((("b",),)) is None
 
     class Owner:
         pass
 
     owner = Owner()
-    cache.put("owned", 1)
-    cache.forget_with("owned", owner)
+    keys = [((id(owner),), number) for number in range(2)]
+    for key in keys:
+        cache.put(key, 1)
+        cache.forget_with(owner)
+    assert len(cache._watched) == 1  # not one for every key
     del owner
-    assert cache.take("owned") is None
+    assert all(cache.take(key) is None for key in keys)
     solver = Window(size=3)
     for copied in (copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
         assert copied == solver
@@ -326,3 +330,30 @@ def test_graphs_replay_what_was_computed(tf32):
             if round == 3:
                 net.leave.weight = torch.nn.Parameter(0.98 * net.leave.weight)  # elsewhere: they are made anew
     assert len(solver._prepared) == 2
+
+
+def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
+    net = torch.nn.Linear(3, 3)
+    net._scale, net.table, net.config = 1.0, {"scale": 1.0}, SimpleNamespace(scale=1.0)
+    net.register_forward_hook(lambda module, args, found: found)
+
+    def denoiser(z, t, *, shift=0.0):
+        return net(z) + shift
+
+    seen = {graphs.fingerprint(denoiser)}
+    net._scale = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net.table["scale"] = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net.config.scale = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net._forward_hooks.clear()
+    net.register_forward_hook(lambda module, args, found: 2 * found)
+    seen.add(graphs.fingerprint(denoiser))
+    denoiser.__kwdefaults__["shift"] = 1.0
+    seen.add(graphs.fingerprint(denoiser))
+    assert len(seen) == 6
+    for number in range(20):  # an object that is gone leaves its identity to the next
+        net.config = SimpleNamespace(scale=number)
+        seen.add(graphs.fingerprint(denoiser))
+    assert len(seen) == 26

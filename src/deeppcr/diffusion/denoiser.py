@@ -147,7 +147,7 @@ def reachable(function: Any, depth: int = 4) -> list[Any]:
         inner = [function.__self__]
     elif hasattr(function, "__code__"):
         inner = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-        inner += list(function.__defaults__ or ())
+        inner += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     elif hasattr(function, "__dict__") and not isinstance(function, type):
         inner = list(vars(function).values())
     else:

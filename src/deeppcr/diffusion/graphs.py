@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..recording import RECORDING
 from .denoiser import reachable
 
+#: The settings of precision belong to the process: one thread at a time changes them.
+_PRECISION = threading.RLock()
+#: What every module has, and what is looked at by itself.
+_INNER = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -24,23 +29,32 @@ class Cache:
 
     def __init__(self, most: int = 4):
         self.most = most
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._kept: OrderedDict[tuple, Any] = OrderedDict()
+        self._watched: set[int] = set()
         self._lock = threading.Lock()
 
-    def take(self, key: Hashable) -> Any:
+    def take(self, key: tuple) -> Any:
         with self._lock:
             return self._kept.pop(key, None)
 
-    def put(self, key: Hashable, value: Any) -> None:
+    def put(self, key: tuple, value: Any) -> None:
         with self._lock:
             self._kept[key] = value
             while len(self._kept) > self.most:
                 self._kept.popitem(last=False)
 
-    def forget_with(self, key: Hashable, owner: Any) -> None:
-        """Drop ``key`` when ``owner`` is no more."""
-        with contextlib.suppress(TypeError):  # not everything can be watched
-            weakref.finalize(owner, _forget, weakref.ref(self), key)
+    def forget_with(self, owner: Any) -> None:
+        """Drop all keys that begin with a fingerprint of ``owner`` when it is no more."""
+        if id(owner) not in self._watched:
+            with contextlib.suppress(TypeError):  # not everything can be watched
+                weakref.finalize(owner, _forget, weakref.ref(self), id(owner))
+                self._watched.add(id(owner))
+
+    def forget(self, owner: int) -> None:
+        with self._lock:
+            self._watched.discard(owner)
+            for key in [each for each in self._kept if each[0][0] == owner]:
+                del self._kept[key]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -49,10 +63,10 @@ class Cache:
         return Cache, (self.most,)  # copies and pickles of a solver start without graphs
 
 
-def _forget(cache: weakref.ref[Cache], key: Hashable) -> None:
+def _forget(cache: weakref.ref[Cache], owner: int) -> None:
     found = cache()
     if found is not None:
-        found.take(key)
+        found.forget(owner)
 
 
 def owner_of(function: Callable) -> Any:
@@ -69,22 +83,43 @@ def fingerprint(function: Callable) -> tuple:
     for value in reachable(function):
         if isinstance(value, nn.Module):
             for module in value.modules():
-                found += [type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]
-                found += [_mark(held) for name, held in vars(module).items() if name[0] != "_"]
+                hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+                found += [type(module), module.training, *map(_Same, hooks)]
+                found += [_mark(held) for name, held in vars(module).items() if name not in _INNER]
                 found += [_mark(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())]
         else:
             found.append(_mark(value))
     return tuple(found)
 
 
-def _mark(value: Any) -> Hashable:
+class _Same:
+    """Equal to itself alone; as long as it is kept, nothing else gets the identity of what it holds."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _mark(value: Any, depth: int = 3) -> Hashable:
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(_mark(each) for each in value)
-    return id(value)
+        return tuple(_mark(each, depth) for each in value)
+    if isinstance(value, dict):
+        return tuple((_mark(name, depth), _mark(each, depth)) for name, each in value.items())
+    inside = getattr(value, "__dict__", None)
+    if depth and isinstance(inside, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
+        return _Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
+    return _Same(value)
 
 
 def layout_of(nest: Any) -> Hashable:
@@ -130,6 +165,7 @@ class Replayed:
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
+                    RECORDING,
                     _no_collection(),
                     torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
                 ):
@@ -137,6 +173,9 @@ class Replayed:
             except RuntimeError as error:  # the host waits somewhere in the denoiser, say
                 self.refusal = str(error).strip().split("\n")[0][:120]
                 return
+            finally:  # a capture that fails does not always leave its stream
+                torch.cuda.set_stream(current)
+                current.wait_stream(self._stream)
         self._graphs[key] = graph
 
 
@@ -158,16 +197,24 @@ def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None
 
     PyTorch has these settings twice, in an old and a new way, and refuses to tell the old ones where both were used.
     """
+    if device.type != "cuda":
+        yield
+        return
+    with _PRECISION, _precision("tf32" if tf32 else "ieee"):
+        yield
+
+
+@contextlib.contextmanager
+def _precision(wanted: str) -> Iterator[None]:
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    wanted = "tf32" if tf32 else "ieee"
     told = products.fp32_precision, convolutions.fp32_precision
-    if device.type != "cuda" or told == (wanted, wanted):
+    if told == (wanted, wanted):
         yield
         return
     try:
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
+        torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted == "tf32"
     except RuntimeError:
         before = None
     products.fp32_precision = convolutions.fp32_precision = wanted

@@ -122,7 +122,7 @@ class Steps:
         clip = self.clip
         if clip is not None:
             tensors += [clip.sample, clip.output, clip.weight]
-        numbers = hash(tuple(tuple(each.flatten().tolist()) for each in tensors if each is not None))
+        numbers = b"".join(repr(each.flatten().tolist()).encode() for each in tensors if each is not None)
         return (self.prediction, len(self), self.slots, clip.limit if clip else None, numbers)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Coefficients:

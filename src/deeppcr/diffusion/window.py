@@ -95,7 +95,7 @@ class Window:
             prepared = self._prepared.take(key)
             if prepared is None:
                 prepared = Prepared(self, problem, jacobian)
-                self._prepared.forget_with(key, owner_of(problem.denoiser.function))
+                self._prepared.forget_with(owner_of(problem.denoiser.function))
             outcome = prepared.run(self, problem, start, plan)
             self._prepared.put(key, prepared)
             return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -106,6 +107,20 @@ def test_a_hard_pass_makes_the_next_look_later_and_report_the_same(compiled, dev
     first = rounds(exact), rounds(far)
     assert first[0][0] < first[1][0]
     assert (rounds(far), rounds(exact)) == (first[1], first[0])
+
+
+def test_one_tensor_in_two_places_is_not_taken_for_two(compiled, device):
+    """The loop alone has nothing to find and is given the states there; what measures it has a tensor of its own."""
+    layers, problem = Layers(1, False, "relu", chunk=8), network(8, 3, device=device)
+    for _ in range(2):
+        x, _ = fused.run(*problem, None, layers)
+    weight, bias, initial = problem
+    plan = fused.plan_for(weight, len(initial), None, layers)
+    own, found = torch.full_like(x, math.nan), torch.zeros_like(x)
+    for _ in range(2):
+        fused.network_of(weight, bias, own, layers, plan).whole(initial, 0, found, 0)
+        assert torch.equal(own, x)
+        assert not found.any()
 
 
 # What a call needs of PyTorch, besides launches: see the same for linear systems.

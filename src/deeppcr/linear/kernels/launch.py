@@ -126,6 +126,11 @@ def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], ma
         tensors: those that each call brings anew, beginning at multiples of 16 bytes, on the current device
         make: makes the launches; the only tensors in them are these, their parts, and scratch memory
     """
+    places = [id(tensor) for tensor in tensors]
+    if len(set(places)) < len(
+        places
+    ):  # one of them twice: noted by another call's, the launches would read the wrong one
+        key = (key, tuple(places.index(each) for each in places))
     known = noted.get(key)
     if known is not None:
         known.again([tensor.data_ptr() for tensor in tensors], tensors[0].device)
