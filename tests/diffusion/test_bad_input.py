@@ -8,6 +8,7 @@ import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, MeanStart, Noise, Schedule, Window, sample
 
 SCHEDULE = Schedule.linear(20)
+GLOBALS = {}
 
 
 def plain(z, t):
@@ -120,3 +121,18 @@ def test_samples_without_states_are_no_start():
 def test_priors_are_checked(wrong, match):
     with pytest.raises(ValueError, match=match):
         wrong()
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_network_that_is_random_or_mixes_rows_is_found_out(samples):
+    """Also where it hides from the look for modules in train mode, behind a global name say."""
+    torch.manual_seed(0)
+    net = GLOBALS["net"] = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 6))
+    schedule, noise = Schedule.linear(1000).take(60), torch.randn(samples, 6)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="another result each time"):
+            sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM())
+        net.eval()
+        with pytest.raises(ValueError, match="rows must not influence each other"):
+            sample(lambda z, t: GLOBALS["net"](z) + 0.3 * z.mean(0, keepdim=True), schedule, noise, step=DDIM())
+        assert sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED

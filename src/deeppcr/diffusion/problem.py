@@ -91,6 +91,24 @@ class Problem:
         self.rows_seen += samples.shape[0] * self.denoiser.rows_per_call
         return self.denoiser(samples.to(self.network_dtype), times, index).to(self.dtype)
 
+    @torch.no_grad()
+    def check_rows(self) -> None:
+        """Raise where the network is no function of one row: random, or with rows that influence each other."""
+        seen, coefficients = self.rows_seen, self.coefficients
+        row = coefficients.scale[:1].unsqueeze(-1) * self.initial[:1, :, 0].detach()
+        times, who = coefficients.timesteps[[0, -1]], torch.zeros(2, dtype=torch.long, device=self.device)
+        alone, again = (self.network(row, times[:1], who[:1]) for _ in range(2))
+        beside = self.network(torch.cat([row, -row]), times, who)[:1]
+        self.rows_seen = seen
+        rough = torch.bfloat16 if torch.is_autocast_enabled(self.device.type) else self.network_dtype
+        allowed = 10 * torch.finfo(rough).eps ** 0.5 * alone.abs().amax()
+        for found, what in (
+            (again, "gives another result each time it is called: is it in train mode, with dropout?"),
+            (beside, "gives a row another result when other rows stand beside it: rows must not influence each other"),
+        ):
+            if (found - alone).abs().amax() > allowed:
+                raise ValueError(f"denoiser: {what}")
+
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""
         return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
