@@ -17,6 +17,7 @@ _LAYERS_FOR_ONE_ROUND = {"relu": 32, "tanh": 32, "sigmoid": 8}
 #: Residual networks do not contract: what a training step took.
 _RESIDUAL_ROUNDS = 3
 #: The share of the host's time in a call that the device does not hide: before the first kernel runs and after the last.
+#: Picked out of six on the times of one run (docs/performance.md), not measured by itself.
 _BEFORE = 0.6
 #: Of chunks that take about as long the largest is best: it needs fewer rounds where a network hardly contracts.
 _AS_LONG = 1.05
