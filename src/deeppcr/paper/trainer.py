@@ -1,4 +1,5 @@
-"""Training that can be stopped at any time: going on gives the same network, bit by bit, as never having stopped.
+"""Training that can be stopped at any time: going on gives the same network, bit by bit, as never having stopped
+(on the same machine; on a CPU with as many threads, since the order of sums depends on them).
 
 While a network is trained its state is kept in ``<name>.training.safetensors``: parameters, the optimisers' states and that
 of the random numbers. Once it is finished there is ``<name>.safetensors`` with the parameters alone.
