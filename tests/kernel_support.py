@@ -76,7 +76,7 @@ class Compiled:
 
     def __init__(self, kernel, run, arguments):
         self.kernel, self.interpret = kernel, run
-        self.pointers = [at for at, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
+        self.pointers = {at: each.dtype for at, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
 
     def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
         assert launch_metadata is enter is leave is None
@@ -86,10 +86,10 @@ class Compiled:
         def launch(*arguments):
             Compiled.launches += 1
             arguments = list(arguments)
-            for at in self.pointers:
+            for at, dtype in self.pointers.items():
                 if isinstance(arguments[at], int):
-                    buffer = (ctypes.c_float * 1).from_address(arguments[at])
-                    arguments[at] = torch.frombuffer(buffer, dtype=torch.float32)
+                    buffer = (ctypes.c_byte * 8).from_address(arguments[at])
+                    arguments[at] = torch.frombuffer(buffer, dtype=dtype)
             if self.interpret is not None:
                 self.interpret(self.kernel, *arguments, grid=grid, warmup=False)
 
@@ -103,10 +103,10 @@ def _compile(patch, *, interpret):
 
     run = interpreter.InterpretedFunction.run
 
-    def first(kernel, *arguments, grid, warmup, num_warps):
+    def first(kernel, *arguments, grid, warmup, **options):
         Compiled.launches += 1
         if interpret:
-            run(kernel, *arguments, grid=grid, warmup=warmup, num_warps=num_warps)
+            run(kernel, *arguments, grid=grid, warmup=warmup, **options)
         return Compiled(kernel, run if interpret else None, arguments)
 
     patch.setattr(interpreter.InterpretedFunction, "run", first)
@@ -115,11 +115,13 @@ def _compile(patch, *, interpret):
 
 def _forget(patch):
     """From now on nothing was launched before."""
-    from deeppcr.linear.kernels import dense, launch
+    from deeppcr.linear.kernels import block_diagonal, dense, diagonal, launch, lookback
     from deeppcr.nn import adjoint, fused
 
-    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (adjoint, "_noted"), (fused, "_plans")):
+    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (fused, "_plans")):
         patch.setattr(module, cache, {})
+    for module in (block_diagonal, diagonal, lookback, adjoint):
+        patch.setattr(module, "_noted", {})
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .channels import as_channels, multiprocessors
+from .channels import Channels, as_channels, launch, multiprocessors, repeat_solve
+from .launch import Launches
 
 LARGEST = 8
 #: steps a chunk has at least: each level of the recursion has this many fewer chunks
@@ -73,19 +75,36 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
     count, size = couplings.data.shape[-3], couplings.data.shape[-1]
     if size > LARGEST:
         raise ValueError(f"blocks: this kernel takes blocks up to {LARGEST} x {LARGEST}, got {size} x {size}")
-    data = couplings.data.expand(-1, *rhs.shape[1:-1], count, size, size)
-    terms = rhs.unflatten(-1, (count, size))
-    if rhs.numel() == 0:
-        return torch.empty(rhs.shape, dtype=rhs.dtype, device=rhs.device)
-    with torch.cuda.device_of(rhs):
-        return _solve(data, terms, reverse, plan, outermost=True).reshape(rhs.shape)
+
+    def make(states: Tensor, alignment: tuple[bool, bool], launches: Launches) -> None:
+        data = couplings.data.expand(-1, *rhs.shape[1:-1], count, size, size)
+        terms = rhs.unflatten(-1, (count, size))
+        inner, (c, b) = as_channels([data, terms], terms.ndim - 2)
+        launches.part(couplings.data, c.tensor)
+        launches.part(rhs, b.tensor)
+        flat = launches.part(states, states.view(states.shape[0], -1, size))
+        _solve(c, b, flat, inner, reverse, plan, launches, (rhs.dtype, *alignment), outermost=True)
+
+    return repeat_solve(_noted, plan, couplings, rhs, reverse, make)
 
 
-def _solve(data: Tensor, terms: Tensor, reverse: bool, plan_: Plan, *, outermost: bool = False) -> Tensor:
-    """[L, channels, P] from [L - 1, *channels, P, P] (its first dimension may be longer) and [L, *channels, P]."""
-    inner, (c, b) = as_channels([data, terms], terms.ndim - 2)
-    length, size, channels = terms.shape[0], terms.shape[-1], terms[0].numel() // terms.shape[-1]
-    states = torch.empty(length, channels, size, dtype=terms.dtype, device=terms.device)
+_noted: dict[Any, Launches] = {}
+
+
+def _solve(
+    c: Channels,
+    b: Channels,
+    states: Tensor,
+    inner: int,
+    reverse: bool,
+    plan_: Plan,
+    launches: Launches,
+    kind: tuple,
+    *,
+    outermost: bool = False,
+) -> None:
+    """Fill ``states`` [L, channels, P] from c [L - 1, *channels, P, P] (its first dimension may be longer) and b [L, *channels, P]."""
+    length, channels, size = states.shape
     c_step, b_step, z_step = c.tensor.stride(0), b.tensor.stride(0), channels * size
     # Time 0 has no coupling: the address of one before the first is only ever computed.
     c_start, b_start, z_start = -c_step, 0, 0
@@ -97,49 +116,36 @@ def _solve(data: Tensor, terms: Tensor, reverse: bool, plan_: Plan, *, outermost
         *(b.tensor, b_start, b_step, b.outer_stride),
     )
     # Constants, so that the compiler sees how far a block is contiguous and aligned.
-    layout = {
-        "C_INNER": c.inner_stride,
-        "C_ROW": c.tensor.stride(-2),
-        "C_COLUMN": c.tensor.stride(-1),
-        "B_INNER": b.inner_stride,
-        "B_ENTRY": b.tensor.stride(-1),
-        "SIZE": size,
-        "PADDED": triton.next_power_of_2(size),
-    }
-    tile = {"LANES": plan_.lanes, "STAGES": plan_.stages, "num_warps": plan_.warps}
+    layout = (
+        *(c.inner_stride, c.tensor.stride(-2), c.tensor.stride(-1)),
+        *(b.inner_stride, b.tensor.stride(-1)),
+        *(size, triton.next_power_of_2(size)),
+    )
+    tile = (*layout, plan_.lanes, plan_.stages)
     chunks = triton.cdiv(length, plan_.chunk)
 
     starts = states
     if chunks > 1:
-        products = terms.new_empty(chunks - 1, channels, size, size)
-        sums = terms.new_empty(chunks - 1, channels, size)
+        products = launches.empty((chunks - 1, channels, size, size), states)
+        sums = launches.empty((chunks - 1, channels, size), states)
+        starts = launches.empty((chunks - 1, channels, size), states)
         lanes = (chunks - 1) * channels * (size + 1)
-        _reduce[(triton.cdiv(lanes, plan_.lanes),)](
-            *system, products, sums, length, channels, inner, plan_.chunk, lanes, **layout, **tile
-        )
+        arguments = (*system, products, sums, length, channels, inner, plan_.chunk, lanes)
+        launch(launches, _reduce, triton.cdiv(lanes, plan_.lanes), arguments, tile, kind, warps=plan_.warps)
         # The coupling into a chunk is the product over that chunk: one lies before the first, which has none.
-        starts = _solve(products[1:], sums, False, plan(chunks - 1, channels, multiprocessors(terms.device)))
+        between = launches.part(products, products[1:])
+        outer_plan = plan(chunks - 1, channels, multiprocessors(states.device))
+        inside = Channels(between, 0, size * size), Channels(sums, 0, size)
+        alignment = kind[0], between.data_ptr() % 16 == 0, True
+        _solve(*inside, starts, channels, False, outer_plan, launches, alignment)
     lanes = chunks * channels
-    marks = torch.empty(lanes, dtype=torch.int8, device=terms.device)
-    _sweep[(triton.cdiv(lanes, plan_.lanes),)](
-        *system,
-        *(states, z_start, z_step, starts, marks),
-        *(length, channels, inner, plan_.chunk, lanes),
-        **layout,
-        **tile,
-    )
+    marks = launches.empty((lanes,), states, torch.int8)
+    arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, plan_.chunk, lanes)
+    launch(launches, _sweep, triton.cdiv(lanes, plan_.lanes), arguments, tile, kind, warps=plan_.warps)
     if outermost:  # what is not finite further in spoils the chunk that starts from it
-        _repair[(triton.cdiv(channels, REPAIR_LANES),)](
-            *system,
-            *(states, z_start, z_step, marks),
-            *(length, channels, inner, plan_.chunk, chunks),
-            **layout,
-            LANES=REPAIR_LANES,
-            MARKS=REPAIR_MARKS,
-            STAGES=REPAIR_STAGES,
-            num_warps=1,
-        )
-    return states
+        arguments = (*system, states, z_start, z_step, marks, length, channels, inner, plan_.chunk, chunks)
+        constants = (*layout, REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES)
+        launch(launches, _repair, triton.cdiv(channels, REPAIR_LANES), arguments, constants, kind, warps=1)
 
 
 @triton.jit

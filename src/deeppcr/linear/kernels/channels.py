@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..blocks import Blocks
+from .launch import Launches, repeat
 
 
 class Channels(NamedTuple):
@@ -44,6 +48,50 @@ def as_channels(tensors: list[Tensor], dims: int) -> tuple[int, list[Channels]]:
     outer = merged[0][1] if len(merged) == 2 else none
     inner_size, inner = merged[-1] if merged else (1, none)
     return inner_size, [Channels(*found) for found in zip(tensors, outer, inner, strict=True)]
+
+
+def repeat_solve(
+    noted: dict[Any, Launches],
+    plan: Any,
+    couplings: Blocks,
+    rhs: Tensor,
+    reverse: bool,
+    make: Callable[[Tensor, tuple[bool, bool], Launches], None],
+) -> Tensor:
+    """See ``ForwardSubstitution.solve_coupled``: the launches that were noted for such tensors, made again.
+
+    Args:
+        noted: where launches are noted
+        plan: what they depend on besides the tensors
+        make: makes them for the first time: gets the states to fill, whether the data of the couplings and ``rhs`` begin at
+            a multiple of 16 bytes, and what makes launches
+    """
+    data = couplings.data
+    # Not as rhs is laid out: the kernels write rows.
+    states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
+    if states.numel() == 0:
+        return states
+    alignment = data.data_ptr() % 16 == 0, rhs.data_ptr() % 16 == 0
+    layout = data.shape, data.stride(), rhs.shape, rhs.stride(), rhs.dtype, rhs.device
+    key = (type(couplings), plan, reverse, *layout, *alignment)
+    repeat(noted, key, (data, rhs, states), lambda launches: make(states, alignment, launches))
+    return states
+
+
+def launch(
+    launches: Launches,
+    kernel: Any,
+    programs: int,
+    arguments: tuple,
+    constants: tuple,
+    kind: tuple,
+    *,
+    warps: int,
+    registers: int | None = None,
+) -> None:
+    """Launch a kernel that is compiled for its integers, and for a ``kind`` of tensors."""
+    integers = (*kind, *(each for each in arguments if isinstance(each, int)))
+    launches.launch(kernel, programs, arguments, constants, warps=warps, integers=integers, registers=registers)
 
 
 def multiprocessors(device: torch.device) -> int:

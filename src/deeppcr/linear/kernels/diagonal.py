@@ -24,6 +24,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from ..blocks import Blocks
 from . import lookback
-from .channels import multiprocessors
-from .recurrence import System, as_system, compose, compose_and_keep, last, load, places, repair
+from .channels import launch, multiprocessors
+from .launch import Launches
+from .recurrence import System, compose, compose_and_keep, last, load, places, repair, solve
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
@@ -65,6 +67,11 @@ class Plan:
     def chunk(self) -> int:
         """Time in a chunk."""
         return self.steps * self.groups * self.tiles
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The constants of a kernel."""
+        return self.steps, self.groups, self.channels, self.stages
 
 
 def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool = False) -> Plan:
@@ -112,52 +119,43 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Pla
     """``solve_coupled`` by a given plan."""
     if isinstance(plan, lookback.Plan):
         return lookback.run(couplings, rhs, reverse, plan)
-    system = as_system(couplings, rhs, reverse)
-    states, length, channels = system.states, system.length, system.channels
-    if states.numel() == 0:
-        return states
-    chunks, blocks = triton.cdiv(length, plan.chunk), triton.cdiv(channels, plan.channels)
-    marks = torch.empty(chunks, channels, dtype=torch.int8, device=rhs.device)
-    with torch.cuda.device_of(rhs):
-        starts = _between_chunks(system, plan) if chunks > 1 else states
-        _sweep[(blocks * chunks,)](
-            *system.equations,
-            *(states, *system.states_at, starts, marks),
-            *(length, channels, system.inner, plan.tiles, blocks),
-            **_tile(plan),
-        )
-        repair(system, marks, plan.chunk)
-    return states
+
+    def make(system: System, launches: Launches) -> None:
+        length, channels = system.length, system.channels
+        chunks, blocks = triton.cdiv(length, plan.chunk), triton.cdiv(channels, plan.channels)
+        marks = system.empty(launches, chunks, channels, dtype=torch.int8)
+        starts = _between_chunks(system, plan, launches) if chunks > 1 else system.states[0]
+        sizes = length, channels, system.inner, plan.tiles, blocks
+        arguments = (*system.equations, *system.states, starts, marks, *sizes)
+        launch(launches, _sweep, blocks * chunks, arguments, plan.tile, system.kind, warps=plan.warps)
+        repair(system, marks, plan.chunk, launches)
+
+    return solve(_noted, plan, couplings, rhs, reverse, make)
 
 
-def _tile(plan: Plan) -> dict[str, int]:
-    return {
-        "STEPS": plan.steps,
-        "GROUPS": plan.groups,
-        "CHANNELS": plan.channels,
-        "STAGES": plan.stages,
-        "num_warps": plan.warps,
-    }
+_noted: dict[Any, Launches] = {}
 
 
-def _between_chunks(system: System, whole: Plan) -> Tensor:
+def _between_chunks(system: System, whole: Plan, launches: Launches) -> Tensor:
     """[chunks - 1, channels]: the state every chunk but the first starts from."""
-    like, length, channels = system.states, system.length, system.channels
+    length, channels = system.length, system.channels
     count, blocks = triton.cdiv(length, whole.chunk) - 1, triton.cdiv(channels, whole.channels)
-    products, sums, ends = like.new_empty(3, count, channels)
+    products, sums, ends = (system.empty(launches, count, channels) for _ in range(3))
     # Whatever is not finite here spoils the chunk that starts from it, where it is found.
-    unread = torch.empty(1, channels, dtype=torch.int8, device=like.device)
-    _reduce[(blocks * count,)](
-        *system.equations, products, sums, length, channels, system.inner, whole.tiles, blocks, **_tile(whole)
-    )  # fmt: skip
+    unread = system.empty(launches, 1, channels, dtype=torch.int8)
+    sizes = length, channels, system.inner, whole.tiles, blocks
+    arguments = (*system.equations, products, sums, *sizes)
+    launch(launches, _reduce, blocks * count, arguments, whole.tile, system.kind, warps=whole.warps)
     few = plan(count, channels, one_sweep=True)
-    _sweep[(triton.cdiv(channels, few.channels),)](
+    blocks = triton.cdiv(channels, few.channels)
+    arguments = (
         *(products, 0, channels, 0, 1),
         *(sums, 0, channels, 0, 1),
         *(ends, 0, channels, ends, unread),
-        *(count, channels, channels, few.tiles, triton.cdiv(channels, few.channels)),
-        **_tile(few),
+        *(count, channels, channels, few.tiles, blocks),
     )
+    aligned = system.kind[0], True, True
+    launch(launches, _sweep, blocks, arguments, few.tile, aligned, warps=few.warps)
     return ends
 
 

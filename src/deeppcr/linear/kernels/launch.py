@@ -2,8 +2,8 @@
 
 That inspection takes longer than most kernels here. It is needed once for every way a kernel is compiled: for its
 constants, for the kind of every pointer, and for the integers that it is specialised on. The first two do not change
-between calls with the same constants (all tensors are float32 and begin at multiples of 16 bytes: see ``aligned``);
-the integers are part of the key.
+between calls with the same constants where all tensors are float32 and begin at multiples of 16 bytes (see
+``aligned``); the integers are part of the key, and so is whatever else may differ.
 
 A call that launches several kernels for tensors of the same shapes, strides and device does so with the same numbers
 every time: only its pointers are new. ``Launches`` makes the launches of a call, notes them, and makes them again.
@@ -41,24 +41,32 @@ class Launches:
         self._slots, self._scratch = len(tensors), 0
         self.noted: list[tuple] | None = []
 
-    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def empty(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Scratch memory: later calls have all of it in one piece."""
-        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        tensor = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
         self._places[id(tensor)] = self._slots, 4 * self._scratch
         self._alive.append(tensor)
-        self._scratch += -(-tensor.numel() // 32) * 32  # every piece begins at a line of the cache
+        self._scratch += -(-tensor.nbytes // 128) * 32  # every piece begins at a line of the cache
         return tensor
 
     def part(self, of: Tensor, part: Tensor) -> Tensor:
-        """``part``, which lies in the tensor ``of``: known if that one is."""
-        if id(of) in self._places:
+        """``part``, which begins in the tensor ``of`` unless it is a copy: known if that one is."""
+        if id(of) in self._places and part.untyped_storage()._cdata == of.untyped_storage()._cdata:
             slot, offset = self._places[id(of)]
             self._places[id(part)] = slot, offset + part.data_ptr() - of.data_ptr()
             self._alive.append(part)
         return part
 
     def launch(
-        self, kernel: Any, programs: int, arguments: tuple, constants: tuple, *, warps: int, integers: tuple = ()
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple,
+        constants: tuple,
+        *,
+        warps: int,
+        integers: tuple = (),
+        registers: int | None = None,
     ) -> None:
         """Launch so many programs of a kernel.
 
@@ -67,17 +75,26 @@ class Launches:
             arguments: tensors and numbers
             constants: the kernel's last parameters, all of them ``tl.constexpr``
             warps: of a program
-            integers: those of the arguments that the kernel is specialised on
+            integers: those of the arguments that the kernel is specialised on, and whatever else it is compiled for
+            registers: the most of a thread; None: as many as the compiler likes
         """
         if programs == 0:
             return
         device = torch.cuda.current_device() if arguments[0].is_cuda else None
-        key = (id(kernel), constants, warps, integers, device)  # a kernel's own hash is that of its source text
+        key = (
+            id(kernel),
+            constants,
+            warps,
+            integers,
+            registers,
+            device,
+        )  # a kernel's own hash is that of its source text
         compiled = _compiled.get(key)
         if compiled is not None:
             compiled[(programs, 1, 1)](*arguments, *constants)
         else:
-            compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps)
+            options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+            compiled = kernel[(programs,)](*arguments, *constants, **options)
             if compiled is not None:  # by the interpreter nothing is compiled
                 remember(_compiled, key, compiled)
         self._note(compiled, programs, [*arguments, *constants])

@@ -29,6 +29,7 @@ Overflowing products are found and repaired as in ``diagonal``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -36,12 +37,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .recurrence import as_system, compose, compose_and_keep, places, repair
+from .channels import launch
+from .launch import Launches
+from .recurrence import System, compose, compose_and_keep, places, repair, solve
 
 #: Measured on an H200 down to these: at 64 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
 FEWEST_CHANNELS, FEWEST_NUMBERS = 64, 2**20
 #: From so many channels on memory is the limit; with fewer, the chain of runs, and then runs are longer.
 _MANY_CHANNELS = 1024
+#: Words that a program clears.
+CLEARED = 1024
 #: a word that is not there yet, and what stands for it in the only case it were to be published: two NaN, or one
 _ABSENT = tl.constexpr(-1)
 _TWO_NAN = tl.constexpr(0x7FC00000_7FC00000)
@@ -88,31 +93,47 @@ def choose(channels: int) -> Plan:
 
 def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
     """``diagonal.solve_coupled`` by a given plan, in float32."""
-    system = as_system(couplings, rhs, reverse)
-    if system.states.numel() == 0:
-        return system.states
-    channels = system.channels
-    tiles, blocks = triton.cdiv(system.length, plan.time), triton.cdiv(channels, plan.channels)
-    marks = torch.empty(tiles, channels, dtype=torch.int8, device=rhs.device)
-    # The counter, an equation a tile and channel, a state a run and channel: each from a multiple of 16 bytes on.
-    equations, ends = tiles * channels + tiles * channels % 2, triton.cdiv(tiles, plan.run) * channels
-    room = torch.full((2 + equations + (ends + 1) // 2,), -1, dtype=torch.int64, device=rhs.device)
-    with torch.cuda.device_of(rhs):
-        _solve[(tiles * blocks,)](
-            *system.equations,
-            *(system.states, *system.states_at),
-            *(room[:2].view(torch.int32), room[2:], room[2 + equations :].view(torch.int32), marks),
-            *(system.length, channels, system.inner, blocks),
-            STEPS=plan.steps,
-            GROUPS=plan.groups,
-            CHANNELS=plan.channels,
-            RUN=plan.run,
-            EVICT="evict_first" if plan.stream else "",
-            num_warps=plan.warps,
-            maxnreg=plan.registers,
+
+    def make(system: System, launches: Launches) -> None:
+        channels = system.channels
+        tiles, blocks = triton.cdiv(system.length, plan.time), triton.cdiv(channels, plan.channels)
+        marks = system.empty(launches, tiles, channels, dtype=torch.int8)
+        # The counter, an equation a tile and channel, a state a run and channel: each from a multiple of 16 bytes on.
+        equations, ends = tiles * channels + tiles * channels % 2, triton.cdiv(tiles, plan.run) * channels
+        words = 2 + equations + (ends + 1) // 2
+        room = system.empty(launches, words, dtype=torch.int64)
+        launch(launches, _clear, triton.cdiv(words, CLEARED), (room, words), (CLEARED,), (), warps=4)
+        counter, published = room[:2].view(torch.int32), room[2:]
+        states = room[2 + equations :].view(torch.int32)
+        for part in (counter, published, states):
+            launches.part(room, part)
+        launch(
+            launches,
+            _solve,
+            tiles * blocks,
+            (
+                *(*system.equations, *system.states),
+                *(counter, published, states, marks),
+                *(system.length, channels, system.inner, blocks),
+            ),
+            (plan.steps, plan.groups, plan.channels, plan.run, "evict_first" if plan.stream else ""),
+            system.kind,
+            warps=plan.warps,
+            registers=plan.registers,
         )
-        repair(system, marks, plan.time)
-    return system.states
+        repair(system, marks, plan.time, launches)
+
+    return solve(_noted, plan, couplings, rhs, reverse, make)
+
+
+_noted: dict[Any, Launches] = {}
+
+
+@triton.jit
+def _clear(words_ptr, words, SIZE: tl.constexpr):
+    """No word is there yet."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tl.store(words_ptr + place, tl.zeros([SIZE], tl.int64) + _ABSENT, mask=place < words)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks, Scalar
-from .channels import as_channels
+from .channels import Channels, as_channels, launch, repeat_solve
+from .launch import Launches
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
 REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 8
@@ -26,21 +28,38 @@ class System(NamedTuple):
     """Every channel a recurrence ``z_t = a_t z_{t-1} + b_t``, and room for its states."""
 
     equations: tuple  # a's and b's tensor, start, step, outer and inner stride: as the kernels take them
-    states: Tensor
-    states_at: tuple  # start, step
+    states: tuple  # z's tensor, start, step
     length: int
     channels: int
     inner: int
+    kind: tuple  # what kernels are compiled for besides their constants
+
+    def empty(self, launches: Launches, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return launches.empty(shape, self.states[0], dtype)
 
 
-def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
-    """See ``ForwardSubstitution.solve_coupled`` for the arguments."""
-    data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
-    data = data.expand(data.shape[0], *rhs.shape[1:])
-    inner, (a, b) = as_channels([data, rhs], rhs.ndim - 1)
-    # The result is made by hand, not by empty_like: that would keep strides, and the kernels write rows.
-    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=rhs.device)
-    length, channels = rhs.shape[0], max(1, rhs[0].numel())
+def solve(
+    noted: dict[Any, Launches],
+    plan: Any,
+    couplings: Blocks,
+    rhs: Tensor,
+    reverse: bool,
+    make: Callable[[System, Launches], None],
+) -> Tensor:
+    """See ``ForwardSubstitution.solve_coupled``; ``make`` makes the launches of the ``plan`` on the first call of a kind."""
+
+    def make_first(states: Tensor, alignment: tuple[bool, bool], launches: Launches) -> None:
+        data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
+        inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
+        launches.part(couplings.data, a.tensor)
+        launches.part(rhs, b.tensor)
+        make(_as_system(a, b, states, inner, reverse, (rhs.dtype, *alignment)), launches)
+
+    return repeat_solve(noted, plan, couplings, rhs, reverse, make_first)
+
+
+def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bool, kind: tuple) -> System:
+    length, channels = states.shape[0], states[0].numel()
     a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
     # Time 0 has no coupling: the address of one before the first is only ever computed.
     a_start, b_start, z_start = -a_step, 0, 0
@@ -51,25 +70,24 @@ def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
         *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
         *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
     )
-    return System(equations, states, (z_start, z_step), length, channels, inner)
+    return System(equations, (states, z_start, z_step), length, channels, inner, kind)
 
 
-def repair(system: System, marks: Tensor, chunk: int) -> None:
+def repair(system: System, marks: Tensor, chunk: int, launches: Launches) -> None:
     """Redo marked channels by forward substitution, from their first marked chunk on.
 
     Args:
         marks: [chunks, channels], not 0 where states of the chunk are not finite
         chunk: time in a chunk
     """
-    _repair[(triton.cdiv(system.channels, REPAIR_CHANNELS),)](
+    arguments = (
         *system.equations,
-        *(system.states, *system.states_at, marks),
+        *(*system.states, marks),
         *(system.length, system.channels, system.inner, chunk, marks.shape[0]),
-        CHANNELS=REPAIR_CHANNELS,
-        MARKS=REPAIR_MARKS,
-        STAGES=REPAIR_STAGES,
-        num_warps=1,
     )
+    constants = REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES
+    programs = triton.cdiv(system.channels, REPAIR_CHANNELS)
+    launch(launches, _repair, programs, arguments, constants, system.kind, warps=1)
 
 
 @triton.jit

@@ -1,0 +1,103 @@
+"""Launches of the scans that are made again with new pointers: right whatever the new tensors hold, wherever they begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deeppcr import linear
+from kernel_support import Calls, misaligned, strided
+from scan_problems import assert_right, either_way, system
+
+# Where products overflow, NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+pytest.importorskip("numpy")  # which the interpreter needs
+
+from deeppcr.linear.kernels import block_diagonal, diagonal, launch, lookback  # noqa: E402  (imports Triton)
+
+WAYS = {  # structure, module, plan, launches
+    "one sweep": (linear.Diagonal, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=2, warps=1), 2),
+    "chunks": (linear.Diagonal, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=1, warps=1), 4),
+    "scalars": (linear.Scalar, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=1, warps=1), 4),
+    "look-back": (
+        linear.Diagonal,
+        lookback,
+        lookback.Plan(steps=4, groups=4, channels=16, run=2, warps=1),
+        3,
+    ),
+    "small blocks": (linear.BlockDiagonal, block_diagonal, block_diagonal.Plan(chunk=8, lanes=32, warps=1), 4),
+}
+every_way = pytest.mark.parametrize(("structure", "kernels", "plan", "launches"), WAYS.values(), ids=WAYS)
+LENGTH = 24
+
+
+def assert_solved(kernels, plan, couplings, rhs, reverse=False):
+    found = kernels.run(couplings, rhs, reverse, plan)
+    assert_right(found, couplings, rhs, reverse)
+    return found
+
+
+@either_way
+@every_way
+def test_other_values_in_the_same_places(structure, kernels, plan, launches, reverse, compiled, device):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        couplings, rhs = system(structure, LENGTH, (3,), device=device, reverse=reverse)
+        assert_solved(kernels, plan, couplings, rhs, reverse)
+    assert compiled == [launches, launches]
+
+
+@every_way
+def test_other_strides_and_beginnings_are_compiled_anew(structure, kernels, plan, launches, compiled, device):
+    couplings, rhs = system(structure, LENGTH, (3,), device=device)
+    for turn in range(2):
+        for place in (lambda tensor: tensor, misaligned, strided):
+            assert_solved(kernels, plan, structure(place(couplings.data)), rhs)
+            assert_solved(kernels, plan, couplings, place(rhs))
+        # All that could be noted was: four places, the plain one twice in a turn.
+        assert len(compiled) == (1 if turn == 0 else 7)
+    assert len(launch._compiled) > launches
+
+
+@every_way
+def test_products_that_overflow_in_a_later_call(structure, kernels, plan, launches, compiled, device):
+    """The repair is launched again, too, and finds its marks in scratch memory."""
+    calm, rhs = system(structure, LENGTH, (3,), device=device)
+    assert_solved(kernels, plan, calm, rhs)
+    data = calm.data.clone()
+    data[5:17] *= 1e4  # whose product no float32 holds
+    data[4], rhs[5:18] = 0, 0  # nor any state: it is 0 from here on
+    wild = structure(data)
+    found = assert_solved(kernels, plan, wild, rhs)
+    assert torch.isfinite(found).all()
+    assert compiled == [launches]
+
+
+@every_way
+def test_two_results_do_not_share_memory(structure, kernels, plan, launches, compiled, device, poisoned_memory):
+    problems = [system(structure, LENGTH, (3,), device=device) for _ in range(2)]
+    found = [kernels.run(*problem, False, plan) for problem in (*problems, problems[0])]
+    assert torch.equal(found[0], found[2])
+    for result, problem in zip(found, problems, strict=False):
+        assert_right(result, *problem, False)
+
+
+def test_doubles_are_another_kernel(compiled, device):
+    plan = WAYS["chunks"][2]
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.float64):
+        couplings, rhs = system(linear.Diagonal, LENGTH, (3,), device=device)
+        couplings, rhs = linear.Diagonal(couplings.data.to(dtype)), rhs.to(dtype)
+        assert assert_solved(diagonal, plan, couplings, rhs).dtype == dtype
+    assert compiled == [4, 4]
+
+
+# What a call needs of PyTorch, besides launches: see test_launch.py.
+@pytest.mark.parametrize(("channels", "length", "launches"), [(1, 2**20, 4), (64, 16_384, 3), (3, 8, 2)])
+def test_calls_of_a_solve(channels, length, launches, uncomputed):
+    blocks, rhs = linear.Diagonal(torch.zeros(length, channels)), torch.zeros(length, channels)
+    linear.solve(blocks, rhs)
+    with Calls() as calls:
+        linear.solve(blocks, rhs)
+    assert calls.launches == launches
+    assert set(calls.operations) <= {"slice.Tensor", "select.int", "empty_like.default", "empty.memory_format"}
