@@ -120,6 +120,7 @@ def _forget(patch):
 
     for module, cache in ((launch, "_compiled"), (dense, "_solved"), (adjoint, "_noted"), (fused, "_plans")):
         patch.setattr(module, cache, {})
+    patch.setattr(sys.modules["deeppcr.linear.solve"], "_prepared", {})  # the name is also that of the function
 
 
 @pytest.fixture
