@@ -120,8 +120,10 @@ def _forget(patch):
 
     for module, cache in ((launch, "_compiled"), (dense, "_solved"), (fused, "_plans")):
         patch.setattr(module, cache, {})
-    for module in (block_diagonal, diagonal, lookback, adjoint):
+    for module in (block_diagonal, diagonal, adjoint):
         patch.setattr(module, "_noted", {})
+    patch.setattr(lookback, "noted", {})
+    patch.setattr(sys.modules["deeppcr.linear.solve"], "_prepared", {})  # the name is also that of the function
 
 
 @pytest.fixture

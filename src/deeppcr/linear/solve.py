@@ -17,7 +17,9 @@ from .forward import ForwardSubstitution
 from .fused import Fused
 
 _HALF = (torch.bfloat16, torch.float16)
+_MOST = 4096  # entries of a cache
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+_is_legacy_batched = _functorch.is_legacy_batchedtensor
 
 
 class LinearSolver(Protocol):
@@ -88,12 +90,14 @@ def solve(
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
     """
+    if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
+        return found
     batch = _check(blocks, rhs, initial)
     if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
         )
-    result_dtype = rhs.dtype
+    given, result_dtype = (blocks, rhs), rhs.dtype
     if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
@@ -111,7 +115,52 @@ def solve(
     elif initial is not None:
         rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
     solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    if initial is None and rhs is given[1]:  # not in another precision or shape
+        _prepare(*given, couplings, reverse, solver)
     return solution if solution.dtype == result_dtype else solution.to(result_dtype)
+
+
+#: By ``_key``: launches that can be made again, and how many bytes after the first block the couplings begin.
+_prepared: dict[tuple, tuple[Any, int]] = {}
+
+
+def _key(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> tuple:
+    """All that the checks, the choice of a solver and the launches depend on, but for who observes the tensors."""
+    data = blocks.data
+    return (
+        type(blocks), data.shape, data.stride(), data.dtype, data.device, data.data_ptr() % 16,
+        rhs.shape, rhs.stride(), rhs.dtype, rhs.device, rhs.data_ptr() % 16, reverse, type(solver),
+    )  # fmt: skip
+
+
+def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> Tensor | None:
+    """By the launches of an earlier call whose tensors differed in their values and places only; None if there was none.
+
+    Checks, views and the choice of a solver take longer than the kernels of a small system do.
+    """
+    if torch.compiler.is_compiling() or not _prepared:
+        return None
+    try:
+        prepared = _prepared.get(_key(blocks, rhs, reverse, solver))
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, sizes that are symbols, or tensors without strides
+        return None
+    if prepared is None or _is_observed(blocks.data, rhs) or torch.cuda.current_device() != rhs.device.index:
+        return None
+    launches, offset = prepared
+    states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
+    launches.again((blocks.data.data_ptr() + offset, rhs.data_ptr(), states.data_ptr()))
+    return states
+
+
+def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
+    """After a call: note for ``_solve_again`` what it has launched."""
+    if type(solver) not in (Auto, Fused) or _is_traced(rhs):
+        return
+    launches = Fused().noted(couplings, rhs, reverse=reverse)
+    if launches is not None:
+        if len(_prepared) >= _MOST:
+            _prepared.clear()
+        _prepared[_key(blocks, rhs, reverse, solver)] = launches, couplings.data.data_ptr() - blocks.data.data_ptr()
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:
@@ -142,13 +191,18 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
 
 def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
-    differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
-    if differentiated or forward_ad._current_level >= 0 or is_batched(data) or _functorch.is_legacy_batchedtensor(rhs):
+    if _is_observed(data, rhs):
         return _Solve.apply(data, rhs, *how)
     return _Solve.forward(data, rhs, *how)
 
 
-_MOST = 4096
+def _is_observed(data: Tensor, rhs: Tensor) -> bool:
+    """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
+    differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
+    transformed = forward_ad._current_level >= 0 or in_functorch()
+    return differentiated or transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
+
+
 _checked: dict[tuple, torch.Size] = {}
 
 
@@ -221,7 +275,7 @@ def in_functorch() -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
-    return in_functorch() or _functorch.is_legacy_batchedtensor(tensor)
+    return in_functorch() or _is_legacy_batched(tensor)
 
 
 def values_can_be_read(tensor: Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import pytest
 import torch
 
@@ -100,6 +103,133 @@ def test_a_tensor_that_nobody_knows_ends_the_notes(compiled, device):
     assert known.tolist() == [2.0] * 4
 
 
+@pytest.fixture
+def public(compiled, device, monkeypatch):
+    """``linear.solve`` by kernels that can be launched again, compared with a solution in float64."""
+    if device.type == "cpu":
+        monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+    again = launch.Launches.again
+
+    def checked(self, pointers):
+        assert not any(pointer % 16 for pointer in pointers)
+        again(self, pointers)
+
+    monkeypatch.setattr(launch.Launches, "again", checked)
+
+    def solve(data, rhs, initial=None, **options):
+        found = linear.solve(linear.Dense(data), rhs, initial, **options)
+        full = linear.ForwardSubstitution()
+        start = None if initial is None else initial.double()
+        right = linear.solve(linear.Dense(data.double()), rhs.double(), start, **options | {"solver": full})
+        assert found.shape == right.shape
+        assert error(found, right) <= 1e-5
+        return found
+
+    return solve
+
+
+def full_system(length, width, batch, device):
+    data = (0.9 / width**0.5) * torch.randn(length, *batch, width, width, device=device)
+    return data, torch.randn(length, *batch, width, device=device)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reverse"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["one row", "rows"])
+def test_a_public_call_is_repeated_without_its_checks(batch, reverse, public, compiled, device, monkeypatch):
+    public(*full_system(5, 4, batch, device), reverse=reverse)
+    monkeypatch.setattr(sys.modules["deeppcr.linear.solve"], "_check", None)  # not to be called in float32
+    data, rhs = full_system(5, 4, batch, device)
+    found = linear.solve(linear.Dense(data), rhs, reverse=reverse)
+    assert compiled == [1]
+    full = linear.ForwardSubstitution()
+    couplings = linear.Dense(data.double())[:-1] if reverse else linear.Dense(data.double())[1:]
+    assert error(found, full.solve_coupled(couplings, rhs.double(), reverse=reverse)) <= 1e-5
+
+
+def test_public_calls_that_are_not_alike(public, device):
+    """Each after the one before it has been noted: other strides, places, sizes, starts and solvers."""
+    data, rhs = full_system(5, 4, (), device)
+    for _ in range(2):
+        public(data, rhs)
+        public(data, rhs, reverse=True)
+        public(data.mT, rhs)
+        public(data, strided(rhs))
+        public(data, rhs.repeat_interleave(2, -1)[:, ::2])
+        public(misaligned(data), rhs)
+        public(data, misaligned(rhs))
+        public(data[1:], rhs[1:])
+        public(data, rhs, torch.ones(4, device=device))
+        public(data, rhs.unsqueeze(1).expand(-1, 2, -1))
+    square = full_system(4, 4, (), device)[0]
+    public(square, square)  # the blocks are the right-hand sides of 4 rows, too
+    public(square, square.clone())
+    public(square, square)
+
+
+def test_rows_that_only_the_blocks_have(public, compiled, device):
+    data, rhs = full_system(34, 2, (2,), device)
+    for _ in range(2):
+        assert public(data, rhs[:, :1]).shape == (34, 2, 2)
+    assert compiled == [3]
+
+
+def test_halves_are_not_read_as_floats(public, device):
+    data, rhs = full_system(5, 4, (), device)
+    right = public(data.half().float(), rhs.half().float())
+    for _ in range(2):
+        half = linear.solve(linear.Dense(data.half()), rhs.half())
+        assert half.dtype == torch.float16
+        assert error(half, right) <= 1e-3
+
+
+def test_another_solver_launches_nothing(public, compiled, device):
+    data, rhs = full_system(5, 4, (), device)
+    for solver in (linear.Auto(), linear.PCR(), linear.Fused(), linear.PCR()):
+        public(data, rhs, solver=solver)
+    assert compiled == [1]  # by Fused(), what Auto() launched
+
+
+def test_public_calls_that_are_observed(public, device):
+    data, rhs = full_system(5, 4, (), device)
+    plain = public(data, rhs)
+    blocks = linear.Dense(data)
+    with torch.no_grad():
+        assert not linear.solve(blocks, rhs.clone().requires_grad_()).requires_grad
+    for of_blocks, of_rhs in ((True, False), (False, True)):
+        asked = data.clone().requires_grad_(of_blocks), rhs.clone().requires_grad_(of_rhs)
+        found = linear.solve(linear.Dense(asked[0]), asked[1])
+        found.sum().backward()
+        assert (asked[0].grad is not None, asked[1].grad is not None) == (of_blocks, of_rhs)
+    _, tangent = torch.func.jvp(lambda b: linear.solve(blocks, b, solver=linear.PCR()), (rhs,), (rhs,))
+    torch.testing.assert_close(tangent, plain)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(rhs, rhs)
+        tangent = torch.autograd.forward_ad.unpack_dual(linear.solve(blocks, dual)).tangent
+    torch.testing.assert_close(tangent, plain)
+    many = torch.vmap(lambda b: linear.solve(blocks, b))(torch.stack([rhs, 2 * rhs]))
+    torch.testing.assert_close(many, torch.stack([plain, 2 * plain]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("data", "rhs"), [([1.0], torch.ones(5, 4)), (torch.ones(5, 4, 4), [1.0])])
+def test_bad_input_is_named_after_a_good_call(data, rhs, public, device):
+    public(*full_system(5, 4, (), device))
+    with pytest.raises(TypeError, match="expected a tensor, got list"):
+        linear.solve(linear.Dense(data), rhs)
+
+
+def test_a_call_on_another_device_is_not_repeated(public, compiled, device, monkeypatch):
+    data, rhs = full_system(5, 4, (), device)
+    public(data, rhs)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "device", lambda other: contextlib.nullcontext())
+    monkeypatch.setattr(dense, "repeat", None)
+    with pytest.raises(TypeError, match="not callable"):
+        linear.solve(linear.Dense(data), rhs)
+    assert compiled == []
+
+
 # What a call needs of PyTorch, besides launches. Each is some microseconds of the host, and so is each launch: a call on a
 # GPU takes as long as they do.
 @pytest.mark.parametrize(
@@ -114,8 +244,8 @@ def test_calls_of_a_solve(length, width, launches, uncomputed):
     solve()
     with Calls() as calls:
         solve()
-    # The blocks between unknowns, the result, and scratch memory.
-    assert calls.operations == ["slice.Tensor", "empty.memory_format", "empty.memory_format"]
+    # The result, and scratch memory.
+    assert calls.operations == ["empty_like.default", "empty.memory_format"]
     assert calls.launches == launches
 
 

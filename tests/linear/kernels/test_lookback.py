@@ -41,7 +41,7 @@ def nothing_to_repair(monkeypatch):
         assert not marks.any()
 
     monkeypatch.setattr(lookback, "repair", no_mark)
-    monkeypatch.setattr(lookback, "_noted", {})  # launches without a repair are not for others
+    monkeypatch.setattr(lookback, "noted", {})  # launches without a repair are not for others
 
 
 @unrepaired

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .channels import Channels, as_channels, launch, multiprocessors, repeat_solve
+from .channels import Channels, as_channels, key_of, launch, multiprocessors, repeat_solve
 from .launch import Launches
 
 LARGEST = 8
@@ -66,8 +66,17 @@ def plan(length: int, channels: int, processors: int = 132) -> Plan:
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``BlockDiagonal`` up to 8 x 8."""
+    return run(couplings, rhs, reverse, _choose(couplings, rhs))
+
+
+def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
+    """What ``solve_coupled`` launched for such tensors, if it can be made again."""
+    return _noted.get(key_of(_choose(couplings, rhs), couplings, rhs, reverse))
+
+
+def _choose(couplings: Blocks, rhs: Tensor) -> Plan:
     channels = max(1, rhs[0].numel() // couplings.data.shape[-1])
-    return run(couplings, rhs, reverse, plan(rhs.shape[0], channels, multiprocessors(rhs.device)))
+    return plan(rhs.shape[0], channels, multiprocessors(rhs.device))
 
 
 def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:

@@ -71,11 +71,17 @@ def repeat_solve(
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     if states.numel() == 0:
         return states
+    key = key_of(plan, couplings, rhs, reverse)
+    repeat(noted, key, (data, rhs, states), lambda launches: make(states, key[:2], launches))
+    return states
+
+
+def key_of(plan: Any, couplings: Blocks, rhs: Tensor, reverse: bool) -> tuple:
+    """What the launches of a solve depend on; first, whether the tensors begin at multiples of 16 bytes."""
+    data = couplings.data
     alignment = data.data_ptr() % 16 == 0, rhs.data_ptr() % 16 == 0
     layout = data.shape, data.stride(), rhs.shape, rhs.stride(), rhs.dtype, rhs.device
-    key = (type(couplings), plan, reverse, *layout, *alignment)
-    repeat(noted, key, (data, rhs, states), lambda launches: make(states, alignment, launches))
-    return states
+    return (*alignment, type(couplings), plan, reverse, *layout)
 
 
 def launch(

@@ -181,8 +181,8 @@ _solved: dict[tuple, Launches] = {}
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
-    data, rhs, device = aligned(couplings.data), aligned(rhs), rhs.device
-    states = torch.empty(rhs.shape, dtype=rhs.dtype, device=device)
+    data, rhs = aligned(couplings.data), aligned(rhs)
+    states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
 
     def make(launches: Launches) -> None:
         length, batch, width = rhs.shape[0], rhs.shape[1:-1], rhs.shape[-1]
@@ -194,9 +194,18 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chun
         chains = Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(results, 1, reverse)
         solve_chain(*chains, chunk, launches=launches)
 
-    key = (data.shape, data.stride(), rhs.shape, rhs.stride(), reverse, chunk, device)
-    repeat(_solved, key, (data, rhs, states), make)
+    repeat(_solved, _key(data, rhs, reverse, chunk), (data, rhs, states), make)
     return states
+
+
+def _key(data: Tensor, rhs: Tensor, reverse: bool, chunk: int | None) -> tuple:
+    return data.shape, data.stride(), rhs.shape, rhs.stride(), reverse, chunk, rhs.device
+
+
+def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
+    """What ``solve_coupled`` launched for blocks, right-hand side and states in such places, if it can be made again."""
+    data = couplings.data
+    return _solved.get(_key(data, rhs, reverse, None)) if aligned(data) is data and aligned(rhs) is rhs else None
 
 
 class Chain:

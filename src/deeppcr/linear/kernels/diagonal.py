@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..blocks import Blocks
 from . import lookback
-from .channels import launch, multiprocessors
+from .channels import key_of, launch, multiprocessors
 from .launch import Launches
 from .recurrence import System, compose, compose_and_keep, last, load, places, repair, solve
 
@@ -104,8 +104,18 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
-    channels = max(1, rhs[0].numel())
-    return run(couplings, rhs, reverse, choose(rhs.shape[0], channels, multiprocessors(rhs.device), rhs.dtype))
+    return run(couplings, rhs, reverse, _choose(rhs))
+
+
+def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
+    """What ``solve_coupled`` launched for such tensors, if it can be made again."""
+    plan = _choose(rhs)
+    where = lookback.noted if isinstance(plan, lookback.Plan) else _noted
+    return where.get(key_of(plan, couplings, rhs, reverse))
+
+
+def _choose(rhs: Tensor) -> Plan | lookback.Plan:
+    return choose(rhs.shape[0], max(1, rhs[0].numel()), multiprocessors(rhs.device), rhs.dtype)
 
 
 def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:

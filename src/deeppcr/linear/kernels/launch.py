@@ -11,7 +11,7 @@ every time: only its pointers are new. ``Launches`` makes the launches of a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from triton import knobs
 
 _MOST = 4096
+#: Where the stream and a kernel's own arguments stand among those of Triton's launcher.
+_STREAM, _OWN = 3, 9
 _compiled: dict[tuple, Any] = {}
 
 
@@ -33,12 +35,12 @@ class Launches:
         noted: what ``again`` makes; None where a launch cannot be repeated
     """
 
-    __slots__ = ("_alive", "_places", "_scratch", "_slots", "noted")
+    __slots__ = ("_alive", "_device", "_places", "_scratch", "_slots", "noted")
 
     def __init__(self, *tensors: Tensor):
         self._places: dict[int, tuple[int, int]] = {id(tensor): (slot, 0) for slot, tensor in enumerate(tensors)}
         self._alive = [*tensors]  # as long as launches are noted, so that no other tensor takes their ids
-        self._slots, self._scratch = len(tensors), 0
+        self._slots, self._scratch, self._device = len(tensors), 0, tensors[0].device if tensors else None
         self.noted: list[tuple] | None = []
 
     def empty(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -81,14 +83,8 @@ class Launches:
         if programs == 0:
             return
         device = torch.cuda.current_device() if arguments[0].is_cuda else None
-        key = (
-            id(kernel),
-            constants,
-            warps,
-            integers,
-            registers,
-            device,
-        )  # a kernel's own hash is that of its source text
+        # By its id: a kernel's own hash is that of its source text.
+        key = (id(kernel), constants, warps, integers, registers, device)
         compiled = _compiled.get(key)
         if compiled is not None:
             compiled[(programs, 1, 1)](*arguments, *constants)
@@ -108,30 +104,34 @@ class Launches:
         if compiled is None or any(slot < 0 for _, slot, _ in pointers):
             self.noted = None
         elif self.noted is not None:
-            how = compiled.run, compiled.function, compiled.packed_metadata
-            self.noted.append((compiled, *how, programs, arguments, pointers))
+            first = [programs, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
+            places = [(_OWN + at, *place) for at, *place in pointers]
+            self.noted.append((compiled, compiled.run, first + arguments, places))
 
     def finished(self) -> bool:
         """No more launches are made for these tensors. Whether they can be made for others."""
         self._places, self._alive = {}, []
         return self.noted is not None
 
-    def again(self, pointers: Sequence[int], device: torch.device) -> None:
-        """All launches anew, for other tensors of the same shapes and strides on ``device``, the current one."""
+    def again(self, pointers: tuple[int, ...]) -> None:
+        """All launches anew, for other tensors of the same shapes and strides on the same device, the current one."""
+        device, noted = self._device, self.noted
+        assert device is not None
+        assert noted is not None
         if self._scratch:
             scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)  # freed in the order of the stream
             pointers = (*pointers, scratch.data_ptr())
         stream = current_stream(device.index)
         watched = is_watched()
-        assert self.noted is not None
-        for compiled, run, function, metadata, programs, template, places in self.noted:
+        for compiled, run, template, places in noted:
             arguments = template.copy()
+            arguments[_STREAM] = stream
             for at, slot, offset in places:
                 arguments[at] = pointers[slot] + offset
             if watched:
-                compiled[(programs, 1, 1)](*arguments)
+                compiled[tuple(arguments[:3])](*arguments[_OWN:])
             else:
-                run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+                run(*arguments)
 
 
 def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], make: Callable[[Launches], None]) -> None:
@@ -150,7 +150,7 @@ def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], ma
         key = (key, tuple(places.index(each) for each in places))
     known = noted.get(key)
     if known is not None:
-        known.again([tensor.data_ptr() for tensor in tensors], tensors[0].device)
+        known.again(tuple(tensor.data_ptr() for tensor in tensors))
         return
     launches = Launches(*tensors)
     make(launches)

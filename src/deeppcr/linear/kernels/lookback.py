@@ -123,10 +123,10 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
         )
         repair(system, marks, plan.time, launches)
 
-    return solve(_noted, plan, couplings, rhs, reverse, make)
+    return solve(noted, plan, couplings, rhs, reverse, make)
 
 
-_noted: dict[Any, Launches] = {}
+noted: dict[Any, Launches] = {}
 
 
 @triton.jit
