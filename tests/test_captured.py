@@ -401,6 +401,16 @@ class TestJacobians:
         scale = 0.9
         assert not is_replayed(deeppcr.solve(step, z0, weights, solver=Newton(**settings)))
 
+    def test_wherever_the_memory_of_a_trace_lies(self, device):
+        """What is made on the way is freed, and the trace of the Jacobian finds other tensors there."""
+        newton = Newton(chunk=1, stop=PaperTest())
+        network = deeppcr.nn.ResNet(5, 4, 16, 3, mode="parallel", newton=newton, device=device)
+        kept = []
+        for number in range(5):
+            network(torch.ones(2, 5, device=device))
+            assert is_replayed(network.solution) == (number > 0), network.solution.plan
+            kept += [torch.empty(2, 4, device=device) for _ in range(number)]
+
     def test_given_blocks(self, device):
         make = Generator(0, torch.float64, device)
         z0, weights = make.normal(2, 5), make.normal(40, 5, 5) / 5
