@@ -420,10 +420,12 @@ def test_replayed_steps_train_as_steps_taken_one_by_one(mode, images, context):
 @pytest.mark.parametrize(("guess", "count"), [("batch-mean", 1), ("random", 2), ("zeros", 5)])
 def test_a_fixed_number_of_iterations_is_replayed_whole(guess, count, images, context, monkeypatch):
     """On a CPU by a tape, on which nothing can ask the host: every step, its guess and what it found as one by one."""
-    images = images.to(images.train.device, torch.float64)
-    settings = replace(TRAINING, window=5, dtype="float64", epochs=1)
+    dtype, tolerance = "float32", 1e-3  # in which there are kernels on a GPU
     if context.device.type == "cpu":
+        dtype, tolerance = "float64", 1e-10
         monkeypatch.setattr(replay, "record", lambda step, device: tape.capture(step))
+    images = images.to(images.train.device, resnet.DTYPES[dtype])
+    settings = replace(TRAINING, window=5, dtype=dtype, epochs=1)
 
     def run(replayed):
         newton = resnet.newton(settings, count)
@@ -433,9 +435,9 @@ def test_a_fixed_number_of_iterations_is_replayed_whole(guess, count, images, co
 
     (one, by_one), (other, replayed) = run(False), run(True)
     for curve in ("step", "loss", "accuracy", "iterations", "not_converged"):
-        assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=1e-10), curve
+        assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=tolerance), curve
     assert set(replayed["curves"]["iterations"]) == {count} or count > 4  # after four, all steps of the solve are exact
-    assert resnet.distance(one, other) < 1e-10
+    assert resnet.distance(one, other) < tolerance
     assert other._replayed is not None
     assert other.passes == one.passes
 
@@ -443,7 +445,8 @@ def test_a_fixed_number_of_iterations_is_replayed_whole(guess, count, images, co
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 def test_a_fixed_number_of_iterations_that_diverges_says_where(images, context, monkeypatch):
     settings = replace(TRAINING, rate=5.0, window=8)
-    monkeypatch.setattr(replay, "record", lambda step, device: tape.capture(step))
+    if context.device.type == "cpu":
+        monkeypatch.setattr(replay, "record", lambda step, device: tape.capture(step))
 
     def run(replayed):
         # As the kernels of a GPU, this one does not overflow where the solution does not.
