@@ -3,11 +3,14 @@
 As in a graph, nothing of the function's Python runs again: what it closed over, read or decided when it was recorded stays.
 """
 
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deeppcr.linear.solve import CAPTURING
 from deeppcr.recording import Recorder
 
 
@@ -22,6 +25,16 @@ class Tape(Recorder):
         return writer.replay
 
 
+def capture(function):
+    """As a caller captures a CUDA graph: what does again what ``function`` does, which is told that it is captured.
+
+    An operation that would ask the host raises.
+    """
+    with patch.dict(CAPTURING, {"cpu": lambda: True}), _Writer() as writer:
+        function()
+    return writer.replay
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -33,7 +46,8 @@ class _Writer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        asks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if asks or func is torch.ops.aten.lift_fresh.default:  # the latter copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         found = func(*args, **kwargs)
         self.lines.append((func, args, kwargs, found))

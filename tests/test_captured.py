@@ -14,7 +14,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import deeppcr
-from deeppcr import DiagonalJacobian, GivenJacobian, Newton, PaperTest, Result, UpdateTest, linear, recording
+from deeppcr import (
+    DiagonalJacobian,
+    FixedIterations,
+    GivenJacobian,
+    Newton,
+    PaperTest,
+    Result,
+    UpdateTest,
+    linear,
+    recording,
+)
 from deeppcr.captured import graphs
 from deeppcr.newton import Iteration
 from deeppcr.sequence import Sequence
@@ -109,6 +119,20 @@ def twice(solve):
     solution = solve()
     assert is_replayed(solution), solution.plan
     return solution
+
+
+@pytest.mark.parametrize("count", [1, 3, 13])
+def test_a_fixed_number_of_iterations(count, device):
+    problem = mlp(Generator(0, torch.float64, device), 11, 3, activation=torch.tanh)  # exact before the thirteenth
+    settings = {"chunk": 1, "stop": FixedIterations(count)}
+    solution = twice(lambda: problem.solve(solver=Newton(**settings)))
+    assert_same(solution, problem.solve(solver=Newton(**settings, capture=False)))
+    assert solution.result is Result.ITERATIONS_DONE
+
+    problem.xs[1][0] = torch.inf
+    with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
+        overflowed = problem.solve(solver=Newton(**settings))
+    assert why_not(overflowed) == "not captured: handed over to the general iteration"
 
 
 def test_ragged_chunks_no_batch_no_inputs_one_step(device):
@@ -400,6 +424,16 @@ class TestJacobians:
         assert_same(twice(lambda: deeppcr.solve(step, z0, weights, solver=Newton(**settings))), expected)
         scale = 0.9
         assert not is_replayed(deeppcr.solve(step, z0, weights, solver=Newton(**settings)))
+
+    def test_wherever_the_memory_of_a_trace_lies(self, device):
+        """What is made on the way is freed, and the trace of the Jacobian finds other tensors there."""
+        newton = Newton(chunk=1, stop=PaperTest())
+        network = deeppcr.nn.ResNet(5, 4, 16, 3, mode="parallel", newton=newton, device=device)
+        kept = []
+        for number in range(5):
+            network(torch.ones(2, 5, device=device))
+            assert is_replayed(network.solution) == (number > 0), network.solution.plan
+            kept += [torch.empty(2, 4, device=device) for _ in range(number)]
 
     def test_given_blocks(self, device):
         make = Generator(0, torch.float64, device)

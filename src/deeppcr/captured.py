@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from .guess import Guess
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian
 from .linear import PCR, Auto, Blocks, ForwardSubstitution, Fused, Hierarchical
+from .linear.solve import is_capturing
 from .newton import Loop, Newton, Outcome, first_ends
 from .recording import RECORDERS, Recorder, Recording
 from .sequence import Sequence
 from .solution import Plan
-from .stopping import PaperTest, UpdateTest
+from .stopping import FixedIterations, PaperTest, UpdateTest
 
 #: Recordings that are kept, and bytes of inputs and results in all of them.
 _MOST_KEPT, _MOST_BYTES = 16, 2**31
@@ -36,7 +37,7 @@ _MOST_MISSES = 3
 # Subclasses of these may do anything.
 _JACOBIANS = (DenseJacobian, DiagonalJacobian, GivenJacobian)
 _LINEAR = (Auto, Fused, PCR, Hierarchical, ForwardSubstitution)
-_TESTS = (UpdateTest, PaperTest)
+_TESTS = (UpdateTest, PaperTest, FixedIterations)
 
 #: Settings of the process that choose how numbers are multiplied.
 _ARITHMETIC = (
@@ -63,7 +64,7 @@ def may_capture(solver: Newton | Loop, z0: Any) -> bool:
         and type(solver.linear) in _LINEAR
         and type(solver.stop) in _TESTS
         and torch._C._len_torch_dispatch_stack() == 0  # somebody wants to see the operations
-        and not (first.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not is_capturing(first.device)
     )
 
 

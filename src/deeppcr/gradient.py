@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
-from .linear.solve import is_batched
+from .linear.solve import is_batched, values_can_be_read
 from .sequence import Sequence
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
@@ -28,7 +28,8 @@ class Implicit:
 
     Memory does not depend on the number of iterations. The adjoint is checked with one vector-Jacobian product;
     where it fails (rows that influence each other, a step with random numbers), the backward pass raises.
-    Rows whose gradients arrive as inf or NaN pass them on as the loop does, unchecked, step by step.
+    Rows whose gradients arrive as inf or NaN pass them on as the loop does, unchecked, step by step. While a CUDA graph
+    is captured nothing can be raised: there, rows that fail the check, or whose gradients are not finite, come out as NaN.
     Second derivatives raise: use ``Unrolled``.
 
     >>> import torch, deeppcr
@@ -64,6 +65,10 @@ def two_newton_steps(sequence: Sequence, states: Tensor, linear: LinearSolver) -
     return states
 
 
+class GradientOverflow(RuntimeError):
+    """The gradient of the states is finite, and that of what they are made of is not."""
+
+
 class Adjoint:
     """What the backward pass needs: all steps evaluated once, with a graph, at the states of the solution."""
 
@@ -93,18 +98,22 @@ class Adjoint:
         if len(gradients) == 1:
             return gradients
         device, dtype, enabled = self.autocast
-        finite = torch.isfinite(gradients).all(-1).all(0).unsqueeze(-1)  # row by row
+        seen = values_can_be_read(gradients)
+        finite = torch.isfinite(gradients).all(-1).all(0).unsqueeze(-1) if seen else None  # row by row
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            if not finite.all():
+            if finite is not None and not finite.all():
                 # Loss scaling counts on inf and NaN to come through. No check has a meaning there, and a solver would spread
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
                 return known.where(finite, self._backwards(gradients))
             if self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH:
-                adjoint = self._direct(gradients)
-            else:
-                adjoint = self._iterative(gradients)
-        return adjoint
+                return self._direct(gradients)
+            if not seen:
+                raise RuntimeError(
+                    "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
+                    "graph cannot capture"
+                )
+            return self._iterative(gradients)
 
     def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""
@@ -120,19 +129,17 @@ class Adjoint:
         parts = self._parts(len(gradients))
         kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
-        if not torch.isfinite(adjoint).all():
-            raise RuntimeError(
+        if values_can_be_read(adjoint) and not torch.isfinite(adjoint).all():
+            raise GradientOverflow(
                 "the gradient overflows on its way back through the steps: the sequence amplifies small changes beyond the "
                 f"range of {gradients.dtype}"
             )
         defect = self.defect(adjoint, gradients)
         if self._arithmetic(gradients) not in (torch.float32, torch.float64):
             # Products in half precision are too coarse to correct by: their rounding adds up as well.
-            self._check(defect, adjoint, gradients)
-            return adjoint
+            return self._checked(adjoint, defect, gradients)
         correction = self._substitute(defect, parts, kept)
-        self._check(correction, adjoint, gradients)
-        return adjoint + correction
+        return self._checked(adjoint, correction, gradients) + correction
 
     def _arithmetic(self, gradients: Tensor) -> torch.dtype:
         """The precision in which the step computes."""
@@ -192,8 +199,7 @@ class Adjoint:
 
     def _step_by_step(self, gradients: Tensor) -> Tensor:
         adjoint = self._backwards(gradients)
-        self._check(self.defect(adjoint, gradients), adjoint, gradients)
-        return adjoint
+        return self._checked(adjoint, self.defect(adjoint, gradients), gradients)
 
     def _backwards(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""
@@ -206,13 +212,20 @@ class Adjoint:
             found.append(gradients[index - 1] + pulled)
         return torch.stack(found[::-1])
 
-    def _check(self, error: Tensor, adjoint: Tensor, gradients: Tensor) -> None:
-        """Raise where the error of the adjoint, step by step and row by row, is more than rounding can explain."""
+    def _checked(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
+        """The adjoint; raises where its error, step by step and row by row, is more than rounding can explain.
+
+        Where values cannot be read, rows with such an error become NaN, and so do those with anything in them that is
+        not finite.
+        """
         allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self._arithmetic(gradients), 0.2)
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number
         wrong = ~(error.abs().amax(-1) <= allowed * scale + underflow)
+        if not values_can_be_read(adjoint):
+            wrong |= ~torch.isfinite(adjoint).all(-1)
+            return adjoint.where(~wrong.any(0).unsqueeze(-1), torch.nan)
         if wrong.any():
             index, row = (int(i) for i in wrong.nonzero()[-1])
             raise RuntimeError(
@@ -221,6 +234,7 @@ class Adjoint:
                 "random or has side effects, or something it closes over was changed or rebound since the forward pass, or a given "
                 "Jacobian is wrong; deeppcr.check(step, z0, xs) tells which"
             )
+        return adjoint
 
 
 class _Attach(torch.autograd.Function):

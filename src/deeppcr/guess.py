@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .layout import describe
+from .linear.solve import is_capturing
 from .sequence import Sequence
 from .solution import Solution
 
@@ -70,6 +71,11 @@ class Random(Guess):
 
     def states(self, sequence: Sequence, steps: range) -> Tensor:
         layout = sequence.layout
+        if is_capturing(layout.device):
+            raise RuntimeError(
+                "guess: Random() draws its numbers on the host, which a CUDA graph cannot repeat; hand over a tensor, and fill it "
+                "before each replay"
+            )
         generator = torch.Generator("cpu").manual_seed(self.seed)
         noise = torch.randn(len(steps), layout.rows, layout.width, generator=generator, device="cpu")
         return noise.mul_(self.std).to(layout.device, layout.dtype)
@@ -93,7 +99,7 @@ class Trajectory(Guess):
             raise TypeError(f"guess: expected {layout.dtype} on {layout.device}, got {describe(self.trajectory)}")
         picked = [leaf.detach()[steps.start : steps.stop : steps.step] for leaf in leaves]
         packed = layout.pack(pytree.tree_unflatten(picked, spec), lead=1)
-        if not torch.isfinite(packed).all():
+        if not is_capturing(layout.device) and not torch.isfinite(packed).all():
             raise ValueError("guess: holds values that are not finite")
         return packed
 

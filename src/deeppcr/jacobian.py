@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .linear import Blocks, Dense, Diagonal, Scalar
+from .linear.solve import is_capturing
 from .sequence import Sequence
 from .steps import StepError
 
@@ -77,7 +78,8 @@ class DenseJacobian(Jacobian):
 
     Args:
         memory_budget: bytes that forming the blocks may take at a time, beyond the blocks themselves; more is done
-            in slices. Default: a quarter of the free memory of a GPU, 1 GiB on a CPU
+            in slices. Default: a quarter of the free memory of a GPU (while a CUDA graph is captured: an eighth of
+            all of it), 1 GiB on a CPU
 
     >>> import torch, deeppcr
     >>> newton = deeppcr.Newton(jacobian=deeppcr.DenseJacobian(memory_budget=2**20))
@@ -136,7 +138,11 @@ class DenseJacobian(Jacobian):
         if self.memory_budget is not None:
             return self.memory_budget
         device = sequence.layout.device
-        return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 2**30
+        if device.type != "cuda":
+            return 2**30
+        if is_capturing(device):  # no time to ask what is free
+            return torch.cuda.get_device_properties(device).total_memory // 8
+        return torch.cuda.mem_get_info(device)[0] // 4
 
 
 def block_bytes(sequence: Sequence) -> int:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .linear.solve import is_capturing
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -53,7 +55,7 @@ class Layout:
                 )
             if leaf.numel() == 0:
                 raise ValueError(f"z0: is empty: {describe(z0)}")
-            if not torch.isfinite(leaf).all():
+            if not is_capturing(leaf.device) and not torch.isfinite(leaf).all():
                 raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
         return Layout(spec, shapes, batch_shape, leaves[0].dtype, leaves[0].device)

@@ -205,6 +205,7 @@ class Iteration:
             max_iterations=newton.max_iterations,
             compare_with_loop=newton.chunk == "auto" and newton.quadratic,
         )
+        self.linear = newton.linear  # by which the last system was solved
         self.ends = ends  # always finite
         # From chunk `first` on (those before are finished in every active row and no longer evaluated), as of the last
         # iteration: the Jacobians, and the chunks' ends as they came out before the update.
@@ -305,12 +306,12 @@ class Iteration:
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
             blocks = type(blocks)(blocks.data * self.newton.shrink)
-        couplings, linear = blocks[1:], self.newton.linear
-        self.plan.linear = str(linear)
-        if isinstance(linear, Auto):
-            linear, why = linear.choose(couplings)
-            self.plan.linear = f"{linear} ({why})"
-        return solve_coupled(couplings, residual, reverse=False, solver=linear, look=self.looks)
+        couplings, self.linear = blocks[1:], self.newton.linear
+        self.plan.linear = str(self.linear)
+        if isinstance(self.linear, Auto):
+            self.linear, why = self.linear.choose(couplings)
+            self.plan.linear = f"{self.linear} ({why})"
+        return solve_coupled(couplings, residual, reverse=False, solver=self.linear, look=self.looks)
 
     def replace(self, ends: Tensor) -> None:
         self.ends = torch.cat([self.ends[: self.first], ends])

@@ -129,7 +129,8 @@ class Progress:
             residual, delta, states: [n, B, D], before the update, the update, and after it
         """
         self.count += 1
-        self.iterations = self.iterations + self.active
+        # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
+        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
         if self._first_residual is None:
             self._first_residual = residual.abs().amax((0, -1))
         off = torch.where(finite, self.ratio(residual, states), math.inf)

@@ -1,8 +1,9 @@
 """A solve recorded once, as CUDA graphs, and replayed on other inputs.
 
 On a GPU the operations of an iteration take less time than Python takes to ask for them. Four parts are recorded: the
-first iteration, another iteration, the same where states were called back, and the check of the result. Replays work on memory that stays where it is, so inputs
-are copied there first and results copied from there. A recording cannot branch: it holds the iteration as it mostly goes,
+first iteration, another iteration, the same where states were called back, and the check of the result. (Of a fixed
+number of iterations nothing is called back.) Replays work on memory that stays where it is, so inputs are copied there
+first and results copied from there. A recording cannot branch: it holds the iteration as it mostly goes,
 and whatever calls for one of the safeguards hands the solve over to the general iteration, from the start.
 
 Shapes: L steps in N chunks of C, B rows, D the packed state.
@@ -10,7 +11,6 @@ Shapes: L steps in N chunks of C, B rows, D the packed state.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .jacobian import DenseJacobian, DiagonalJacobian
-from .linear import Blocks
-from .newton import Iteration, Newton, Outcome
+from .newton import Newton, Outcome
 from .progress import measure
 from .sequence import Sequence
 from .solution import Plan, Result
-from .stopping import PaperTest
+from .stopping import FixedIterations, PaperTest
+from .straight import Noting
 from .trace import Watch, without_cast_cache
 
 #: What takes more iterations may need one of the safeguards of the general iteration.
@@ -102,33 +102,6 @@ RECORDING = threading.Lock()
 RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
 
 
-class _StraightLine(Iteration):
-    """The iteration without a look at values: work that may be needed is done, and what would need more is noted."""
-
-    looks = False
-
-    def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
-        super().__init__(newton, sequence, ends, chunk, plan)
-        self.unusual = torch.zeros((), dtype=torch.bool, device=ends.device)
-        self.stale = self.unusual  # whether states were changed after they were looked at
-
-    def rarely(self, flags: Tensor) -> bool:
-        self.unusual = self.unusual | flags.any()
-        return False
-
-    def sometimes(self, flags: Tensor) -> bool:
-        self.stale = flags.any()
-        return True
-
-    def mostly(self, flags: Tensor) -> bool:
-        return True
-
-    def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
-        delta = super().solve(blocks, residual)
-        self.rarely(~(delta.abs().amax() < math.inf))
-        return delta
-
-
 class Recording:
     """One kind of solve, recorded.
 
@@ -145,6 +118,7 @@ class Recording:
         self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
     ):
         self.structure, self.misses = structure, 0
+        self._fixed = newton.stop.count if isinstance(newton.stop, FixedIterations) else None
         self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
         if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
             newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))
@@ -166,15 +140,16 @@ class Recording:
         if isinstance(jacobian, DiagonalJacobian):
             self._compare, self._signs = jacobian.compare, jacobian.signs(layout)
             self._sequence.verify_once("diagonal")  # as is done below, without a look at values
-        self._updates = torch.zeros(_MOST_ITERATIONS, layout.rows, dtype=torch.float64, device=layout.device)
+        most = max(_MOST_ITERATIONS, self._fixed or 0)
+        self._updates = torch.zeros(most, layout.rows, dtype=torch.float64, device=layout.device)
         self._count = torch.zeros(1, dtype=torch.long, device=layout.device)
 
         self._load(sequence, ends)
         with without_cast_cache(layout.device.type):
             self._first = recorder.record(self._begin)
             self._first()  # a graph does nothing while it is captured, and the next part works on what this one leaves
-            self._again = recorder.record(self._go_on)
             self._afresh = recorder.record(self._start_afresh)
+            self._again = recorder.record(self._go_on) if self._fixed is None else self._afresh
             self._last = recorder.record(self._finish)
 
     @property
@@ -185,7 +160,7 @@ class Recording:
     # What is recorded.
 
     def _begin(self) -> None:
-        self._iteration = _StraightLine(self._newton, self._sequence, self._ends, self._chunk, self._plan)
+        self._iteration = Noting(self._newton, self._sequence, self._ends, self._chunk, self._plan)
         self._count.zero_()
         if self._compare is not None:
             starts, steps = self._iteration.starts(), self._sequence.chunk_steps(self._chunk)[0]
@@ -199,7 +174,7 @@ class Recording:
         self._iterate(None)
 
     def _iterate(self, values: Tensor | None) -> None:
-        """One iteration and the look at it.
+        """One iteration and, where something is tested, the look at it.
 
         Args:
             values: the chunks' ends as they come out, from the look before
@@ -211,16 +186,17 @@ class Recording:
             raise RuntimeError(f"its steps are evaluated by {self._sequence.evaluation}")
         if iteration.blocks.data.nbytes > _LARGEST_BLOCKS:
             raise RuntimeError(f"its blocks take {iteration.blocks.data.nbytes / 2**20:.0f} MiB")
-        values = iteration.evaluate()
-        iteration.look(values)
+        if self._fixed is None:
+            values = iteration.evaluate()
+            iteration.look(values)
+            self._keep("values", values)
+            self._keep("status", torch.stack([progress.active.any(), iteration.unusual, iteration.stale]))
         self._updates.index_copy_(0, self._count, progress.updates[-1].unsqueeze(0))
         self._count += 1
         progress.carry(self._keep)
         iteration.ends = iteration.values = self._keep("ends", iteration.ends)
         iteration.unusual = self._keep("unusual", iteration.unusual)
         iteration.blocks = None
-        self._keep("values", values)
-        self._keep("status", torch.stack([progress.active.any(), iteration.unusual, iteration.stale]))
 
     def _finish(self) -> None:
         iteration, sequence, newton = self._iteration, self._sequence, self._newton
@@ -228,10 +204,16 @@ class Recording:
         previous = torch.cat([self._initial.unsqueeze(0), states[:-1]])
         values = sequence.values(previous, range(sequence.length))
         residual, held = measure(sequence.layout, values, states, *newton.tolerances(states.dtype))
+        progress = iteration.progress
+        codes = progress.codes
         if isinstance(newton.stop, PaperTest):
             held = torch.isfinite(residual)
+        elif self._fixed is not None:
+            held = ~iteration.unusual
+            codes = torch.where(progress.active, Result.ITERATIONS_DONE.severity, codes)
         self._states, self._residual = states, self._keep("residual", residual)
-        self._keep("verdict", torch.cat([held.all().long().unsqueeze(0), iteration.progress.codes]))
+        verdict = torch.stack([held.all().long(), progress.iterations.amax()])
+        self._keep("verdict", torch.cat([verdict, codes]))
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a tensor, always in the same place."""
@@ -251,19 +233,14 @@ class Recording:
         """The outcome and its residual [B]; None where the general iteration must take over."""
         self._load(sequence, ends)
         self._first()
-        count = 1
-        while True:
-            active, unusual, stale = self._kept["status"].tolist()
-            if unusual or (active and count == self.limit):
-                return None
-            if not active:
-                break
-            (self._afresh if stale else self._again)()
-            count += 1
+        if self._fixed is None and not self._go_on_until_done():
+            return None
+        for _ in range(1, self._fixed or 1):
+            self._afresh()
         self._last()
-        held, *codes = self._kept["verdict"].tolist()
+        held, count, *codes = self._kept["verdict"].tolist()
         results = [_RESULTS[code] for code in codes]
-        if not held or any(result not in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in results):
+        if not held or any(result not in _GOOD for result in results):
             return None
         outcome = Outcome(
             states=self._states.clone(),
@@ -274,6 +251,16 @@ class Recording:
         )
         return outcome, self._kept["residual"].clone()
 
+    def _go_on_until_done(self) -> bool:
+        """Whether the rows finished without a safeguard of the general iteration."""
+        count = 1
+        while True:
+            active, unusual, stale = self._kept["status"].tolist()
+            if unusual or not active or count == self.limit:
+                return not (unusual or active)
+            (self._afresh if stale else self._again)()
+            count += 1
+
     def describe(self, plan: Plan) -> None:
         plan.chunk, plan.linear = self._plan.chunk, self._plan.linear
         plan.derivative = self._newton.jacobian.name or self._sequence.derivative
@@ -283,6 +270,7 @@ class Recording:
 
 
 _RESULTS = list(Result)
+_GOOD = (Result.CONVERGED, Result.ITERATIONS_DONE, Result.PRECISION_FLOOR)
 
 
 def _unexpanded(leaf: Tensor) -> Tensor:

@@ -9,17 +9,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .captured import graphs, may_capture
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
-from .linear.solve import in_functorch
+from .jacobian import DenseJacobian, GivenJacobian
+from .linear.solve import in_functorch, is_capturing
 from .newton import Loop, Newton, Outcome
 from .progress import measure
-from .sequence import Sequence
+from .sequence import Rowwise, Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 from .steps import StepError
 from .stopping import FixedIterations, UpdateTest
+from .straight import run_unseen
 
 _FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
 _TRUSTED = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
@@ -81,6 +84,8 @@ def _solve(
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0)):
+        return _solve_unseen(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
     traced = not unrolled and may_capture(solver, z0)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced)
@@ -107,14 +112,8 @@ def _solve(
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
     plan.derivative = solver.jacobian.name or sequence.derivative
-    implicit = isinstance(gradient, Implicit) and torch.is_grad_enabled()
-    adjoint, values = None, None
-    if implicit and not sequence.needs_gradients:  # as far as the first step tells; the others tell here
-        values = sequence.values(_previous(sequence, outcome.states), range(sequence.length))
-        implicit = values.requires_grad
-    if implicit:
-        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-        values = adjoint.values
+    adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
+    implicit = adjoint is not None
     residual, outcome = _measure(sequence, outcome, solver, values)
 
     if any(result in _FAILED for result in outcome.results):
@@ -143,6 +142,40 @@ def _solve(
     return _solution(sequence, replace(outcome, states=states), plan, residual)
 
 
+def _solve_unseen(
+    step: Any,
+    z0: Any,
+    xs: Any,
+    length: int | None,
+    batch_dims: int | None,
+    solver: Newton | Loop,
+    guess: Any,
+    gradient: Implicit | Unrolled,
+    on_failure: str,
+) -> Solution:
+    """While the caller captures a CUDA graph: a fixed number of iterations, and nothing that asks the host."""
+    one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
+    if (
+        not (isinstance(solver, Newton) and isinstance(solver.stop, FixedIterations) and solver.quadratic)
+        or type(solver.jacobian) not in (DenseJacobian, GivenJacobian)
+        or not (one_step and isinstance(gradient, Implicit) and on_failure != "raise")
+    ):
+        raise RuntimeError(
+            "deeppcr.solve looks at values, and while a CUDA graph is captured there are none. What can be captured: one step function "
+            "by Newton(stop=FixedIterations(n)) with DenseJacobian() or an exact GivenJacobian, gradient=Implicit(), and rows that fail "
+            "come out as NaN. Outside of a capture, solves that repeat become CUDA graphs by themselves"
+        )
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)  # pyright: ignore[reportArgumentType]
+    plan = Plan()
+    outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
+    adjoint, values = _adjoint(sequence, outcome, solver)
+    residual, outcome = _measure(sequence, outcome, solver, values)
+    states = outcome.states if adjoint is None else adjoint.attach(outcome.states)
+    return _solution(sequence, replace(outcome, states=states), plan, residual)
+
+
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
     if not isinstance(solver, (Newton, Loop)):
         raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...) or Loop(), got {solver!r}")
@@ -155,6 +188,18 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
             "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
         )
+
+
+def _adjoint(sequence: Sequence, outcome: Outcome, solver: Newton) -> tuple[Adjoint | None, Tensor | None]:
+    """What a backward pass needs, if there can be one; and the values of all steps, if they are known."""
+    if not torch.is_grad_enabled():
+        return None, None
+    if not sequence.needs_gradients:  # as far as the first step tells; the others tell here
+        values = sequence.values(_previous(sequence, outcome.states), range(sequence.length))
+        if not values.requires_grad:
+            return None, values
+    adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+    return adjoint, adjoint.values
 
 
 def _plain_loop(sequence: Sequence) -> Outcome:

@@ -42,6 +42,10 @@ class PaperTest:
 class FixedIterations:
     """Run ``count`` iterations and test nothing.
 
+    While the caller captures a CUDA graph, nothing in such a solve asks the host, forward or backward. What would be
+    mended or raised cannot be there: the states of a row that fails come out as NaN from its ``exact_steps`` on, and so do
+    gradients that fail their check.
+
     >>> import torch, deeppcr
     >>> newton = deeppcr.Newton(stop=deeppcr.FixedIterations(3), chunk=1)
     >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).iterations

@@ -85,7 +85,9 @@ class Trace(Watch):
             found = call(*inputs)
         # The same operations with another of their results returned are another function.
         self._entries += [self._encode(leaf) for leaf in pytree.tree_leaves(found)]
-        self._held.clear()
+        # What was made on the way is given back, and another run may find its own tensors at the same addresses.
+        self._names = {address: name for address, name in self._names.items() if address in self.outside}
+        self._held = [storage for storage in self._held if storage.data_ptr() in self.outside]
         return found
 
     @property

@@ -7,8 +7,18 @@ import pytest
 import torch
 
 import deeppcr
+import tape
 from deeppcr.nn.networks import ACTIVATIONS
-from deeppcr.paper import mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
+from deeppcr.paper import (
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    replay,
+    resnet,
+    resnet_ablations,
+    resnet_training,
+)
 from deeppcr.paper.data import Images
 from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
 from deeppcr.paper.figures.mlp_gain import caption
@@ -315,12 +325,21 @@ def test_guesses_change_the_way_not_the_result(guess, images):
     newton = deeppcr.Newton(chunk=1)
     runner = resnet.Runner(TRAINING, 16, 0, images, "parallel", newton, guess)
     reference = resnet.Runner(TRAINING, 16, 0, images, "eager")
+    starts = []
     for _ in range(3):
         x = images.train[:4]
+        runner.prepare()
+        starts.append(runner.network.guess.clone() if guess == "random" else runner.network.guess)
         assert relative_error([runner.forward(x)], [reference.forward(x)]) < 1e-4
     assert runner.network.warm_start == (guess == "batch-mean")
-    starts = {"random": deeppcr.Random(seed=3), "zeros": deeppcr.Zeros()}  # random ones are new at every pass
-    assert runner.network.guess == starts.get(guess, deeppcr.RepeatInitial())
+    if guess == "random":
+        assert len({start.sum().item() for start in starts}) == 3  # new at every pass
+        assert all(abs(start.std().item() - 1) < 0.3 for start in starts)
+        runner.passes = 1  # as a checkpoint says
+        runner.prepare()
+        assert torch.equal(runner.network.guess, starts[1])
+    else:
+        assert starts[-1] == (deeppcr.Zeros() if guess == "zeros" else deeppcr.RepeatInitial())
 
 
 def test_fixed_iterations_are_what_was_asked_for(images, context):
@@ -396,6 +415,50 @@ def test_replayed_steps_train_as_steps_taken_one_by_one(mode, images, context):
     assert replayed["test_accuracy"] == by_one["test_accuracy"]
     assert resnet.distance(one, other) < 1e-5
     assert len(replayed["curves"]["replayed_seconds"]) >= 4
+
+
+@pytest.mark.parametrize(("guess", "count"), [("batch-mean", 1), ("random", 2), ("zeros", 5)])
+def test_a_fixed_number_of_iterations_is_replayed_whole(guess, count, images, context, monkeypatch):
+    """On a CPU by a tape, on which nothing can ask the host: every step, its guess and what it found as one by one."""
+    dtype, tolerance = "float32", 1e-3  # in which there are kernels on a GPU
+    if context.device.type == "cpu":
+        dtype, tolerance = "float64", 1e-10
+        monkeypatch.setattr(replay, "record", lambda step, device: tape.capture(step))
+    images = images.to(images.train.device, resnet.DTYPES[dtype])
+    settings = replace(TRAINING, window=5, dtype=dtype, epochs=1)
+
+    def run(replayed):
+        newton = resnet.newton(settings, count)
+        runner = resnet.Runner(settings, 16, 0, images, "parallel", newton, guess)
+        runner.replayable = replayed
+        return runner, resnet.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
+
+    (one, by_one), (other, replayed) = run(False), run(True)
+    for curve in ("step", "loss", "accuracy", "iterations", "not_converged"):
+        assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=tolerance), curve
+    assert set(replayed["curves"]["iterations"]) == {count} or count > 4  # after four, all steps of the solve are exact
+    assert resnet.distance(one, other) < tolerance
+    assert other._replayed is not None
+    assert other.passes == one.passes
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_a_fixed_number_of_iterations_that_diverges_says_where(images, context, monkeypatch):
+    settings = replace(TRAINING, rate=5.0, window=8)
+    if context.device.type == "cpu":
+        monkeypatch.setattr(replay, "record", lambda step, device: tape.capture(step))
+
+    def run(replayed):
+        # As the kernels of a GPU, this one does not overflow where the solution does not.
+        newton = replace(resnet.newton(settings, 1), linear=deeppcr.linear.ForwardSubstitution())
+        runner = resnet.Runner(settings, 64, 0, images, "parallel", newton)
+        runner.replayable = replayed
+        return resnet.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
+
+    by_one, replayed = run(False), run(True)
+    assert by_one["diverged"] == replayed["diverged"]
+    assert replayed["diverged"] > resnet.TIMED
+    assert replayed["curves"]["loss"] == pytest.approx(by_one["curves"]["loss"], rel=1e-4)
 
 
 def test_a_replayed_training_that_diverges_says_where(images, context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -278,9 +279,18 @@ def is_batched(tensor: Tensor) -> bool:
     return in_functorch() or _is_legacy_batched(tensor)
 
 
+#: By type of device: whether operations are being captured by somebody, to be run later.
+CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether operations on ``device`` go into a graph of the caller: they have no values yet that Python could read."""
+    return device.type in CAPTURING and CAPTURING[device.type]()
+
+
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
-    return not (_is_traced(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not (_is_traced(tensor) or is_capturing(tensor.device))
 
 
 def _is_traced(tensor: Tensor) -> bool:

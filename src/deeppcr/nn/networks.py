@@ -20,7 +20,7 @@ from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_triton
-from ..linear.solve import in_functorch
+from ..linear.solve import in_functorch, is_capturing
 from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
@@ -212,9 +212,17 @@ class _Network(nn.Module):
         return states
 
     def _keep_activations(self, states: Tensor, *, finite: bool) -> None:
-        if self.warm_start and self.training:
-            torch.mean(states, 1, out=self.activations)  # in place: a CUDA graph of the caller reads it again
-            self._warm = finite or bool(torch.isfinite(self.activations).all())  # after a divergence, start afresh
+        if not (self.warm_start and self.training):
+            return
+        # In place: a CUDA graph of the caller reads it again. After a divergence the next pass starts afresh, or in such a
+        # graph, where nobody can look, from what was kept before.
+        if not finite and is_capturing(states.device):
+            mean = states.mean(1)
+            self.activations.copy_(torch.where(torch.isfinite(mean).all(), mean, self.activations))
+            self._warm = True
+            return
+        torch.mean(states, 1, out=self.activations)
+        self._warm = finite or bool(torch.isfinite(self.activations).all())
 
     @property
     def solution(self) -> Solution | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..linear.solve import in_functorch
+from ..linear.solve import in_functorch, is_capturing
 from ..solution import ConvergenceWarning, Plan, Result, Solution
 
 
@@ -18,8 +18,8 @@ def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tenso
 
     A start of at most one dimension is a single row.
     """
-    if in_functorch():
-        return solve(start)  # which says in one line that it cannot
+    if in_functorch() or is_capturing(start.device):
+        return solve(start)  # which says in one line that it cannot, or does what it can without a look
     finite = torch.isfinite(start.detach())
     finite = finite.flatten(1).all(1) if start.ndim > 1 else finite.all()
     if finite.all():

@@ -6,12 +6,25 @@ On a CPU the same steps are taken one call at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
+from deeppcr.gradient import GradientOverflow
+
 from .data import Images
 from .timing import no_collection
+
+
+def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What does again on the device what ``step`` does."""
+    if device.type != "cuda":
+        return step
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 class ReplayedSteps:
@@ -25,6 +38,7 @@ class ReplayedSteps:
         state: every tensor that a step changes besides the gradients
         order: [epoch, batch], the images of every step; its content may change from epoch to epoch
         room: steps whose losses are kept at a time
+        before: what is done before every step, and not recorded
         extra: a tensor to keep for every step, looked up after the forward pass; None for none
     """
 
@@ -36,25 +50,23 @@ class ReplayedSteps:
         images: Images,
         order: Tensor,
         room: int,
+        before: Callable[[], None],
         extra: Callable[[], Tensor | None],
     ):
-        self.forward, self.optimiser, self.images, self.order, self.extra = forward, optimiser, images, order, extra
+        self.forward, self.optimiser, self.images, self.order = forward, optimiser, images, order
+        self.before, self.extra = before, extra
         device = order.device
         self.position, self.slot = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
         self.losses, self.hits = (torch.zeros(room, device=device, dtype=images.train.dtype) for _ in range(2))
         self.extras: Tensor | None = None
         kept = [each.detach().clone() for each in state]
         for _ in range(2):  # libraries set themselves up before the recording
-            self._step()
-        self.again: Callable[[], None] = self._step
-        if device.type == "cuda":
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-            with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with suppress(GradientOverflow):  # the replayed steps, in which nothing is raised, will show that
                 self._step()
-            self.again = graph.replay
+        self.again = record(self._step, device)
         with torch.no_grad():
-            for each, before in zip(state, kept, strict=True):
-                each.copy_(before)
+            for each, was in zip(state, kept, strict=True):
+                each.copy_(was)
 
     def _step(self) -> None:
         picked = self.order.index_select(0, self.position)[0]
@@ -81,6 +93,7 @@ class ReplayedSteps:
         self.position.fill_(first)
         self.slot.zero_()
         for _ in range(count):
+            self.before()
             self.again()
         extras = None if self.extras is None else self.extras[:count]
         return self.losses[:count].tolist(), self.hits[:count].tolist(), extras

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr
+from deeppcr.gradient import GradientOverflow
 from deeppcr.nn.networks import ACTIVATIONS
 
 from .data import Images, digits, mnist
@@ -149,12 +150,20 @@ class Runner:
             )
         self.network = network.to(self.device, images.train.dtype)
         self.optimiser = torch.optim.SGD(self.network.parameters(), lr=settings.rate)
-        self.guess, self.passes = guess, 0
-        self.forward: Callable[[Tensor], Tensor] = self._in_parallel
-        # With the fused kernels nothing in a step asks the host: all of it is one CUDA graph.
+        self.passes = 0
+        self._random: Tensor | None = None  # the guess of a pass
+        if guess == "random":
+            self._random = images.train.new_zeros(depth // settings.skip, settings.batch, settings.width)
+            self._generator = torch.Generator(self.device)
+            self.network.guess = self._random
+        elif guess == "zeros":
+            self.network.guess = deeppcr.Zeros()
+        self.forward: Callable[[Tensor], Tensor] = self.network
+        # With the fused kernels, or a fixed number of iterations, nothing in a step asks the host: it is one CUDA graph.
         probe = images.train.new_empty(settings.batch, settings.width)
-        usual = mode == "sequential" or (mode == "parallel" and guess in ("batch-mean", "first-layer"))
-        self.replayable = usual and self.network._has_kernels(probe, mode)  # pyright: ignore[reportArgumentType]
+        kernels = mode in ("sequential", "parallel") and self.network._has_kernels(probe, mode)
+        fixed = mode == "parallel" and isinstance(self.network.newton.stop, deeppcr.FixedIterations)
+        self.replayable = kernels or (fixed and self.device.type == "cuda")
         self._replayed: ReplayedSteps | None = None
         self._report: Any = None  # of the recorded pass: how to read what a replay has found
         self.method = "parallel" if mode == "parallel" else "loop"
@@ -174,13 +183,11 @@ class Runner:
         self.test_accuracy: list[float] = []
         self._window: dict[str, list[float]] = {}
 
-    def _in_parallel(self, x: Tensor) -> Tensor:
+    def prepare(self) -> None:
+        """Before every pass: a random guess is new, and the same whenever so many passes went before."""
         self.passes += 1
-        if self.guess == "random":
-            self.network.guess = deeppcr.Random(seed=self.passes)  # new at every pass
-        elif self.guess == "zeros":
-            self.network.guess = deeppcr.Zeros()
-        return self.network(x)
+        if self._random is not None:
+            self._random.normal_(generator=self._generator.manual_seed(self.passes))
 
     def advance(self, images: Images, order: Tensor, first: int, count: int, number: int) -> None:
         """Take steps ``first`` to ``first + count`` of the epoch, with the images ``order`` [epoch, batch] names.
@@ -198,7 +205,9 @@ class Runner:
     def replay(self, images: Images, order: Tensor, first: int, count: int, number: int) -> None:
         if self._replayed is None or self._replayed.order is not order or count > len(self._replayed.losses):
             state = [*self.network.parameters(), self.network.activations]
-            self._replayed = ReplayedSteps(self.forward, self.optimiser, state, images, order, count, self._found)
+            self._replayed = ReplayedSteps(
+                self.forward, self.optimiser, state, images, order, count, self.prepare, self._found
+            )
             self._report = self.network._passed
         synchronise(self.device)
         begun = time.perf_counter()
@@ -209,24 +218,29 @@ class Runner:
             self.diverged, count = number + bad[0], bad[0]
         self.losses += losses[:count]
         found: dict[str, list[float]] = {"loss": losses, "accuracy": hits, "replayed_seconds": [seconds] * count}
-        if passes is not None:
+        if passes is not None and isinstance(self._report, deeppcr.Solution):
+            iterations, exact = passes[:count].unbind(1)
+            found["iterations"] = iterations.double().mean(1).tolist()
+            found["not_converged"] = (exact < len(self.network.weight)).any(1).double().tolist()
+        elif passes is not None:
             taken = [replace(self._report, found=each).solution() for each in passes.cpu().unbind()]
             found["iterations"] = [solution.iterations.float().mean().item() for solution in taken]
             found["not_converged"] = [float(solution.result is not deeppcr.Result.CONVERGED) for solution in taken]
-        elif self.mode == "parallel":  # a single chunk: nothing to iterate
-            found |= {"iterations": [1.0] * count, "not_converged": [0.0] * count}
         for name, values in found.items():
             self._window.setdefault(name, []).extend(values[:count])
 
     def _found(self) -> Tensor | None:
-        """What the kernels of the last parallel pass found out about it; None where one chunk was all there was."""
+        """What the last parallel pass found out about itself: by the kernels, or its iterations and exact steps, [2, B]."""
         report = self.network._passed if self.mode == "parallel" else None
-        return getattr(report, "found", None)
+        if isinstance(report, deeppcr.Solution):
+            return torch.stack([report.iterations, report.exact_steps])
+        return None if report is None else report.found
 
     def warm_up(self, images: Images, batch: int) -> None:
         """One pass, forward and backward, that leaves no trace: kernels are compiled before anything is timed."""
         network, passes = self.network, self.passes
         kept, warm = network.activations.clone(), network._warm
+        self.prepare()
         nn.functional.cross_entropy(self.forward(images.train[:batch]), images.train_labels[:batch]).backward()
         self.optimiser.zero_grad(set_to_none=True)
         network.activations.copy_(kept)
@@ -238,13 +252,17 @@ class Runner:
             return
         synchronise(self.device)
         begun = time.perf_counter()
+        self.prepare()
         scores = self.forward(x)
         synchronise(self.device)
         passed = time.perf_counter()
         loss = nn.functional.cross_entropy(scores, labels)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimiser.step()
+        try:
+            loss.backward()
+            self.optimiser.step()
+        except GradientOverflow:  # with such a gradient, the next step would have no loss
+            self.diverged = number + 1
         synchronise(self.device)
         ended = time.perf_counter()
         value = loss.item()
