@@ -88,6 +88,8 @@ def test_help_says_how_to_begin():
         "--time-limit",
         "--list",
         "--set",
+        "--only",
+        "reproduce all",
         "mlp-timing --quick",
     ):
         assert word in plain
@@ -207,6 +209,86 @@ def test_interrupted_and_gone_on_with(run, tmp_path, monkeypatch, stop, code):
     assert content["complete"]
     assert len(measured) == len(content["records"]) == 8
     assert content["records"][:3] == before
+
+
+def some(monkeypatch, *names, **measures):
+    """Only these, and they measure nothing."""
+    made = (
+        replace(each, measure=measures.get(each.name[4:], lambda *_: {}), summarise=len)
+        for each in cli.EXPERIMENTS
+        if each.name in names
+    )
+    monkeypatch.setattr(cli, "EXPERIMENTS", tuple(made))
+
+
+def test_all_goes_on_where_the_time_was_up_and_does_nothing_twice(run, tmp_path, monkeypatch):
+    measured = []
+
+    def counting(cell, settings, context):
+        measured.append(cell)
+        if len(measured) == 3:
+            context.deadline = 0.0
+        return {}
+
+    some(monkeypatch, "mlp-newton", "mlp-timing", "hardware", newton=counting, timing=counting)
+    result = run("all", "--quick", "--time-limit", 60)
+    assert result.exit_code == cli.AGAIN, result.output
+    assert "mlp-timing: out of time: 3 of 8 cells\n" in result.output
+    (tmp_path / "results").rename(tmp_path / "carried")  # as to another machine
+    result = run("all", "--quick", out=tmp_path / "carried")
+    assert result.exit_code == 0, result.output
+    assert len(measured) == 16
+    made = files(tmp_path / "carried")
+    assert [name.rpartition("-20")[0].split("-")[1] for name in made] == ["newton", "timing"]
+    content = store.read(tmp_path / "carried" / made[1])
+    assert [record["session"] for record in content["records"]] == [0, 0, 0, 1, 1, 1, 1, 1]
+    lines = [line for line in result.output.splitlines() if ": finished: " in line]
+    assert [line.partition(":")[0] for line in lines] == ["mlp-timing", "mlp-newton"]
+    result = run("all", "--quick", out=tmp_path / "carried")
+    assert result.exit_code == 0
+    assert result.output.count("from before") == 2
+    assert files(tmp_path / "carried") == made
+    assert len(measured) == 16
+
+
+def test_all_goes_on_with_the_next_where_one_fails(run, tmp_path, monkeypatch):
+    some(monkeypatch, "mlp-newton", "mlp-memory", "mlp-gain")
+
+    def broken(measure):
+        def wrapped(cell, settings, context):
+            raise RuntimeError("a bug")
+
+        return wrapped
+
+    patch_measure(monkeypatch, "mlp-newton", broken)
+    patch_measure(
+        monkeypatch, "mlp-gain", lambda measure: lambda *_: (_ for _ in ()).throw(store.PaperError("no data"))
+    )
+    result = run("all", "--quick")
+    assert result.exit_code == cli.BAD
+    assert "mlp-newton: failed: RuntimeError: a bug" in result.output
+    assert "mlp-memory: finished: " in result.output
+    assert "mlp-gain: failed: no data" in result.output
+    fails_clearly(run("all", "--quick", "--set", "depths=2"), "--set and --only")
+
+
+def test_only_some_cells_and_then_the_others(run, tmp_path):
+    changes = ("mlp-newton", "--quick", "--set", "samples=1")
+    result = run(*changes, "--only", "L=64", "--only", "guess=random,zeros")
+    assert result.exit_code == 0, result.output
+    (found,) = files(tmp_path / "results")
+    assert found.endswith(store.PARTIAL)
+    assert [record["key"] for record in store.read(tmp_path / "results" / found)["records"]] == [
+        f"activation={activation} guess=random L=64 w=4" for activation in ("relu", "sigmoid")
+    ]
+    fails_clearly(run(*changes, "--only", "L=3"), "--only L=3", "no cell is like that", "L=8,64")
+    fails_clearly(run(*changes, "--only", "depth=3"), "no depth")
+    fails_clearly(run(*changes, "--only", "L"), "expected NAME=VALUE")
+    assert run(*changes).exit_code == 0
+    (found,) = files(tmp_path / "results")
+    content = store.read(tmp_path / "results" / found)
+    assert content["complete"]
+    assert [record["L"] for record in content["records"]] == [8, 64] * 4  # in the usual order
 
 
 def test_the_same_command_twice_at_a_time(run, tmp_path, monkeypatch):

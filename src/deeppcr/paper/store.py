@@ -1,7 +1,8 @@
 """Result files: one JSON file a run, whole or not there.
 
 While a run is under way its file is ``<name>.partial.json``, written anew after the cells; it gets its final name once
-every cell is in it. The same command finds the partial file, on this or another machine, and goes on from there.
+every cell is in it. The same command finds the partial file, on this or another machine of the same kind, and goes on from
+there; where several machines have each done a part, their partial files become one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ SCHEMA = 1
 #: Files are written anew at most this often, in seconds; what is finished in between is kept in memory.
 INTERVAL = 2.0
 PARTIAL = ".partial.json"
+#: What the state of a long cell is kept in ends so.
+CHECKPOINT = ".checkpoint.partial"
 
 
 class PaperError(Exception):
@@ -171,18 +174,23 @@ class Store:
     def open(
         folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, quick: bool = False
     ) -> Store:
-        """Go on with a partial file of the same experiment, settings and kind of device, or begin a new one."""
+        """Go on with the partial files of the same experiment, settings and hardware, or begin a new one.
+
+        Times of two kinds of hardware do not belong in one file: another kind begins its own.
+        """
         settings, here = as_json(settings), session(device)
+        name = here["hardware"]["device"]
+        mine = []
         for path in sorted(folder.glob(f"{experiment}-*{PARTIAL}")):
             content = read(path)
-            same = (content["experiment"], content["settings"], content["device"]) == (
-                experiment,
-                settings,
-                device.type,
-            )
-            if same:
-                content["sessions"].append(here)
-                return Store(path, content)
+            if _is_of(content, experiment, settings, device, name):
+                mine.append(Store(path, content))
+        if mine:
+            first, *others = mine
+            for other in others:
+                first.take_in(other)
+            first.content["sessions"].append(here)
+            return first
         content = {
             "schema": SCHEMA,
             "experiment": experiment,
@@ -199,8 +207,21 @@ class Store:
             "summary": None,
             "records": [],
         }
-        name = file_name(experiment, here["hardware"]["device"], here["start"][:10], here["commit"], quick=quick)
-        return Store(_free(folder, name, PARTIAL), content)
+        stem = file_name(experiment, name, here["start"][:10], here["commit"], quick=quick)
+        return Store(_free(folder, stem, PARTIAL), content)
+
+    def take_in(self, other: Store) -> None:
+        """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
+        first, done = len(self.content["sessions"]), self.done
+        self.content["sessions"] += other.content["sessions"]
+        for record in other.records:
+            if record["key"] not in done:
+                self.content["records"].append({**record, "session": first + record["session"]})
+        self.save()
+        mine, theirs = (each.path.name.removesuffix(PARTIAL) for each in (self, other))
+        for path in other.path.parent.glob(f"{theirs}.*{CHECKPOINT}"):
+            os.replace(path, path.with_name(mine + path.name.removeprefix(theirs)))
+        other.path.unlink()
 
     @property
     def done(self) -> set[str]:
@@ -237,6 +258,28 @@ class Store:
             raise disk_error(final, error) from error
         self.path = final
         return final
+
+
+def finished(
+    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device
+) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole result of the same experiment, settings and hardware, and its content; None where there is none."""
+    settings, name = as_json(settings), hardware(device)
+    found = []
+    for path in sorted(folder.glob(f"{experiment}-*.json")):
+        if path.name.endswith(PARTIAL):
+            continue
+        content = read(path)
+        if content["complete"] and _is_of(content, experiment, settings, device, name):
+            found.append((path, content))
+    return max(found, key=lambda pair: str(pair[1].get("end")), default=None)
+
+
+def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torch.device, name: str) -> bool:
+    """Whether a file is of this run: the header has the hardware of all its records."""
+    here = (experiment, settings, device.type, name)
+    there = content.get("hardware") or {}
+    return (content["experiment"], content["settings"], content["device"], there.get("device")) == here
 
 
 def _free(folder: Path, name: str, ending: str) -> Path:
