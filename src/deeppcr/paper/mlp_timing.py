@@ -38,7 +38,7 @@ class Settings:
 
     Attributes:
         other_widths: of all activations but the first, which take about as long
-        budget: seconds of timing for each direction of a cell, over all columns
+        budget: seconds of timing for each direction of a cell, an equal share for every column
         fewest, most: repeats, whatever the budget
         patience: a parallel pass that takes more seconds than this is not repeated, and not tried at larger depths
         forward_tolerance: largest difference to the states in float64, in units of their largest
@@ -50,7 +50,7 @@ class Settings:
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
     other_widths: tuple[int, ...] = tuple(4**k for k in range(1, 6))
     activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
-    budget: float = 0.3
+    budget: float = 0.6
     fewest: int = 3
     most: int = 100
     patience: float = 2.0

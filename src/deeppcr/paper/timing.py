@@ -44,13 +44,14 @@ def measure(
 ) -> dict[str, Timing]:
     """Time functions that do the same job, in turn, so that what else the machine does hits all of them alike.
 
-    Each is called once to warm up, unless it has been timed before. A turn lasts a twentieth of the budget or one call, so that the quick are not timed
-    just after the slow only, with cold caches. What runs on the device is waited for before the clock starts and stops.
+    Each is called once to warm up, unless it has been timed before. A turn lasts a twentieth of the budget or one call, so
+    that the quick are not timed just after the slow only, with cold caches. What runs on the device is waited for before the
+    clock starts and stops.
 
     Args:
         functions: what to call, by name
         device: where they run
-        budget: seconds after which only those have a turn that were called too few times
+        budget: seconds for all of them; each has an equal share, so that a slow one takes nothing away from the others
         repeats: the fewest and the most calls of each, whatever the budget
         taken: seconds of repeats from before, by name
 
@@ -62,22 +63,18 @@ def measure(
         if not seconds[name]:
             function()
     fewest, most = repeats
-    begun = time.perf_counter()
-    while any(len(each) < fewest for each in seconds.values()) or time.perf_counter() - begun < budget:
-        if all(len(each) >= most for each in seconds.values()):
-            break
+
+    def is_done(name: str) -> bool:
+        mine = seconds[name]
+        return len(mine) >= most or (len(mine) >= fewest and sum(mine) >= budget / len(functions))
+
+    while any(not is_done(name) for name in functions):
         for name, function in functions.items():
             turn = time.perf_counter()
-            if turn - begun >= budget and len(seconds[name]) >= fewest:
-                continue
-            while len(seconds[name]) < most:
-                synchronise(device)
-                start = time.perf_counter()
-                function()
-                synchronise(device)
-                end = time.perf_counter()
-                seconds[name].append(end - start)
-                if end - turn >= budget / 20:
+            while not is_done(name):
+                _, took = clocked(function, device)
+                seconds[name].append(took)
+                if time.perf_counter() - turn >= budget / 20:
                     break
     return {name: Timing(tuple(each)) for name, each in seconds.items()}
 

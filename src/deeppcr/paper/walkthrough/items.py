@@ -270,7 +270,7 @@ ITEMS: tuple[Item, ...] = (
         "ResNets of up to 1024 layers train with just 3 iterations a pass, half of the 6 under the test: potentially another "
         "2×, 14× in all.",
         (Part("resnet-iterations", ("resnet-iterations",), trainings.few_iterations),),
-        "The paper does not say for how long it trained here; ours are two epochs, in which a training that fails has failed.",
+        "The paper does not say for how long it trained here; ours is one epoch, in which a training that fails has failed.",
     ),
     Item(
         "Figure 20",
