@@ -62,9 +62,10 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
             raise
         return {"network_bytes": network_bytes, "peaks": {name: {"status": "out of memory"} for name in names}}
     runs: dict[str, Callable[[], Any]] = {"loop": network.loop}
-    runs["printed"] = lambda: network.parallel(solver(network, "printed"))
+    # Not as a CUDA graph, which keeps copies of its inputs: what a solve itself takes.
+    runs["printed"] = lambda: network.parallel(solver(network, "printed", capture=False))
     for chunk in settings.chunks:
-        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian)  # pyright: ignore[reportArgumentType]
+        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian, capture=False)  # pyright: ignore[reportArgumentType]
         runs[f"chunk {chunk}"] = lambda newton=newton: network.parallel(newton)
     peaks: dict[str, Any] = {}
     for name, run in runs.items():

@@ -68,7 +68,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
             network = Network.make(cell["L"], cell["w"], context.device, sample, cell["activation"])
             random = deeppcr.Random(seed=sample)
             guess = random if cell["guess"] == "random" else deeppcr.RepeatInitial()
-            solution = network.parallel(solver(network, "printed"), guess)
+            solution = network.parallel(solver(network, "printed", capture=False), guess)  # few: not worth a CUDA graph
             output = solution.states[-1].double()
             found["iterations"].append(int(solution.iterations.max()))
             found["results"].append(solution.result.name)

@@ -63,12 +63,18 @@ FULL = Settings()
 QUICK = Settings(depths=(4, 32, 256, 1024), widths=(2, 8, 32), other_widths=(2, 8, 32), budget=0.1, fewest=2, most=10)
 
 
-def solver(network: Network, column: str) -> deeppcr.Newton:
+def solver(network: Network, column: str, *, capture: bool = True) -> deeppcr.Newton:
     """``printed``: the paper's method with its test; ``auto``: this library's defaults."""
     if column == "printed":
-        stop = deeppcr.PaperTest(1e-4, 1e-4)
-        return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15, jacobian=network.jacobian, linear=deeppcr.PCR())
-    return deeppcr.Newton(chunk="auto", jacobian=network.jacobian)
+        settings: dict[str, Any] = {
+            "chunk": 1,
+            "stop": deeppcr.PaperTest(1e-4, 1e-4),
+            "max_iterations": 15,
+            "linear": deeppcr.PCR(),
+        }
+    else:
+        settings = {"chunk": "auto"}
+    return deeppcr.Newton(jacobian=network.jacobian, capture=capture, **settings)
 
 
 def columns(device: torch.device, width: int) -> tuple[str, ...]:
