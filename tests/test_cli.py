@@ -32,6 +32,7 @@ def tiny(monkeypatch):
     grid = replace(compare_hardware.GRID, depths=(16,), widths=(2,), budget=0.01)
     monkeypatch.setattr(compare_hardware, "GRID", grid)
     monkeypatch.setattr(store, "INTERVAL", 0.0)
+    monkeypatch.setattr(store, "SHARE", 0.0)
     yield
     torch.set_float32_matmul_precision(precision)
 

@@ -21,6 +21,24 @@ def opened(folder, settings=None, **options) -> Store:
 @pytest.fixture
 def always_saved(monkeypatch):
     monkeypatch.setattr(store_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(store_module, "SHARE", 0.0)
+
+
+def test_a_file_that_takes_long_to_write_is_written_less_often(tmp_path, monkeypatch):
+    clock, write_file, written = [100.0], store_module.write, []
+
+    def slowly(path, content):
+        clock[0] += 1.0
+        written.append(len(content["records"]))
+        write_file(path, content)
+
+    monkeypatch.setattr(store_module, "write", slowly)
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: clock[0])
+    store = opened(tmp_path)
+    for number in range(50):
+        clock[0] += 1.0
+        store.add(str(number), {})
+    assert written == [1, 21, 41]
 
 
 def test_a_run_is_partial_until_it_is_finished(tmp_path, always_saved):

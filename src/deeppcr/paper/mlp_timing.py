@@ -48,9 +48,9 @@ class Settings:
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
-    other_widths: tuple[int, ...] = tuple(4**k for k in range(1, 6))
+    other_widths: tuple[int, ...] = (4, 16, 64, 256)
     activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
-    budget: float = 0.6
+    budget: float = 0.4
     fewest: int = 3
     most: int = 100
     patience: float = 2.0

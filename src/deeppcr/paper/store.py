@@ -31,6 +31,8 @@ from .timing import hardware, machine
 SCHEMA = 1
 #: Files are written anew at most this often, in seconds; what is finished in between is kept in memory.
 INTERVAL = 2.0
+#: And so much less often than it takes: a file of some megabytes takes a second.
+SHARE = 20.0
 PARTIAL = ".partial.json"
 #: What the state of a long cell is kept in ends so.
 CHECKPOINT = ".checkpoint.partial"
@@ -169,6 +171,7 @@ class Store:
     path: Path
     content: dict[str, Any]
     _saved: float = field(default=0.0, repr=False)
+    _took: float = field(default=0.0, repr=False)
 
     @staticmethod
     def open(
@@ -237,13 +240,15 @@ class Store:
         number = len(self.content["sessions"]) - 1
         device_name = self.content["sessions"][number]["hardware"]["device"]
         self.content["records"].append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
-        if time.monotonic() - self._saved >= INTERVAL:
+        if time.monotonic() - self._saved >= max(INTERVAL, SHARE * self._took):
             self.save()
 
     def save(self) -> None:
         self.content["sessions"][-1]["end"] = now()
+        begun = time.monotonic()
         write(self.path, self.content)
         self._saved = time.monotonic()
+        self._took = self._saved - begun
 
     def finish(self, summary: Any = None) -> Path:
         """Every cell is there: give the file its final name. An existing file is never replaced."""
