@@ -134,7 +134,11 @@ def test_settings_are_changed_and_recorded(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "parts"),
     [
-        ("mlp-timing", "depth=3", ["no setting 'depth'", "depths=2,64 widths=2,4 activations=relu,tanh budget=0.01"]),
+        (
+            "mlp-timing",
+            "depth=3",
+            ["no setting 'depth'", "depths=2,64 widths=2,4 other_widths=2,4 activations=relu,tanh budget"],
+        ),
         ("mlp-timing", "depths=a", ["expected a whole number, got 'a'", "depths=2,64"]),
         ("mlp-timing", "depths=8,0", ["at least 1, got 0"]),
         ("mlp-timing", "depths=1.5", ["expected a whole number, got '1.5'"]),
@@ -273,7 +277,8 @@ def test_all_goes_on_with_the_next_where_one_fails(run, tmp_path, monkeypatch):
     fails_clearly(run("all", "--quick", "--set", "depths=2"), "--set and --only")
 
 
-def test_only_some_cells_and_then_the_others(run, tmp_path):
+def test_only_some_cells_and_then_the_others(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "INTERVAL", 60.0)  # they are written at the end, too
     changes = ("mlp-newton", "--quick", "--set", "samples=1")
     result = run(*changes, "--only", "L=64", "--only", "guess=random,zeros")
     assert result.exit_code == 0, result.output
@@ -289,7 +294,7 @@ def test_only_some_cells_and_then_the_others(run, tmp_path):
     (found,) = files(tmp_path / "results")
     content = store.read(tmp_path / "results" / found)
     assert content["complete"]
-    assert [record["L"] for record in content["records"]] == [8, 64] * 4  # in the usual order
+    assert [record["L"] for record in content["records"]] == [8, 8, 64, 64] * 2  # in the usual order
 
 
 def test_the_same_command_twice_at_a_time(run, tmp_path, monkeypatch):
@@ -353,7 +358,7 @@ def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
 
     def after_a_while(self):
         checks.append(1)
-        if len(checks) == 4:  # two for the cells, and then the second window of the training
+        if len(checks) == 6:  # four for the cells that time, one for the training, and then its first window
             raise experiment.OutOfTime
 
     with monkeypatch.context() as patched:
@@ -495,7 +500,7 @@ def test_a_full_disk_on_the_way(run, tmp_path, monkeypatch):
         patch_measure(patched, "mlp-newton", filling)
         fails_clearly(run("mlp-newton", "--quick"), "no space left on the disk")
     (found,) = files(tmp_path / "results")
-    assert len(store.read(tmp_path / "results" / found)["records"]) == 1  # what was there before is still there
+    assert len(store.read(tmp_path / "results" / found)["records"]) == 2  # what was there before is still there
     assert run("mlp-newton", "--quick").exit_code == 0
 
 

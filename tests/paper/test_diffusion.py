@@ -218,7 +218,7 @@ def test_colour_takes_its_own_widths():
 
 
 def test_a_cell_of_latent_diffusion(context):
-    settings = replace(latent_diffusion.QUICK, **TINY["latent-diffusion"])
+    settings = replace(latent_diffusion.QUICK, **{**TINY["latent-diffusion"], "budget": 60.0})
     record = latent_diffusion.measure({"data": "digits", "w": 4, "L": 32}, settings, context)
     assert len(record["loop"]["seconds"]) == settings.loop_runs
     assert len(record["auto"]["seconds"]) == len(record["auto"]["error"]) == settings.runs

@@ -125,6 +125,7 @@ def test_parts_of_several_machines_become_one(tmp_path, always_saved):
     stem = store.path.name.removesuffix(PARTIAL)
     expected = [f"{stem}{PARTIAL}", *(f"{stem}.{number}{store_module.CHECKPOINT}" for number in range(2))]
     assert sorted(path.name for path in together.iterdir()) == sorted(expected)
+    assert store.finish().name.removesuffix(".json") == part.path.name.removesuffix(PARTIAL)  # not mlp-timing-0-...
 
 
 def test_a_second_run_overwrites_nothing(tmp_path):

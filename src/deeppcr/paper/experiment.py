@@ -179,6 +179,7 @@ class Experiment:
                 self._measure_all(wanted, settings, context, store)
             names = [name_of(cell) for cell in cells]
             if not store.done.issuperset(names):
+                store.save()
                 return store.path, None
             store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
             summary = self.summarise(store.records)

@@ -277,11 +277,12 @@ class Backward:
 
         found, took = clocked(lambda: gradients(last), network.z0.device)
         error = self.reference.error(found, 0)
+        del found  # as large as the network
         if name != "loop":
             # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too. Of the
             # loop, which is autograd itself, there is nothing more to find out.
             error = max(error, self.reference.error(gradients(every), 1))
-        del every, states, found
+        del every, states
         return Column(lambda: gradients(last), took, error, "backward_tolerance", solution)
 
     @torch.no_grad()

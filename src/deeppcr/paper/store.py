@@ -210,8 +210,7 @@ class Store:
             "summary": None,
             "records": [],
         }
-        stem = file_name(experiment, name, here["start"][:10], here["commit"], quick=quick)
-        return Store(_free(folder, stem, PARTIAL), content)
+        return Store(_free(folder, _stem(content), PARTIAL), content)
 
     def take_in(self, other: Store) -> None:
         """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
@@ -256,7 +255,7 @@ class Store:
         self.content["end"] = now()
         self.content["complete"] = True
         self.save()
-        final = _free(self.path.parent, self.path.name.removesuffix(PARTIAL), ".json")
+        final = _free(self.path.parent, _stem(self.content), ".json")  # whatever a part was called on its way
         try:
             os.rename(self.path, final)
         except OSError as error:
@@ -285,6 +284,11 @@ def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torc
     here = (experiment, settings, device.type, name)
     there = content.get("hardware") or {}
     return (content["experiment"], content["settings"], content["device"], there.get("device")) == here
+
+
+def _stem(content: dict[str, Any]) -> str:
+    about = (content["experiment"], content["hardware"]["device"], content["start"][:10], content["commit"])
+    return file_name(*about, quick=content["quick"])
 
 
 def _free(folder: Path, name: str, ending: str) -> Path:
