@@ -239,6 +239,7 @@ def test_all_goes_on_where_the_time_was_up_and_does_nothing_twice(run, tmp_path,
     result = run("all", "--quick", "--time-limit", 60)
     assert result.exit_code == cli.AGAIN, result.output
     assert "mlp-timing: out of time: 3 of 8 cells\n" in result.output
+    assert len(files(tmp_path / "results")) == 1  # the next one was not begun
     (tmp_path / "results").rename(tmp_path / "carried")  # as to another machine
     result = run("all", "--quick", out=tmp_path / "carried")
     assert result.exit_code == 0, result.output

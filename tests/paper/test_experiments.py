@@ -9,7 +9,7 @@ import torch
 
 import deeppcr
 from deeppcr.nn.networks import ACTIVATIONS
-from deeppcr.paper import mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
+from deeppcr.paper import mlp, mlp_gain, mlp_memory, mlp_newton, mlp_timing, resnet, resnet_ablations, resnet_training
 from deeppcr.paper.data import Images
 from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
 from deeppcr.paper.figures.mlp_gain import caption
@@ -38,8 +38,12 @@ def test_layers_and_their_jacobians(activation, device):
 
 
 @pytest.mark.parametrize("activation", LAYERS)
-def test_the_exact_gradients_are_those_of_autograd(activation, device):
+@pytest.mark.parametrize("at_once", [7, 2])
+def test_the_exact_gradients_are_those_of_autograd(activation, at_once, device, monkeypatch):
+    monkeypatch.setattr(mlp, "_CONVERTED", at_once * 5**2)
     network = Network.make(7, 5, device, activation=activation)
+    assert [len(range(7)[part]) for part in network.parts()] == ([7] if at_once == 7 else [2, 2, 2, 1])
+    assert torch.allclose(network.exact_states(), torch.stack(network.double().loop()))
     adjoints = mlp_timing.Adjoints(network, network.exact_states())
     double = network.double().trainable()
     for which in (0, 1):
