@@ -21,7 +21,14 @@ PRESETS["tiny"] = replace(
 )
 #: Smaller still than quick: enough to see that they run and what they write.
 TINY = {
-    "mlp-timing": {"depths": (2, 64), "widths": (2, 4), "activations": ("relu", "tanh"), "budget": 0.01, "most": 3},
+    "mlp-timing": {
+        "depths": (2, 64),
+        "widths": (2, 4),
+        "other_widths": (2, 4),
+        "activations": ("relu", "tanh"),
+        "budget": 0.01,
+        "most": 3,
+    },
     "mlp-memory": {"depths": (64, 256), "widths": (4,)},
     "mlp-newton": {"depths": (8, 64), "widths": (4,)},
     "mlp-gain": {"depths": (8, 16), "gains": (1.0, 4.0), "activations": ("relu", "tanh")},
@@ -35,12 +42,21 @@ TINY = {
         "training": "tiny",
         "loop_runs": 2,
         "runs": 3,
+        "budget": 0.1,
         "batch": 8,
         "images": 2,
         "samples": 16,
         "draws": 10,
     },
-    "pixel-diffusion": {"sides": (4,), "steps": (32,), "training": "tiny", "runs": 3, "batch": 4, "images": 2},
+    "pixel-diffusion": {
+        "sides": (4,),
+        "steps": (32,),
+        "training": "tiny",
+        "runs": 3,
+        "budget": 0.1,
+        "batch": 4,
+        "images": 2,
+    },
     "diffusion-iterations": {"widths": (4,), "sides": (4,), "steps": (32,), "iterations": 5, "training": "tiny"},
     "diffusion-guess": {"sides": (4,), "conditional": ("yes",), "steps": (32,), "runs": 2, "training": "tiny"},
 }

@@ -32,6 +32,7 @@ def tiny(monkeypatch):
     grid = replace(compare_hardware.GRID, depths=(16,), widths=(2,), budget=0.01)
     monkeypatch.setattr(compare_hardware, "GRID", grid)
     monkeypatch.setattr(store, "INTERVAL", 0.0)
+    monkeypatch.setattr(store, "SHARE", 0.0)
     yield
     torch.set_float32_matmul_precision(precision)
 
@@ -88,6 +89,8 @@ def test_help_says_how_to_begin():
         "--time-limit",
         "--list",
         "--set",
+        "--only",
+        "reproduce all",
         "mlp-timing --quick",
     ):
         assert word in plain
@@ -131,7 +134,11 @@ def test_settings_are_changed_and_recorded(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "parts"),
     [
-        ("mlp-timing", "depth=3", ["no setting 'depth'", "depths=2,64 widths=2,4 activations=relu,tanh budget=0.01"]),
+        (
+            "mlp-timing",
+            "depth=3",
+            ["no setting 'depth'", "depths=2,64 widths=2,4 other_widths=2,4 activations=relu,tanh budget"],
+        ),
         ("mlp-timing", "depths=a", ["expected a whole number, got 'a'", "depths=2,64"]),
         ("mlp-timing", "depths=8,0", ["at least 1, got 0"]),
         ("mlp-timing", "depths=1.5", ["expected a whole number, got '1.5'"]),
@@ -209,6 +216,93 @@ def test_interrupted_and_gone_on_with(run, tmp_path, monkeypatch, stop, code):
     assert content["records"][:3] == before
 
 
+def some(monkeypatch, *names, **measures):
+    """Only these, and they measure nothing."""
+    made = (
+        replace(each, measure=measures.get(each.name[4:], lambda *_: {}), summarise=len)
+        for each in cli.EXPERIMENTS
+        if each.name in names
+    )
+    monkeypatch.setattr(cli, "EXPERIMENTS", tuple(made))
+
+
+def test_all_goes_on_where_the_time_was_up_and_does_nothing_twice(run, tmp_path, monkeypatch):
+    measured, patience = [], [3]
+
+    def counting(cell, settings, context):
+        measured.append(cell)
+        return {}
+
+    def check_time(context):
+        if len(measured) == patience[0]:
+            raise cli.OutOfTime
+
+    monkeypatch.setattr(cli.Context, "check_time", check_time)
+    some(monkeypatch, "mlp-newton", "mlp-timing", "hardware", newton=counting, timing=counting)
+    result = run("all", "--quick", "--time-limit", 60)
+    assert result.exit_code == cli.AGAIN, result.output
+    assert "mlp-timing: out of time: 3 of 8 cells\n" in result.output
+    assert "mlp-newton: out of time\n" in result.output
+    assert len(files(tmp_path / "results")) == 1  # the next one was not begun
+    patience[0] = None
+    (tmp_path / "results").rename(tmp_path / "carried")  # as to another machine
+    result = run("all", "--quick", out=tmp_path / "carried")
+    assert result.exit_code == 0, result.output
+    assert len(measured) == 16
+    made = files(tmp_path / "carried")
+    assert [name.rpartition("-20")[0].split("-")[1] for name in made] == ["newton", "timing"]
+    content = store.read(tmp_path / "carried" / made[1])
+    assert [record["session"] for record in content["records"]] == [0, 0, 0, 1, 1, 1, 1, 1]
+    lines = [line for line in result.output.splitlines() if ": finished: " in line]
+    assert [line.partition(":")[0] for line in lines] == ["mlp-timing", "mlp-newton"]
+    result = run("all", "--quick", out=tmp_path / "carried")
+    assert result.exit_code == 0
+    assert result.output.count("from before") == 2
+    assert files(tmp_path / "carried") == made
+    assert len(measured) == 16
+
+
+def test_all_goes_on_with_the_next_where_one_fails(run, tmp_path, monkeypatch):
+    some(monkeypatch, "mlp-newton", "mlp-memory", "mlp-gain")
+
+    def broken(measure):
+        def wrapped(cell, settings, context):
+            raise RuntimeError("a bug")
+
+        return wrapped
+
+    patch_measure(monkeypatch, "mlp-newton", broken)
+    patch_measure(
+        monkeypatch, "mlp-gain", lambda measure: lambda *_: (_ for _ in ()).throw(store.PaperError("no data"))
+    )
+    result = run("all", "--quick")
+    assert result.exit_code == cli.BAD
+    assert "mlp-newton: failed: RuntimeError: a bug" in result.output
+    assert "mlp-memory: finished: " in result.output
+    assert "mlp-gain: failed: no data" in result.output
+    fails_clearly(run("all", "--quick", "--set", "depths=2"), "--set and --only")
+
+
+def test_only_some_cells_and_then_the_others(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "INTERVAL", 60.0)  # they are written at the end, too
+    changes = ("mlp-newton", "--quick", "--set", "samples=1")
+    result = run(*changes, "--only", "L=64", "--only", "guess=random,zeros")
+    assert result.exit_code == 0, result.output
+    (found,) = files(tmp_path / "results")
+    assert found.endswith(store.PARTIAL)
+    assert [record["key"] for record in store.read(tmp_path / "results" / found)["records"]] == [
+        f"activation={activation} guess=random L=64 w=4" for activation in ("relu", "sigmoid")
+    ]
+    fails_clearly(run(*changes, "--only", "L=3"), "--only L=3", "no cell is like that", "L=8,64")
+    fails_clearly(run(*changes, "--only", "depth=3"), "no depth")
+    fails_clearly(run(*changes, "--only", "L"), "expected NAME=VALUE")
+    assert run(*changes).exit_code == 0
+    (found,) = files(tmp_path / "results")
+    content = store.read(tmp_path / "results" / found)
+    assert content["complete"]
+    assert [record["L"] for record in content["records"]] == [8, 8, 64, 64] * 2  # in the usual order
+
+
 def test_the_same_command_twice_at_a_time(run, tmp_path, monkeypatch):
     """The second one says so and does nothing; another command goes on beside it."""
     pytest.importorskip("fcntl")
@@ -270,7 +364,7 @@ def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
 
     def after_a_while(self):
         checks.append(1)
-        if len(checks) == 4:  # two for the cells, and then the second window of the training
+        if len(checks) == 6:  # four for the cells that time, one for the training, and then its first window
             raise experiment.OutOfTime
 
     with monkeypatch.context() as patched:
@@ -412,7 +506,7 @@ def test_a_full_disk_on_the_way(run, tmp_path, monkeypatch):
         patch_measure(patched, "mlp-newton", filling)
         fails_clearly(run("mlp-newton", "--quick"), "no space left on the disk")
     (found,) = files(tmp_path / "results")
-    assert len(store.read(tmp_path / "results" / found)["records"]) == 1  # what was there before is still there
+    assert len(store.read(tmp_path / "results" / found)["records"]) == 2  # what was there before is still there
     assert run("mlp-newton", "--quick").exit_code == 0
 
 

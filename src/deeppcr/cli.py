@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +24,9 @@ import deeppcr
 
 from .paper.bars import Bars
 from .paper.catalogue import EXPERIMENTS
+from .paper.everything import run_all
 from .paper.experiment import Context, OutOfTime
-from .paper.store import PaperError
+from .paper.store import PARTIAL, PaperError
 
 #: Exit codes: bad input or a full disk; out of time (try again, as in sysexits.h); Ctrl-C.
 BAD, AGAIN, STOPPED = 2, 75, 130
@@ -51,7 +53,10 @@ def version() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The experiment; --list shows them all.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The experiment; --list shows them. [bold]all[/]: one after the other."),
+    ] = "",
     files: Annotated[
         list[Path] | None,
         typer.Argument(metavar="FILE1 FILE2", help="For [bold]hardware[/] only: two result files of mlp-timing."),
@@ -86,6 +91,14 @@ def reproduce(
             "it does not have lists those that it has.",
         ),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Measure only the cells with this value, such as w=16,32 or part=training; may be given several times. "
+            "The file stays partial; the same command with other cells, or without --only, goes on.",
+        ),
+    ] = None,
     time_limit: Annotated[
         float | None,
         typer.Option(metavar="MIN", min=0, help="Stop after so many minutes; the same command goes on from there."),
@@ -94,7 +107,12 @@ def reproduce(
     """Run one experiment of the paper and write its results to one JSON file.
 
     Try [bold]deeppcr reproduce mlp-timing --quick[/] first. A run that is interrupted (Ctrl-C, --time-limit, a power cut)
-    leaves what is finished in OUT; the same command goes on from there, on this or another machine.
+    leaves what is finished in OUT; the same command goes on from there, on this or another machine of the same kind.
+    Cells can be shared among machines by [bold]--only[/]: with their partial files in one folder, the same command makes
+    one of them.
+
+    [bold]deeppcr reproduce all[/] runs every experiment at full size, those that say the most first, passes over what is
+    finished in OUT, and ends with a line for each.
 
     [bold]--set[/] makes an experiment smaller or larger: a residual network of 1,024 layers, 300 steps in both modes, is
     [bold]deeppcr reproduce resnet-training --set depths=1024 --set steps=300 --set seeds=1[/].
@@ -107,18 +125,29 @@ def reproduce(
     experiment = next((each for each in EXPERIMENTS if each.name == name), None)
     watcher = Bars(console)
     try:
-        if experiment is None:
-            known = ", ".join(each.name for each in EXPERIMENTS)
+        if experiment is None and name != "all":
+            known = ", ".join([*(each.name for each in EXPERIMENTS), "all"])
             raise PaperError(f"{f'unknown experiment {name!r}' if name else 'which experiment?'}; there are: {known}")
-        if files and experiment.name != "hardware":
-            raise PaperError(f"{experiment.name} takes no files; only hardware compares result files")
-        deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
-        context = Context(find_device(device), data_dir, tuple(files or ()), deadline, watcher, models=models)
+        if files and name != "hardware":
+            raise PaperError(f"{name} takes no files; only hardware compares result files")
+        if name == "all" and (changes or only):
+            raise PaperError("all: --set and --only are for one experiment; name it")
+        where, deadline = find_device(device), None if time_limit is None else time.monotonic() + 60 * time_limit
+
+        def context() -> Context:
+            watcher.clear()
+            return Context(where, data_dir, tuple(files or ()), deadline, watcher, models=models)
+
         torch.set_float32_matmul_precision("highest")
         with watcher, warnings.catch_warnings():
             # What a solve warns about is in the records; between the bars it would only be noise.
             warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-            path, summary = experiment.run(context, out, quick=quick, seed=seed, changes=changes or ())
+            if experiment is None:
+                code = everything(context, out, watcher, quick=quick, seed=seed)
+                raise typer.Exit(code)
+            path, summary = experiment.run(
+                context(), out, quick=quick, seed=seed, changes=changes or (), only=only or ()
+            )
     except PaperError as error:
         console.print(f"[bold red]deeppcr:[/] {escape(str(error))}")
         raise typer.Exit(BAD) from None
@@ -127,9 +156,25 @@ def reproduce(
         console.print(f"{why}; {watcher.finished} of {watcher.cells} cells are in {escape(str(out))}. To go on:")
         console.print(f"  {escape(command_line())}")
         raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
+    if path.name.endswith(PARTIAL):
+        print(f"{watcher.finished} cells as asked for by --only; without it the same command measures the others")
+        print(f"written to {path}")
+        return
     for line in experiment.lines(summary):
         print(line)
     print(f"written to {path}")
+
+
+def everything(context: Callable[[], Context], out: Path, watcher: Bars, *, quick: bool, seed: int) -> int:
+    """Run all experiments, with a line for each as it ends; the exit code."""
+    codes = {0}
+    for name, ended in run_all(EXPERIMENTS, context, out, quick=quick, seed=seed):
+        if ended == "out of time" and watcher.cells:
+            ended += f": {watcher.finished} of {watcher.cells} cells"
+        codes.add({"finished": 0, "failed": BAD}.get(ended.partition(":")[0], AGAIN))
+        print(f"{name}: {ended}", flush=True)
+    # What fails needs somebody; what is out of time only the same command again.
+    return next(code for code in (BAD, AGAIN, 0) if code in codes)
 
 
 @app.command()

@@ -22,7 +22,7 @@ from deeppcr.paper.denoisers import Source, latent_model, pixel_model
 from deeppcr.paper.experiment import Context
 from deeppcr.paper.report.collect import Finished
 from deeppcr.paper.report.diffusion_claims import CLAIMS
-from deeppcr.paper.sampling import Sampling, errors, pack, paper_newton, unpack
+from deeppcr.paper.sampling import Draw, Sampling, errors, pack, paper_newton, timed, unpack
 from deeppcr.paper.store import PaperError
 from small_results import TINY
 
@@ -70,10 +70,39 @@ def test_a_captured_loop_takes_new_noise(sampling):
 
 
 def test_phases_are_parts_of_the_whole(sampling):
-    phases = sampling.phases(sampling.draw(1, seed=0))
+    phases, _ = sampling.phases(sampling.draw(1, seed=0))
     assert phases["jacobian"] > 0
     assert phases["linear"] > 0
     assert phases["jacobian"] + phases["linear"] <= phases["total"]
+
+
+@pytest.mark.parametrize("sampling", ["latent"], indirect=True)
+def test_the_paper_method_is_timed_within_a_budget(sampling, monkeypatch):
+    draws = sampling.draw(2, seed=0).split(1)
+    seconds, found, phases = sampling.time_printed(draws, budget=60)
+    assert len(seconds) == len(found) == 2
+    assert phases["total"] < 60
+    runs = []
+    printed = Sampling.printed
+    monkeypatch.setattr(Sampling, "printed", lambda self, *a, **k: runs.append(1) or printed(self, *a, **k))
+    seconds, found, phases = sampling.time_printed(draws, budget=1e-6)
+    assert len(runs) == 1  # neither a warm-up nor another for the phases
+    assert seconds == [phases["total"]]
+    assert max(errors(found[0].final, sampling.loop(draws[0]))) < 1e-2
+
+
+def test_runs_end_with_the_budget_and_not_before_the_fewest():
+    calls = []
+    seconds, found = timed(lambda x: calls.append(x) or x + 1, range(9), torch.device("cpu"), budget=0.0, fewest=3)
+    assert (calls, found, len(seconds)) == ([0, 1, 2], [1, 2, 3], 3)
+    assert len(timed(abs, range(9), torch.device("cpu"))[0]) == 9
+
+
+def test_draws_together_are_those_of_each(sampling):
+    draws = [sampling.draw(count, seed=count) for count in (2, 3)]
+    together = sampling.loop(Draw.together(draws))
+    apart = torch.cat([sampling.loop(draw) for draw in draws])
+    assert max(errors(together, apart)) < 1e-4
 
 
 def test_the_noise_is_the_same_for_the_same_seed(sampling):
@@ -189,7 +218,7 @@ def test_colour_takes_its_own_widths():
 
 
 def test_a_cell_of_latent_diffusion(context):
-    settings = replace(latent_diffusion.QUICK, **TINY["latent-diffusion"])
+    settings = replace(latent_diffusion.QUICK, **{**TINY["latent-diffusion"], "budget": 60.0})
     record = latent_diffusion.measure({"data": "digits", "w": 4, "L": 32}, settings, context)
     assert len(record["loop"]["seconds"]) == settings.loop_runs
     assert len(record["auto"]["seconds"]) == len(record["auto"]["error"]) == settings.runs
@@ -233,6 +262,23 @@ def test_claims_are_answered_from_the_records(tmp_path):
     assert "MNIST, w = 16, L = 1,024" in first[1].where
     assert latent.images == "MNIST and CIFAR-10"
     assert latent.remark == ""
+
+
+def test_starts_share_the_loop(context, monkeypatch):
+    changed = {"printed_sides": (8,), "conditional": ("no",), "runs": 2, "loop_runs": 2}
+    settings = replace(diffusion_guess.QUICK, **{**TINY["diffusion-guess"], **changed})
+    looped, loop = [], Sampling.loop
+    monkeypatch.setattr(Sampling, "loop", lambda self, draw: looped.append(1) or loop(self, draw))
+    cell = {"side": 4, "conditional": "no", "L": 32}
+    one, other = (diffusion_guess.measure({**cell, "guess": guess}, settings, context) for guess in ("mean", "zeros"))
+    assert len(looped) == 3  # all samples at once, and two by one
+    assert one["loop"] == other["loop"]
+    assert len(one["loop"]["seconds"]) == len(one["auto"]["seconds"]) == 2
+    assert "printed" not in one
+    entries = diffusion_guess.summarise([{**cell, "guess": "mean", **one}])
+    assert len(diffusion_guess.lines(entries)) == 2
+    settings = replace(settings, printed_sides=(4,))
+    assert "printed" in diffusion_guess.measure({**cell, "guess": "mean"}, settings, context)
 
 
 def test_the_start_of_a_class(context):

@@ -1,6 +1,7 @@
 """What the experiments measure: references that are right, wrong results that are not timed, memory that runs out."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import deeppcr
 import tape
 from deeppcr.nn.networks import ACTIVATIONS
 from deeppcr.paper import (
+    mlp,
     mlp_gain,
     mlp_memory,
     mlp_newton,
@@ -47,8 +49,12 @@ def test_layers_and_their_jacobians(activation, device):
 
 
 @pytest.mark.parametrize("activation", LAYERS)
-def test_the_exact_gradients_are_those_of_autograd(activation, device):
+@pytest.mark.parametrize("at_once", [7, 2])
+def test_the_exact_gradients_are_those_of_autograd(activation, at_once, device, monkeypatch):
+    monkeypatch.setattr(mlp, "_CONVERTED", at_once * 5**2)
     network = Network.make(7, 5, device, activation=activation)
+    assert [len(range(7)[part]) for part in network.parts()] == ([7] if at_once == 7 else [2, 2, 2, 1])
+    assert torch.allclose(network.exact_states(), torch.stack(network.double().loop()))
     adjoints = mlp_timing.Adjoints(network, network.exact_states())
     double = network.double().trainable()
     for which in (0, 1):
@@ -140,6 +146,43 @@ def test_what_does_not_fit_is_recorded_as_that(context, monkeypatch):
     assert newton["status"] == "out of memory"
     peaks = mlp_memory.measure({"L": 32, "w": 4}, mlp_memory.QUICK, context)["peaks"]
     assert {entry["status"] for entry in peaks.values()} == {"out of memory"}
+
+
+def test_what_takes_too_long_is_not_repeated_and_not_tried_deeper(context):
+    impatient = replace(TIMING, patience=0.0)
+    record = mlp_timing.measure_cell({"activation": "relu", "L": 32, "w": 4}, impatient, context)
+    deeper = mlp_timing.measure_cell({"activation": "relu", "L": 64, "w": 4}, impatient, context)
+    for way in mlp_timing.DIRECTIONS:
+        for column in ("printed", "auto"):
+            assert len(record[way][column]["seconds"]) == 1
+            assert record[way][column]["repeats"] == "none: the first call took too long"
+            assert re.fullmatch(rf"not timed: the {way} pass took .* s at L = 32", deeper[way][column]["status"])
+        for each in (record, deeper):
+            assert len(each[way]["loop"]["seconds"]) == 2
+            assert tuple(each[way]) == mlp_timing.columns(context.device, 4)
+    other = mlp_timing.measure_cell({"activation": "relu", "L": 64, "w": 8}, impatient, context)
+    assert other["forward"]["printed"]["status"] == "ok"
+    summary = summarise([{"activation": "relu", "L": 64, "w": 4, **deeper}])
+    assert any(reason.startswith("forward printed: not timed") for reason in summary["not_timed"])
+
+    impatient = replace(mlp_newton.QUICK, patience=0.0)
+    newton = {"activation": "relu", "guess": "random", "w": 4}
+    assert len(mlp_newton.measure({**newton, "L": 8}, impatient, context)["iterations"]) == 1
+    assert "at L = 8" in mlp_newton.measure({**newton, "L": 16}, impatient, context)["status"]
+    impatient = replace(mlp_memory.QUICK, patience=0.0)
+    peaks = [mlp_memory.measure({"L": depth, "w": 4}, impatient, context)["peaks"] for depth in (8, 16)]
+    assert [each["printed"]["status"].partition(":")[0] for each in peaks] == ["ok", "not measured"]
+
+
+def test_guesses_share_what_they_are_compared_with(context, monkeypatch):
+    loop, looped = Network.loop, []
+    monkeypatch.setattr(Network, "loop", lambda self: looped.append(1) or loop(self))
+    settings = mlp_newton.Settings(depths=(8, 16), widths=(2,), activations=("relu",), samples=2)
+    cells = list(mlp_newton.cells(settings, context))
+    records = [mlp_newton.measure(cell, settings, context) for cell in cells]
+    assert [(cell["L"], cell["guess"]) for cell in cells][:2] == [(8, "repeat-initial"), (8, "random")]
+    assert len(looped) == 4
+    assert all(max(record["error"]) < 1e-3 for record in records)
 
 
 def test_a_cpu_is_not_filled_up(monkeypatch):

@@ -21,6 +21,24 @@ def opened(folder, settings=None, **options) -> Store:
 @pytest.fixture
 def always_saved(monkeypatch):
     monkeypatch.setattr(store_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(store_module, "SHARE", 0.0)
+
+
+def test_a_file_that_takes_long_to_write_is_written_less_often(tmp_path, monkeypatch):
+    clock, write_file, written = [100.0], store_module.write, []
+
+    def slowly(path, content):
+        clock[0] += 1.0
+        written.append(len(content["records"]))
+        write_file(path, content)
+
+    monkeypatch.setattr(store_module, "write", slowly)
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: clock[0])
+    store = opened(tmp_path)
+    for number in range(50):
+        clock[0] += 1.0
+        store.add(str(number), {})
+    assert written == [1, 21, 41]
 
 
 def test_a_run_is_partial_until_it_is_finished(tmp_path, always_saved):
@@ -52,14 +70,62 @@ def test_the_same_command_goes_on_and_another_does_not(tmp_path, always_saved):
     assert Store.open(tmp_path, "mlp-memory", {"depths": (2, 4)}, CPU).done == set()
 
 
-def test_another_machine_goes_on(tmp_path, always_saved, monkeypatch):
-    opened(tmp_path).add("a", {})
-    monkeypatch.setattr(store_module, "hardware", lambda device: "Another CPU")
-    monkeypatch.setattr(store_module, "machine", lambda device: {"hardware": "Another CPU"})
-    store = opened(tmp_path)
+def on_another(patched, device_name, cpu="Some CPU"):
+    """As if it ran elsewhere."""
+    patched.setattr(store_module, "hardware", lambda device: device_name)
+    patched.setattr(store_module, "machine", lambda device: {"hardware": device_name, "cpu": cpu})
+
+
+def test_another_machine_of_the_same_kind_goes_on(tmp_path, always_saved, monkeypatch):
+    on_another(monkeypatch, "Some GPU", "one")
+    opened(tmp_path / "one").add("a", {})
+    (tmp_path / "one").rename(tmp_path / "carried")
+    on_another(monkeypatch, "Some GPU", "other")
+    store = opened(tmp_path / "carried")
     store.add("b", {})
     assert [record["session"] for record in store.records] == [0, 1]
-    assert store.records[1]["hardware"] == "Another CPU" != store.records[0]["hardware"]
+    assert [each["machine"]["cpu"] for each in store.content["sessions"]] == ["one", "other"]
+
+
+def test_another_kind_of_machine_begins_its_own_file(tmp_path, always_saved, monkeypatch):
+    opened(tmp_path).add("a", {})
+    on_another(monkeypatch, "Another CPU")
+    store = opened(tmp_path)
+    assert store.done == set()
+    store.add("b", {})
+    assert {record["hardware"] for record in store.records} == {"Another CPU"} == {store.content["hardware"]["device"]}
+    assert len(list(tmp_path.iterdir())) == 2
+    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU) is None
+    final = store.finish()
+    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU)[0] == final
+    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 8)}, CPU) is None
+    monkeypatch.undo()
+    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU) is None
+
+
+def test_parts_of_several_machines_become_one(tmp_path, always_saved):
+    for number, keys in enumerate(("ab", "bc")):
+        part = opened(tmp_path / str(number))
+        for key in keys:
+            part.add(key, {"from": number})
+        checkpoint = f"{part.path.name.removesuffix(PARTIAL)}.{number}{store_module.CHECKPOINT}"
+        part.path.with_name(checkpoint).write_text("")
+    together = tmp_path / "together"
+    together.mkdir()
+    for number in range(2):  # two of one day and commit have one name
+        for path in (tmp_path / str(number)).iterdir():
+            path.rename(together / path.name.replace("mlp-timing-", f"mlp-timing-{number}-"))
+    store = opened(together)
+    assert [(each["key"], each["from"], each["session"]) for each in store.records] == [
+        ("a", 0, 0),
+        ("b", 0, 0),
+        ("c", 1, 1),
+    ]
+    assert len(store.content["sessions"]) == 3
+    stem = store.path.name.removesuffix(PARTIAL)
+    expected = [f"{stem}{PARTIAL}", *(f"{stem}.{number}{store_module.CHECKPOINT}" for number in range(2))]
+    assert sorted(path.name for path in together.iterdir()) == sorted(expected)
+    assert store.finish().name.removesuffix(".json") == part.path.name.removesuffix(PARTIAL)  # not mlp-timing-0-...
 
 
 def test_a_second_run_overwrites_nothing(tmp_path):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from deeppcr.paper.timing import Timing, capture, hardware, machine, measure, no_collection, relative_error
+from deeppcr.paper.timing import Timing, capture, clocked, hardware, machine, measure, no_collection, relative_error
 
 CPU = torch.device("cpu")
 
@@ -17,6 +17,17 @@ def test_functions_take_turns_after_one_call_to_warm_up():
     timings = measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, budget=0, repeats=(3, 9))
     assert "".join(calls) == "ab" + 3 * "ab"
     assert [len(timings[name].seconds) for name in "ab"] == [3, 3]
+
+
+def test_what_was_timed_before_counts_and_needs_no_warm_up():
+    calls = []
+    functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    timings = measure(functions, CPU, budget=0, repeats=(3, 9), taken={"a": [7.0]})
+    assert "".join(calls) == "b" + 2 * "ab" + "b"
+    assert timings["a"].seconds[0] == 7.0
+    found, seconds = clocked(lambda: time.sleep(0.01) or "done", CPU)
+    assert found == "done"
+    assert seconds >= 0.01
 
 
 def test_repeats_end_at_the_most_within_the_budget():

@@ -53,7 +53,16 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
+    def clear(self) -> None:
+        """As before ``begin``: another experiment comes."""
+        for task in (self._all, self._part):
+            if task is not None:
+                self.progress.remove_task(task)
+        self.cells = self.finished = 0
+        self._all = self._part = None
+
     def begin(self, cells: int, finished: int) -> None:
+        self.clear()
         self.cells, self.finished = cells, finished
         fields = {"since": time.monotonic(), "begun": finished}
         self._all = self.progress.add_task("cells", total=cells, completed=finished, **fields)

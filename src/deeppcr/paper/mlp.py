@@ -5,7 +5,7 @@ Shapes: L layers of width w.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor
 import deeppcr
 from deeppcr.nn.networks import ACTIVATIONS, MLP
 
-#: Networks with more weights than this are drawn on the device itself: on a CPU that would take minutes.
-_MANY = 2**28
+#: Networks with more weights than this are drawn on the device itself: on a CPU that takes up to a minute.
+_MANY = 2**20
+#: Weights that are converted to float64 at a time.
+_CONVERTED = 2**24
 _TENSORS = ("z0", "weights", "biases")
 
 
@@ -117,9 +119,17 @@ class Network:
 
     @torch.no_grad()
     def exact_states(self) -> Tensor:
-        """By the loop in float64, [L, 1, w]. Layers are converted one at a time: all at once would not fit."""
+        """By the loop in float64, [L, 1, w]."""
         step, z, states = LAYERS[self.activation][0], self.z0.double(), []
-        for weight, bias in zip(self.weights.unbind(), self.biases.unbind(), strict=True):
-            z = step(z, (weight.double(), bias.double()))
-            states.append(z)
+        for part in self.parts():
+            for x in zip(self.weights[part].double().unbind(), self.biases[part].double().unbind(), strict=True):
+                z = step(z, x)
+                states.append(z)
         return torch.stack(states)
+
+    def parts(self) -> Iterator[slice]:
+        """Layers whose weights can be converted at once: all of them would not fit, each by itself takes long."""
+        depth, width = self.biases.shape
+        at_once = max(1, _CONVERTED // width**2)
+        for start in range(0, depth, at_once):
+            yield slice(start, min(start + at_once, depth))

@@ -73,8 +73,8 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
         network = replace(network, weights=cell["gain"] * network.weights)
         found["exponents"].append(exponent(network, sample))
         # After L iterations the last step is exact: so many always suffice.
-        patient = replace(solver(network, "printed"), max_iterations=max(cell["L"], 15))
-        for name, newton in (("paper", patient), ("default", solver(network, "auto"))):
+        patient = replace(solver(network, "printed", capture=False), max_iterations=max(cell["L"], 15))
+        for name, newton in (("paper", patient), ("default", solver(network, "auto", capture=False))):
             solution = network.parallel(newton)
             found[name]["iterations"].append(int(solution.iterations.max()))
             found[name]["results"].append(solution.result.name)

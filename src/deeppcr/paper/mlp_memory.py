@@ -15,18 +15,26 @@ from .memory import peak_bytes
 from .mlp import LAYERS, Network
 from .mlp_summary import foot
 from .mlp_timing import check_room, release, solver
+from .patience import note, too_long
 from .settings import setting
 from .table import table
+from .timing import clocked
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes; ``chunks`` are those of the chunked solves, beside the paper's method (chunk 1)."""
+    """Sizes.
+
+    Attributes:
+        chunks: of the chunked solves, beside the paper's method (chunk 1)
+        patience: what takes more seconds than this is not tried at larger depths
+    """
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
     chunks: tuple[int | str, ...] = setting((16, 64, "auto"), choices=["auto"])
     activation: str = setting("relu", choices=LAYERS)
+    patience: float = 2.0
     seed: int = 0
 
 
@@ -54,16 +62,23 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
             raise
         return {"network_bytes": network_bytes, "peaks": {name: {"status": "out of memory"} for name in names}}
     runs: dict[str, Callable[[], Any]] = {"loop": network.loop}
-    runs["printed"] = lambda: network.parallel(solver(network, "printed"))
+    # Not as a CUDA graph, which keeps copies of its inputs: what a solve itself takes.
+    runs["printed"] = lambda: network.parallel(solver(network, "printed", capture=False))
     for chunk in settings.chunks:
-        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian)  # pyright: ignore[reportArgumentType]
+        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian, capture=False)  # pyright: ignore[reportArgumentType]
         runs[f"chunk {chunk}"] = lambda newton=newton: network.parallel(newton)
     peaks: dict[str, Any] = {}
     for name, run in runs.items():
+        why = too_long(context, ("mlp-memory", width, name), depth, settings.patience)
+        if why:
+            peaks[name] = {"status": f"not measured: it took {why}"}
+            continue
         if device.type == "cuda":
             release(device)
         try:
-            peaks[name] = {"status": "ok", "bytes": peak_bytes(run, device, *network.tensors)}
+            bytes_, seconds = clocked(lambda run=run: peak_bytes(run, device, *network.tensors), device)
+            note(context, ("mlp-memory", width, name), depth, seconds / 2)  # of two calls
+            peaks[name] = {"status": "ok", "bytes": bytes_}
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import deeppcr
 from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
+from .patience import note, too_long
 from .settings import setting
 from .table import table
 
@@ -22,13 +24,19 @@ GUESSES = ("repeat-initial", "random")
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes; every cell is measured on ``samples`` networks, with seeds seed, seed + 1, ..."""
+    """Sizes.
+
+    Attributes:
+        samples: networks of a cell, with seeds seed, seed + 1, ...
+        patience: a cell that takes more seconds than this takes no further network, and deeper ones are not tried
+    """
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
     activations: tuple[str, ...] = setting(("relu", "sigmoid"), choices=LAYERS)
     guesses: tuple[str, ...] = setting(GUESSES, choices=GUESSES)
     samples: int = 3
+    patience: float = 4.0
     seed: int = 0
 
 
@@ -37,10 +45,11 @@ QUICK = Settings(depths=(4, 32, 256, 2048), widths=(2, 8, 32))
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
+    """Guesses change fastest: they share the networks."""
     for activation in settings.activations:
-        for guess in settings.guesses:
-            for width in settings.widths:
-                for depth in settings.depths:
+        for width in settings.widths:
+            for depth in settings.depths:
+                for guess in settings.guesses:
                     yield {"activation": activation, "guess": guess, "L": depth, "w": width}
 
 
@@ -48,25 +57,45 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """Iterations, results and the norm of the difference of z_L to the loop's, for every sample."""
     found: dict[str, Any] = {"status": "ok", "iterations": [], "error": [], "error_float64": [], "results": []}
+    place = ("mlp-newton", cell["activation"], cell["w"], cell["guess"])
+    why = too_long(context, place, cell["L"], settings.patience)
+    if why:
+        return {"status": f"not measured: it took {why}"}
+    begun = time.monotonic()
     try:
         check_room(cell["L"], cell["w"], context.device)
         for sample in range(settings.seed, settings.seed + settings.samples):
             network = Network.make(cell["L"], cell["w"], context.device, sample, cell["activation"])
             random = deeppcr.Random(seed=sample)
             guess = random if cell["guess"] == "random" else deeppcr.RepeatInitial()
-            solution = network.parallel(solver(network, "printed"), guess)
+            solution = network.parallel(solver(network, "printed", capture=False), guess)  # few: not worth a CUDA graph
             output = solution.states[-1].double()
             found["iterations"].append(int(solution.iterations.max()))
             found["results"].append(solution.result.name)
-            found["error"].append((output - network.loop()[-1].double()).norm().item())
-            found["error_float64"].append((output - network.exact_states()[-1]).norm().item())
+            loop, exact = last_states(network, cell, sample, context)
+            found["error"].append((output - loop).norm().item())
+            found["error_float64"].append((output - exact).norm().item())
             del network, solution
+            if time.monotonic() - begun > settings.patience:
+                break
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         release(context.device)
         return {"status": "out of memory"}
+    note(context, place, cell["L"], (time.monotonic() - begun) / len(found["results"]))
     return found
+
+
+def last_states(network: Network, cell: Cell, sample: int, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the loop, in float32 and in float64; the next cell, with another guess, has the same networks."""
+    key = (cell["activation"], cell["L"], cell["w"])
+    kept = context.cache.get("last states")
+    if kept is None or kept[0] != key:
+        kept = context.cache["last states"] = key, {}
+    if sample not in kept[1]:
+        kept[1][sample] = network.loop()[-1].double(), network.exact_states()[-1]
+    return kept[1][sample]
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

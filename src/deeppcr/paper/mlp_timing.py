@@ -19,12 +19,15 @@ from deeppcr.nn.networks import ACTIVATIONS, WIDEST, Mode
 from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
 from .mlp import Network
 from .mlp_summary import lines, summarise
+from .patience import note, too_long
 from .settings import setting
-from .timing import capture, measure, relative_error
+from .timing import capture, clocked, measure, relative_error
 
 DIRECTIONS = ("forward", "backward")
 #: How ``deeppcr.nn.MLP`` runs in the columns that are made of it.
 MODES: dict[str, Mode] = {"fused": "sequential", "auto": "parallel"}
+#: The columns that do not go layer by layer.
+PARALLEL = ("printed", "auto")
 #: Weights from which on what is left over is cleared away at once: that takes longer than timing a small network.
 _LARGE = 2**24
 
@@ -34,8 +37,10 @@ class Settings:
     """Sizes, and how long a cell is timed.
 
     Attributes:
-        budget: seconds of timing for each direction of a cell, over all columns
+        other_widths: of all activations but the first, which take about as long
+        budget: seconds of timing for each direction of a cell, an equal share for every column
         fewest, most: repeats, whatever the budget
+        patience: a parallel pass that takes more seconds than this is not repeated, and not tried at larger depths
         forward_tolerance: largest difference to the states in float64, in units of their largest
         backward_tolerance: of each gradient, the norm of the difference over the norm. A unit whose value is nearly zero
             may have the other slope of a ReLU in float32, so single elements can differ by as much as they like
@@ -43,25 +48,33 @@ class Settings:
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
     widths: tuple[int, ...] = tuple(2**k for k in range(1, 11))
+    other_widths: tuple[int, ...] = (4, 16, 64, 256)
     activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
-    budget: float = 3.0
+    budget: float = 0.4
     fewest: int = 3
     most: int = 100
+    patience: float = 2.0
     forward_tolerance: float = 1e-3
     backward_tolerance: float = 1e-2
     seed: int = 0
 
 
 FULL = Settings()
-QUICK = Settings(depths=(4, 32, 256, 1024), widths=(2, 8, 32), budget=0.1, fewest=2, most=10)
+QUICK = Settings(depths=(4, 32, 256, 1024), widths=(2, 8, 32), other_widths=(2, 8, 32), budget=0.1, fewest=2, most=10)
 
 
-def solver(network: Network, column: str) -> deeppcr.Newton:
+def solver(network: Network, column: str, *, capture: bool = True) -> deeppcr.Newton:
     """``printed``: the paper's method with its test; ``auto``: this library's defaults."""
     if column == "printed":
-        stop = deeppcr.PaperTest(1e-4, 1e-4)
-        return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15, jacobian=network.jacobian, linear=deeppcr.PCR())
-    return deeppcr.Newton(chunk="auto", jacobian=network.jacobian)
+        settings: dict[str, Any] = {
+            "chunk": 1,
+            "stop": deeppcr.PaperTest(1e-4, 1e-4),
+            "max_iterations": 15,
+            "linear": deeppcr.PCR(),
+        }
+    else:
+        settings = {"chunk": "auto"}
+    return deeppcr.Newton(jacobian=network.jacobian, capture=capture, **settings)
 
 
 def columns(device: torch.device, width: int) -> tuple[str, ...]:
@@ -72,8 +85,9 @@ def columns(device: torch.device, width: int) -> tuple[str, ...]:
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    for activation in settings.activations:
-        for width in settings.widths:
+    """By depth, from small to large, at every width: what was too slow is known before it would be slower still."""
+    for number, activation in enumerate(settings.activations):
+        for width in settings.other_widths if number else settings.widths:
             for depth in settings.depths:
                 yield {"activation": activation, "L": depth, "w": width}
 
@@ -92,10 +106,34 @@ def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, 
         return {way: dict(missing) for way in DIRECTIONS}
     found: dict[str, Any] = {}
     for way, prepare in (("forward", Forward(network, exact)), ("backward", Backward(network, exact))):
-        found[way] = time_columns(prepare, columns(device, cell["w"]), settings, device)
+        names, hopeless = columns(device, cell["w"]), too_slow(cell, way, context, settings)
+        timed = time_columns(prepare, [name for name in names if name not in hopeless], settings, device)
+        found[way] = {name: hopeless[name] if name in hopeless else timed[name] for name in names}
+        note_slow(cell, way, found[way], context)
         if network.weights.numel() >= _LARGE:
             release(device)
     return found
+
+
+def too_slow(cell: Cell, way: str, context: Context, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The parallel columns that took too long at a smaller depth; before a backward pass there is a forward one."""
+    found = {}
+    for column in PARALLEL:
+        for direction in ("forward", way):
+            why = too_long(context, _place(cell, direction, column), cell["L"], settings.patience)
+            if why:
+                found[column] = {"status": f"not timed: the {direction} pass took {why}"}
+    return found
+
+
+def note_slow(cell: Cell, way: str, found: dict[str, Any], context: Context) -> None:
+    for column in PARALLEL:
+        if seconds := found[column].get("seconds"):
+            note(context, _place(cell, way, column), cell["L"], min(seconds))
+
+
+def _place(cell: Cell, way: str, column: str) -> tuple:
+    return "mlp-timing", cell["activation"], cell["w"], way, column
 
 
 def check_room(depth: int, width: int, device: torch.device) -> None:
@@ -106,9 +144,10 @@ def check_room(depth: int, width: int, device: torch.device) -> None:
 
 @dataclass
 class Column:
-    """One way to compute a pass: what is called to time it, and how its results compare."""
+    """One way to compute a pass: what is called to time it, how long its first call took, and how its results compare."""
 
     run: Callable[[], Any]
+    took: float
     error: float
     tolerance_of: str
     solution: deeppcr.Solution | None = None
@@ -138,15 +177,23 @@ def time_columns(
     """Check every column, then time those that hold, in turn. Where they do not fit together, each by itself."""
     records: dict[str, Any] = {}
     runs: dict[str, Callable[[], Any]] = {}
+    taken: dict[str, list[float]] = {}
     held: list[Column] = []
     try:
         for name in names:
             column = prepare(name)
             records[name] = column.record(settings)
-            if records[name]["status"] == "ok":
-                runs[name] = column.run
-                held.append(column)
-        timings = measure(runs, device, budget=settings.budget, repeats=(settings.fewest, settings.most))
+            if records[name]["status"] != "ok":
+                continue
+            if name in PARALLEL and column.took > settings.patience:
+                records[name] |= {"seconds": [column.took], "repeats": "none: the first call took too long"}
+                continue
+            runs[name] = column.run
+            held.append(column)
+            if name == "loop":  # eager code has nothing to set up that would count in so many calls
+                taken[name] = [column.took]
+        repeats = settings.fewest, settings.most
+        timings = measure(runs, device, budget=settings.budget, repeats=repeats, taken=taken)
     except (RuntimeError, MemoryError) as error:
         failure = "out of memory" if is_out_of_memory(error) else f"failed: {type(error).__name__}: {error}"
     else:
@@ -174,32 +221,39 @@ class Forward:
 
     @torch.no_grad()
     def __call__(self, name: str) -> Column:
-        network = self.network
+        network, device = self.network, self.network.z0.device
         if name == "loop":
-            error = relative_error([torch.stack(network.loop())], [self.exact])
-            return Column(torch.no_grad()(network.loop), error, "forward_tolerance")
+            found, took = clocked(network.loop, device)
+            return self.column(network.loop, took, torch.stack(found))
         if name == "graph":
-            replay, states = capture(network.loop)
-            replay()
-            error = relative_error([torch.stack(states)], [self.exact])
-            return Column(replay, error, "forward_tolerance", keep=states)
+            replay, found = capture(network.loop)
+            _, took = clocked(replay, device)
+            return self.column(replay, took, torch.stack(found), keep=found)
         if name == "printed":
             newton = solver(network, name)
-            solution = network.parallel(newton)
-            error = relative_error([solution.states], [self.exact])
-            return Column(torch.no_grad()(lambda: network.parallel(newton)), error, "forward_tolerance", solution)
+            solution, took = clocked(lambda: network.parallel(newton), device)
+            return self.column(lambda: network.parallel(newton), took, solution.states, solution)
         module = network.module()
-        states = module.hidden_states(network.z0, MODES[name])
+        states, took = clocked(lambda: module.hidden_states(network.z0, MODES[name]), device)
+        return self.column(lambda: module.hidden_states(network.z0, MODES[name]), took, states, module.solution)
+
+    def column(
+        self,
+        run: Callable[[], Any],
+        took: float,
+        states: Tensor,
+        solution: deeppcr.Solution | None = None,
+        keep: Any = None,
+    ) -> Column:
         error = relative_error([states], [self.exact])
-        run = torch.no_grad()(lambda: module.hidden_states(network.z0, MODES[name]))
-        return Column(run, error, "forward_tolerance", module.solution)
+        return Column(torch.no_grad()(run), took, error, "forward_tolerance", solution, keep)
 
 
 class Backward:
     """The gradients of the last state's sum in weights, biases and input, without the forward pass before it."""
 
     def __init__(self, network: Network, exact: Tensor):
-        self.network = network.trainable()
+        self.network, self.exact = network.trainable(), exact
         self.reference = Adjoints(network, exact)
 
     def __call__(self, name: str) -> Column:
@@ -221,22 +275,27 @@ class Backward:
         def gradients(loss: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(loss, tensors, retain_graph=True)
 
-        # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too.
-        error = max(self.reference.error(gradients(last), 0), self.reference.error(gradients(every), 1))
+        found, took = clocked(lambda: gradients(last), network.z0.device)
+        error = self.reference.error(found, 0)
+        del found  # as large as the network
+        if name != "loop":
+            # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too. Of the
+            # loop, which is autograd itself, there is nothing more to find out.
+            error = max(error, self.reference.error(gradients(every), 1))
         del every, states
-        return Column(lambda: gradients(last), error, "backward_tolerance", solution)
+        return Column(lambda: gradients(last), took, error, "backward_tolerance", solution)
 
     @torch.no_grad()
     def graph(self) -> Column:
         """The loop's backward pass as a CUDA graph, without autograd, which a capture does not go well with."""
         network = self.network
-        states = torch.stack([network.z0, *network.loop()[:-1]])
+        states = torch.cat([network.z0.unsqueeze(0), self.exact[:-1].to(network.z0.dtype)])
         inputs = ACTIVATIONS[network.activation][0](states)
         every = self.reference.error(backward_loop(network, inputs, every=True), 1)
         replay, found = capture(lambda: backward_loop(network, inputs))
-        replay()
+        _, took = clocked(replay, network.z0.device)
         error = max(self.reference.error(found, 0), every)
-        return Column(replay, error, "backward_tolerance", keep=(inputs, found))
+        return Column(replay, took, error, "backward_tolerance", keep=(inputs, found))
 
 
 #: From the gradient of an activation's value, and the value, to the gradient of its argument: the kernels of autograd.
@@ -279,13 +338,15 @@ class Adjoints:
     def __init__(self, network: Network, exact: Tensor):
         function, slope = ACTIVATIONS[network.activation]
         before = torch.cat([network.z0.double().unsqueeze(0), exact[:-1]]).squeeze(1)  # [L, w]
-        self.inputs, slopes = function(before), slope(before).unbind()
+        self.inputs, slopes = function(before), slope(before)
         loss = torch.tensor([[0.0], [1.0]], dtype=exact.dtype, device=exact.device)
         gradient = torch.ones_like(exact[0]).expand(2, -1)
         adjoints = []
-        for weight, derivative in zip(reversed(network.weights.unbind()), reversed(slopes), strict=True):
-            adjoints.append(gradient)
-            gradient = (gradient @ weight.double()) * derivative + loss
+        for part in reversed(list(network.parts())):
+            weights, derivatives = network.weights[part].double().unbind(), slopes[part].unbind()
+            for weight, derivative in zip(reversed(weights), reversed(derivatives), strict=True):
+                adjoints.append(gradient)
+                gradient = torch.addcmul(loss, gradient @ weight, derivative)
         self.initial = gradient - loss  # the states are z_1 ... z_L: z_0 is in no sum
         self.states = torch.stack(adjoints[::-1], 1)  # [2, L, w]
 

@@ -40,8 +40,8 @@ QUICK = Settings(
     steps=(64,),
     training="quick",
     loop_runs=3,
-    printed_runs=1,
     runs=6,
+    budget=0.2,
     batch=16,
 )
 

@@ -6,6 +6,7 @@ Shapes: L steps, B samples, R runs, each of one sample.
 from __future__ import annotations
 
 import base64
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from deeppcr.diffusion.start import MeanStart
 from deeppcr.jacobian import DenseJacobian
 
 from .denoisers import Model
-from .timing import capture, synchronise
+from .timing import capture, clocked, synchronise
 
 #: Calls before the clock starts: libraries set themselves up, and graphs are captured.
 WARM_UP = 4
@@ -46,6 +47,14 @@ class Draw:
         if self.classes is not None:
             classes = self.classes.split(size)
         return [Draw(Noise(a.contiguous(), b.contiguous()), c) for a, b, c in zip(initial, steps, classes, strict=True)]
+
+    @staticmethod
+    def together(draws: Sequence[Draw]) -> Draw:
+        """All their samples in one."""
+        steps = [draw.noise.steps for draw in draws if draw.noise.steps is not None]
+        classes = [draw.classes for draw in draws if draw.classes is not None]
+        noise = Noise(torch.cat([draw.noise.initial for draw in draws]), torch.cat(steps, 1))
+        return Draw(noise, torch.cat(classes) if classes else None)
 
 
 class Sampling:
@@ -137,12 +146,26 @@ class Sampling:
         calls = [lambda: self.model.network(z, self.times.squeeze(1), *more)] * (repeats + WARM_UP)
         return min(timed(lambda call: call(), calls, self.device)[0][WARM_UP:])
 
-    def phases(self, draw: Draw) -> dict[str, float]:
-        """Seconds of one run of the paper's method in Jacobians and values, in linear systems, and in all."""
+    def phases(self, draw: Draw, start: Any = None) -> tuple[dict[str, float], Samples]:
+        """One run of the paper's method: its seconds in Jacobians and values, in linear systems, and in all; what it found."""
         clock = Clock(self.device)
         newton = paper_newton(jacobian=TimedJacobian(clock), linear=TimedPCR(clock))
-        seconds, _ = timed(lambda each: self.printed(each, newton), [draw], self.device)
-        return {**clock.seconds, "total": seconds[0]}
+        samples, total = clocked(lambda: self.printed(draw, newton, start), self.device)
+        return {**clock.seconds, "total": total}, samples
+
+    def time_printed(
+        self, draws: Sequence[Draw], budget: float, start: Any = None
+    ) -> tuple[list[float], list[Samples], dict[str, float]]:
+        """The paper's method on these samples one by one, within so many seconds: those of each run, what they found, phases.
+
+        A run that takes longer than all of that is the only one: it has neither a warm-up nor one for the phases beside it.
+        """
+        phases, first = self.phases(draws[0], start)
+        if phases["total"] > budget:
+            return [phases["total"]], [first], phases
+        seconds, found = timed(lambda draw: self.printed(draw, start=start), draws, self.device, budget=budget)
+        phases, _ = self.phases(draws[0], start)
+        return seconds, found, phases
 
 
 def paper_newton(**more: Any) -> deeppcr.Newton:
@@ -194,16 +217,26 @@ class TimedPCR(deeppcr.PCR):
         return clock.time("linear", lambda: deeppcr.PCR.solve_coupled(self, *arguments, **more))
 
 
-def timed(call: Callable[[Any], Any], inputs: Sequence[Any], device: torch.device) -> tuple[list[float], list[Any]]:
-    """Call it on every input: the seconds of each call, and what each returned."""
+def timed(
+    call: Callable[[Any], Any],
+    inputs: Sequence[Any],
+    device: torch.device,
+    *,
+    budget: float = math.inf,
+    fewest: int = 1,
+) -> tuple[list[float], list[Any]]:
+    """Call it on every input: the seconds of each call, and what each returned.
+
+    Args:
+        budget: seconds after which no further input is taken, once there were ``fewest``
+    """
     seconds, found = [], []
     for each in inputs:
-        synchronise(device)
-        begun = time.perf_counter()
-        result = call(each)
-        synchronise(device)
-        seconds.append(time.perf_counter() - begun)
+        result, took = clocked(lambda each=each: call(each), device)
+        seconds.append(took)
         found.append(result)
+        if len(seconds) >= fewest and sum(seconds) >= budget:
+            break
     return seconds, found
 
 

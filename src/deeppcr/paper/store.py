@@ -1,7 +1,8 @@
 """Result files: one JSON file a run, whole or not there.
 
 While a run is under way its file is ``<name>.partial.json``, written anew after the cells; it gets its final name once
-every cell is in it. The same command finds the partial file, on this or another machine, and goes on from there.
+every cell is in it. The same command finds the partial file, on this or another machine of the same kind, and goes on from
+there; where several machines have each done a part, their partial files become one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from .timing import hardware, machine
 SCHEMA = 1
 #: Files are written anew at most this often, in seconds; what is finished in between is kept in memory.
 INTERVAL = 2.0
+#: And so much less often than it takes: a file of some megabytes takes a second.
+SHARE = 20.0
 PARTIAL = ".partial.json"
+#: What the state of a long cell is kept in ends so.
+CHECKPOINT = ".checkpoint.partial"
 
 
 class PaperError(Exception):
@@ -166,23 +171,29 @@ class Store:
     path: Path
     content: dict[str, Any]
     _saved: float = field(default=0.0, repr=False)
+    _took: float = field(default=0.0, repr=False)
 
     @staticmethod
     def open(
         folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, quick: bool = False
     ) -> Store:
-        """Go on with a partial file of the same experiment, settings and kind of device, or begin a new one."""
+        """Go on with the partial files of the same experiment, settings and hardware, or begin a new one.
+
+        Times of two kinds of hardware do not belong in one file: another kind begins its own.
+        """
         settings, here = as_json(settings), session(device)
+        name = here["hardware"]["device"]
+        mine = []
         for path in sorted(folder.glob(f"{experiment}-*{PARTIAL}")):
             content = read(path)
-            same = (content["experiment"], content["settings"], content["device"]) == (
-                experiment,
-                settings,
-                device.type,
-            )
-            if same:
-                content["sessions"].append(here)
-                return Store(path, content)
+            if _is_of(content, experiment, settings, device, name):
+                mine.append(Store(path, content))
+        if mine:
+            first, *others = mine
+            for other in others:
+                first.take_in(other)
+            first.content["sessions"].append(here)
+            return first
         content = {
             "schema": SCHEMA,
             "experiment": experiment,
@@ -199,8 +210,20 @@ class Store:
             "summary": None,
             "records": [],
         }
-        name = file_name(experiment, here["hardware"]["device"], here["start"][:10], here["commit"], quick=quick)
-        return Store(_free(folder, name, PARTIAL), content)
+        return Store(_free(folder, _stem(content), PARTIAL), content)
+
+    def take_in(self, other: Store) -> None:
+        """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
+        first, done = len(self.content["sessions"]), self.done
+        self.content["sessions"] += other.content["sessions"]
+        for record in other.records:
+            if record["key"] not in done:
+                self.content["records"].append({**record, "session": first + record["session"]})
+        self.save()
+        mine, theirs = (each.path.name.removesuffix(PARTIAL) for each in (self, other))
+        for path in other.path.parent.glob(f"{theirs}.*{CHECKPOINT}"):
+            os.replace(path, path.with_name(mine + path.name.removeprefix(theirs)))
+        other.path.unlink()
 
     @property
     def done(self) -> set[str]:
@@ -216,13 +239,15 @@ class Store:
         number = len(self.content["sessions"]) - 1
         device_name = self.content["sessions"][number]["hardware"]["device"]
         self.content["records"].append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
-        if time.monotonic() - self._saved >= INTERVAL:
+        if time.monotonic() - self._saved >= max(INTERVAL, SHARE * self._took):
             self.save()
 
     def save(self) -> None:
         self.content["sessions"][-1]["end"] = now()
+        begun = time.monotonic()
         write(self.path, self.content)
         self._saved = time.monotonic()
+        self._took = self._saved - begun
 
     def finish(self, summary: Any = None) -> Path:
         """Every cell is there: give the file its final name. An existing file is never replaced."""
@@ -230,13 +255,40 @@ class Store:
         self.content["end"] = now()
         self.content["complete"] = True
         self.save()
-        final = _free(self.path.parent, self.path.name.removesuffix(PARTIAL), ".json")
+        final = _free(self.path.parent, _stem(self.content), ".json")  # whatever a part was called on its way
         try:
             os.rename(self.path, final)
         except OSError as error:
             raise disk_error(final, error) from error
         self.path = final
         return final
+
+
+def finished(
+    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device
+) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole result of the same experiment, settings and hardware, and its content; None where there is none."""
+    settings, name = as_json(settings), hardware(device)
+    found = []
+    for path in sorted(folder.glob(f"{experiment}-*.json")):
+        if path.name.endswith(PARTIAL):
+            continue
+        content = read(path)
+        if content["complete"] and _is_of(content, experiment, settings, device, name):
+            found.append((path, content))
+    return max(found, key=lambda pair: str(pair[1].get("end")), default=None)
+
+
+def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torch.device, name: str) -> bool:
+    """Whether a file is of this run: the header has the hardware of all its records."""
+    here = (experiment, settings, device.type, name)
+    there = content.get("hardware") or {}
+    return (content["experiment"], content["settings"], content["device"], there.get("device")) == here
+
+
+def _stem(content: dict[str, Any]) -> str:
+    about = (content["experiment"], content["hardware"]["device"], content["start"][:10], content["commit"])
+    return file_name(*about, quick=content["quick"])
 
 
 def _free(folder: Path, name: str, ending: str) -> Path:

@@ -6,15 +6,17 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,41 +40,52 @@ def measure(
     *,
     budget: float,
     repeats: tuple[int, int] = (3, 100),
+    taken: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Timing]:
     """Time functions that do the same job, in turn, so that what else the machine does hits all of them alike.
 
-    Each is called once to warm up. A turn lasts a twentieth of the budget or one call, so that the quick are not timed
-    just after the slow only, with cold caches. What runs on the device is waited for before the clock starts and stops.
+    Each is called once to warm up, unless it has been timed before. A turn lasts a twentieth of the budget or one call, so
+    that the quick are not timed just after the slow only, with cold caches. What runs on the device is waited for before the
+    clock starts and stops.
 
     Args:
         functions: what to call, by name
         device: where they run
-        budget: seconds after which no further round of turns is begun
+        budget: seconds for all of them; each has an equal share, so that a slow one takes nothing away from the others
         repeats: the fewest and the most calls of each, whatever the budget
+        taken: seconds of repeats from before, by name
 
     Returns:
         a Timing for each name
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
+    seconds = {name: list((taken or {}).get(name, ())) for name in functions}
+    for name, function in functions.items():
+        if not seconds[name]:
+            function()
     fewest, most = repeats
-    begun = time.perf_counter()
-    while any(len(each) < fewest for each in seconds.values()) or time.perf_counter() - begun < budget:
-        if all(len(each) >= most for each in seconds.values()):
-            break
+
+    def is_done(name: str) -> bool:
+        mine = seconds[name]
+        return len(mine) >= most or (len(mine) >= fewest and sum(mine) >= budget / len(functions))
+
+    while any(not is_done(name) for name in functions):
         for name, function in functions.items():
             turn = time.perf_counter()
-            while len(seconds[name]) < most:
-                synchronise(device)
-                start = time.perf_counter()
-                function()
-                synchronise(device)
-                end = time.perf_counter()
-                seconds[name].append(end - start)
-                if end - turn >= budget / 20:
+            while not is_done(name):
+                _, took = clocked(function, device)
+                seconds[name].append(took)
+                if time.perf_counter() - turn >= budget / 20:
                     break
     return {name: Timing(tuple(each)) for name, each in seconds.items()}
+
+
+def clocked(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What a call returns, and its seconds."""
+    synchronise(device)
+    begun = time.perf_counter()
+    found = call()
+    synchronise(device)
+    return found, time.perf_counter() - begun
 
 
 def synchronise(device: torch.device) -> None:
@@ -94,8 +107,7 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
+        function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -91,7 +91,9 @@ def _starts(conditional: str, entries: list[dict[str, Any]]) -> Drawing:
         values = []
         for name in guesses:
             mine = {
-                entry["side"]: entry[method][key] for entry in entries if (entry["guess"], entry["L"]) == (name, length)
+                entry["side"]: entry[method][key]
+                for entry in entries
+                if (entry["guess"], entry["L"]) == (name, length) and method in entry
             }
             y = [mine.get(side, math.nan) for side in sides]
             axes.plot(sides, y, color=_COLOURS[name], marker="o", gid=name)

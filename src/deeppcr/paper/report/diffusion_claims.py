@@ -118,7 +118,9 @@ def class_mean_gain(result: Finished) -> list[Ours]:
         ratios = [
             entries[side, length, "mean"][method]["iterations"] / entry[method]["iterations"]
             for (side, length, guess), entry in entries.items()
-            if guess == "class-mean" and (side, length, "mean") in entries and entry[method]["iterations"]
+            if guess == "class-mean"
+            and method in entries.get((side, length, "mean"), {})
+            and entry.get(method, {}).get("iterations")
         ]
         if ratios:
             where = f"{METHODS[method]}; iterations from the training mean over those from the class mean, mean of {len(ratios)} cells"

@@ -293,7 +293,8 @@ def guesses(result: Finished) -> list[Check]:
     for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
         means: dict[str, float] = {}
         for guess in dict.fromkeys(entry["guess"] for entry in result.summary):
-            mine = [e[method] for e in result.summary if e["guess"] == guess and e["conditional"] == "yes"]
+            told = (e for e in result.summary if e["guess"] == guess and e["conditional"] == "yes")
+            mine = [entry[method] for entry in told if method in entry]
             if mine:
                 means[guess] = fmean(entry["iterations"] for entry in mine)
         said = ", ".join(f"{mean:.1f} from {guess}" for guess, mean in means.items())
