@@ -81,6 +81,10 @@ class Report:
             taken.append(done)
         return taken
 
+    def iterations(self, taken: list[int]) -> list[int]:
+        """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""
+        return [-(-passes // 2) or self.rounds for passes in taken]
+
     def solution(self) -> Solution:
         taken = self.passes_taken()
         results = tuple(Result.CONVERGED if passes else Result.FINISHED_BY_LOOP for passes in taken)
@@ -95,7 +99,7 @@ class Report:
         )  # fmt: skip
         return Solution(
             states=None,
-            iterations=torch.tensor([-(-passes // 2) or self.rounds for passes in taken], device=device),
+            iterations=torch.tensor(self.iterations(taken), device=device),
             residual=torch.where(torch.tensor([passes > 0 for passes in taken], device=device), residual, 0.0),
             result=worst,
             results=results,

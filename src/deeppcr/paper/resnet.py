@@ -223,9 +223,9 @@ class Runner:
             found["iterations"] = iterations.double().mean(1).tolist()
             found["not_converged"] = (exact < len(self.network.weight)).any(1).double().tolist()
         elif passes is not None:
-            taken = [replace(self._report, found=each).solution() for each in passes.cpu().unbind()]
-            found["iterations"] = [solution.iterations.float().mean().item() for solution in taken]
-            found["not_converged"] = [float(solution.result is not deeppcr.Result.CONVERGED) for solution in taken]
+            taken = [replace(self._report, found=each).passes_taken() for each in passes.cpu().unbind()]
+            found["iterations"] = [fmean(self._report.iterations(each)) for each in taken]
+            found["not_converged"] = [float(0 in each) for each in taken]
         for name, values in found.items():
             self._window.setdefault(name, []).extend(values[:count])
 
