@@ -151,7 +151,7 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
     if (first | right) % 16:  # which the launches rely on
         return None
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-    launches.again((first, right, states.data_ptr()))
+    launches.again([first, right, states.data_ptr()])
     return states
 
 
