@@ -149,7 +149,7 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
         return None
     launches, offset = prepared
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-    launches.again((blocks.data.data_ptr() + offset, rhs.data_ptr(), states.data_ptr()))
+    launches.again([blocks.data.data_ptr() + offset, rhs.data_ptr(), states.data_ptr()])
     return states
 
 

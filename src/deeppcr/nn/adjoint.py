@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..linear.kernels import dense
 from ..linear.kernels.dense import is_finite, multiply
-from ..linear.kernels.launch import Launches, aligned, repeat
+from ..linear.kernels.launch import Launches, aligned, empty, repeat
 from .kernels import activate
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
     rows, width = x.shape[1:]
     if width > dense.NARROW:
         return _adjoint_wide(weight, x, gradients, layers)
-    adjoints = torch.empty((x.shape[0] - 1, rows, width), dtype=x.dtype, device=x.device)
-    initial = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    adjoints, initial = empty(x, x.shape[0] - 1, rows, width), empty(x, rows, width)
 
     def make(launches: Launches) -> None:
         _solve(weight, x, gradients, adjoints, initial, layers, launches)
@@ -180,9 +179,7 @@ def all_gradients(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
         values = _ACTIVATIONS[layers.activation](x[:-1])
         of_weights = adjoints.mT * values if rows == 1 else torch.bmm(adjoints.mT, values)
         return of_weights.view_as(weight), adjoints.sum(1).view(weight.shape[:-1]), initial
-    of_weights = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
-    of_biases = torch.empty(weight.shape[:-1], dtype=x.dtype, device=x.device)
-    initial = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    of_weights, of_biases, initial = torch.empty_like(weight), empty(x, *weight.shape[:-1]), empty(x, rows, width)
 
     def make(launches: Launches) -> None:
         layer_count = x.shape[0] - 1

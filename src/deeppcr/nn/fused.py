@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..linear.kernels import dense
-from ..linear.kernels.launch import Launches, aligned, remember, repeat
+from ..linear.kernels.launch import Launches, aligned, empty, remember, repeat
 from ..linear.solve import is_batched
 from ..solution import Plan, Result, Solution
 from . import kernels
@@ -133,16 +133,17 @@ def apply(
     layers: Layers,
     left: list,
     last: bool = False,
+    average: Tensor | None = None,
 ) -> Tensor:
     """The states after every block, [blocks, B, w], or after the last one, [B, w]; ``Apply`` says of what. ``left``
-    gets how it went (a ``Report``; None for a single chunk) and ``x``."""
+    gets how it went (a ``Report``; None for a single chunk) and ``x``, and ``average`` [blocks, w] the rows' mean."""
     if initial.is_cuda and initial.device.index != torch.cuda.current_device():
         with torch.cuda.device(initial.device):
-            return apply(weight, bias, initial, guess, layers, left, last)
+            return apply(weight, bias, initial, guess, layers, left, last, average)
     if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
-        return Apply.apply(weight, bias, initial, guess, layers, left, last)
+        return Apply.apply(weight, bias, initial, guess, layers, left, last, average)
     weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
-    x, report = run(weight, bias, initial, guess, layers)
+    x, report = run(weight, bias, initial, guess, layers, average)
     left.extend((report, x))
     return x[-1] if last else x[layers.skip :: layers.skip]
 
@@ -163,10 +164,11 @@ class Apply(torch.autograd.Function):
         layers: Layers,
         left: list,
         last: bool = False,
+        average: Tensor | None = None,
     ):
         ctx.layers = layers
         weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
-        x, report = run(weight, bias, initial, guess, layers)
+        x, report = run(weight, bias, initial, guess, layers, average)
         left.extend((report, x))
         ctx.save_for_backward(weight, x)
         return x[-1] if last else x[layers.skip :: layers.skip]
@@ -186,8 +188,8 @@ class Apply(torch.autograd.Function):
         gradient = aligned(grad_outputs[0].contiguous())
         of_weights, of_biases, _ = ctx.needs_input_grad[:3]
         if not (of_weights or of_biases):
-            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None, None, None, None
-        return *all_gradients(weight, x, gradient, ctx.layers), None, None, None, None
+            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], *(None,) * 5
+        return *all_gradients(weight, x, gradient, ctx.layers), *(None,) * 5
 
 
 class Passes:
@@ -239,7 +241,7 @@ class _Narrow:
         self.initial, self.guess, self.found = initial, initial if guess is None else guess, found
         self.guess_step = 0 if guess is None else guess.stride(0)
         self.guess_row = initial.shape[-1] if guess is None else guess.stride(1) if guess.ndim == 3 else 0
-        self.workspace = torch.empty(self.plan.workspace, dtype=self.x.dtype, device=self.x.device)
+        self.workspace = empty(self.x, self.plan.workspace)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
@@ -348,7 +350,12 @@ def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Pa
 
 
 def run(
-    weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    average: Tensor | None = None,
 ) -> tuple[Tensor, Report | None]:
     """``x``, and for a parallel pass how it went.
 
@@ -356,20 +363,27 @@ def run(
         weight, bias: [blocks, (skip,) w, w] and [blocks, (skip,) w], contiguous
         initial: [B, w]
         guess: [blocks, w] or [blocks, B, w], states after every block; None: the initial state repeated
+        average: [blocks, w], gets the mean of the rows' states after every block; it may be the guess
     """
     blocks, (rows, width) = weight.shape[0], initial.shape
     if guess is not None:
         guess = aligned(guess.contiguous())
     plan = plan_for(weight, rows, guess, layers)
-    x = torch.empty((blocks * layers.skip + 1, rows, width), dtype=weight.dtype, device=weight.device)
+    x = empty(weight, blocks * layers.skip + 1, rows, width)
     network = network_of(weight, bias, x, layers, plan)
+
+    def done() -> None:
+        if average is not None:
+            torch.mean(x[layers.skip :: layers.skip], 1, out=average)
+
     if plan.chunks == 1:
         network.whole(initial, 0, x, 0)
+        done()
         return x, None
 
     captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     most = network.captured_rounds if captured else _ROUNDS
-    found = torch.empty((2 * most, 2, rows), dtype=weight.dtype, device=weight.device)
+    found = empty(weight, 2 * most, 2, rows)
     network.prepare(initial, guess, found)
     report = Report(layers, blocks, plan.chunk, found, most)
     for rounds in range(1, most + 1):
@@ -377,6 +391,7 @@ def run(
         if captured or rounds < min(plan.rounds, most):
             continue
         report.rounds = rounds
+        done()  # as a rule they were enough: launched before the host waits for the answer (and the guess is read by then)
         taken = report.passes_taken()
         if all(taken):
             report.rounds = -(-max(taken) // 2)
@@ -387,6 +402,7 @@ def run(
     # Each pass but the last has made the start of one more chunk exact: the rows that are not settled go on from there.
     exact = min(plan.chunks - 1, 2 * most - 1) * plan.chunk
     network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
+    done()
     report.finished = not captured
     return x, report
 

@@ -65,7 +65,7 @@ def _kernels() -> Any:
     return fused
 
 
-_USUAL = Newton()
+_USUAL, _REPEATED = Newton(), RepeatInitial()
 _SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
 
 
@@ -78,10 +78,17 @@ def _is_usual(newton: Newton) -> bool:
     return True
 
 
+#: What ``_Network._layers`` found, so that a call only looks it up.
+_made: dict[tuple, tuple[Any, Choice | None]] = {}
+_MOST = 4096
+
+
 class _Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
     activations: Tensor  # [L, w], the batch mean of the last training step's states
+    #: The settings that were last asked about, and what ``_is_usual`` said of them.
+    _usual: tuple[Newton | None, bool] = (None, False)
 
     def __init__(
         self,
@@ -180,49 +187,69 @@ class _Network(nn.Module):
         chunk = self.newton.chunk
         chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        return room and chunk != 1 and _is_usual(self.newton) and self.guess == RepeatInitial()
+        if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
+            self._usual = (self.newton, _is_usual(self.newton))
+        return room and chunk != 1 and self._usual[1] and self.guess == _REPEATED
 
     def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
-        fused = _kernels()
-        weight = self.weight
-        blocks, skip = weight.shape[0], weight.shape[1] if weight.ndim == 4 else 1
-        choice = self._priced(hidden) if mode == "parallel" else None
-        chunk = blocks if choice is None else choice.chunk
-        atol, rtol = self.newton.tolerances(hidden.dtype)
-        layers = fused.Layers(
-            skip=skip,
-            residual=weight.ndim == 4,
-            activation=str(self.activation),
-            atol=float(atol),
-            rtol=float(rtol),
-            chunk=chunk,
-        )
-        guess = self.activations if self.warm_start and self._warm and mode == "parallel" else None
+        fused, weight = _kernels(), self.weight
+        layers, choice = self._layers(weight, hidden, mode)
+        activations = self.activations if self.warm_start and choice is not None else None
+        guess, average = activations if self._warm else None, activations if self.training else None
         left: list[Any] = []
-        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last)
+        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last, average)
         if choice is not None:
             report, x = left
-            if report is not None:
+            finished = report is not None and report.finished
+            if report is None:
+                report = fused.one_chunk(weight.shape[0], x.shape[1], x.device)
+            else:
                 report.note = choice.why
-            self._passed, self._looped = report or fused.one_chunk(blocks, x.shape[1], x.device), None
-            if report is not None and report.finished:
+            warm = self._warm if average is None else not finished or self._can_start_from(average)
+            # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
+            self.__dict__.update(_passed=report, _looped=None, _warm=warm)
+            if finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
-            if self.warm_start and self.training:
-                self._keep_activations(x[skip::skip], finite=report is None or not report.finished)
         return states
 
-    def _keep_activations(self, states: Tensor, *, finite: bool) -> None:
-        if not (self.warm_start and self.training):
-            return
+    def _layers(self, weight: Tensor, hidden: Tensor, mode: Mode) -> tuple[Any, Choice | None]:
+        """What the kernels need to know besides the tensors: ``fused.Layers``; and in parallel the cost model's choice."""
+        newton = self.newton
+        how = (mode, self.activation, newton.chunk, newton.atol, newton.rtol)
+        key = (weight.shape, hidden.shape[0], hidden.device, *how)
+        found = _made.get(key)
+        if found is None:
+            choice = self._priced(hidden) if mode == "parallel" else None
+            atol, rtol = newton.tolerances(hidden.dtype)
+            layers = _kernels().Layers(
+                skip=weight.shape[1] if weight.ndim == 4 else 1,
+                residual=weight.ndim == 4,
+                activation=str(self.activation),
+                atol=float(atol),
+                rtol=float(rtol),
+                chunk=weight.shape[0] if choice is None else choice.chunk,
+            )
+            found = layers, choice
+            if len(_made) >= _MOST:
+                _made.clear()
+            _made[key] = found
+        return found
+
+    def _keep_activations(self, states: Tensor) -> None:
         # In place: a CUDA graph of the caller reads it again. After a divergence the next pass starts afresh, or in such a
         # graph, where nobody can look, from what was kept before.
-        if not finite and is_capturing(states.device):
+        if is_capturing(states.device):
             mean = states.mean(1)
             self.activations.copy_(torch.where(torch.isfinite(mean).all(), mean, self.activations))
             self._warm = True
-            return
-        torch.mean(states, 1, out=self.activations)
-        self._warm = finite or bool(torch.isfinite(self.activations).all())
+        else:
+            torch.mean(states, 1, out=self.activations)
+            self._warm = self._can_start_from(self.activations)
+
+    @staticmethod
+    def _can_start_from(activations: Tensor) -> bool:
+        """After a divergence, start afresh."""
+        return bool(torch.isfinite(activations).all())
 
     @property
     def solution(self) -> Solution | None:
@@ -243,7 +270,8 @@ class _Network(nn.Module):
         solution = solve_finite_rows(
             lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
         )
-        self._keep_activations(solution.states.detach(), finite=False)
+        if self.warm_start and self.training:
+            self._keep_activations(solution.states.detach())
         if why:
             solution.plan.note(why)
         self._passed, self._looped = replace(solution, states=None), None

@@ -124,6 +124,20 @@ def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
     assert torch.equal(net.activations, before)
 
 
+@pytest.mark.parametrize(("chunk", "rounds", "taken"), [(6, 8, 1), (2, 8, 2), (2, 1, 1)])
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels, monkeypatch):
+    """They are averaged before it is known whether there is more to do: of one chunk, in two rounds, or by the loop."""
+    monkeypatch.setattr(fused, "_ROUNDS", rounds)
+    monkeypatch.setattr(fused, "_plans", {})  # nobody knows how many rounds it will take
+    newton = Newton(chunk=chunk)
+    net = build("mlp", 6, by_kernels, activation="tanh", mode="parallel", newton=newton, warm_start=True)
+    states = net.hidden_states(torch.randn(2, 3, device=by_kernels))
+    assert int(net.solution.iterations.max()) == taken
+    assert (net.solution.result is Result.FINISHED_BY_LOOP) is (rounds == 1)
+    torch.testing.assert_close(net.activations, states.detach().mean(1))
+
+
 def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
     monkeypatch.setattr(fused, "_ROUNDS", 2)
     net = build("mlp", 14, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2))
@@ -442,7 +456,7 @@ def test_what_times_are_measured_by(width, skip, by_kernels):
 def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
     seen = []
     run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[-1]) or run(*arguments))
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     net = build("resnet", 8, by_kernels, mode="sequential")
     net(torch.randn(2, 4, device=by_kernels))
     assert seen[0].chunk_blocks(4) == 4
@@ -452,6 +466,6 @@ def test_tolerances_are_floats(by_kernels, monkeypatch):
     """A kernel is specialised on integers, and launched again as it was compiled."""
     seen = []
     run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[-1]) or run(*arguments))
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
     assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)

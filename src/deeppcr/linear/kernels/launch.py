@@ -45,7 +45,7 @@ class Launches:
 
     def empty(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Scratch memory: later calls have all of it in one piece."""
-        tensor = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+        tensor = empty(like, *shape, dtype=dtype)
         self._places[id(tensor)] = self._slots, 4 * self._scratch
         self._alive.append(tensor)
         self._scratch += -(-tensor.nbytes // 128) * 32  # every piece begins at a line of the cache
@@ -113,14 +113,14 @@ class Launches:
         self._places, self._alive = {}, []
         return self.noted is not None
 
-    def again(self, pointers: tuple[int, ...]) -> None:
+    def again(self, pointers: list[int]) -> None:
         """All launches anew, for other tensors of the same shapes and strides on the same device, the current one."""
         device, noted = self._device, self.noted
         assert device is not None
         assert noted is not None
         if self._scratch:
             scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)  # freed in the order of the stream
-            pointers = (*pointers, scratch.data_ptr())
+            pointers.append(scratch.data_ptr())
         stream = current_stream(device.index)
         watched = is_watched()
         for compiled, run, template, places in noted:
@@ -143,14 +143,12 @@ def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], ma
         tensors: those that each call brings anew, beginning at multiples of 16 bytes, on the current device
         make: makes the launches; the only tensors in them are these, their parts, and scratch memory
     """
-    places = [id(tensor) for tensor in tensors]
-    if len(set(places)) < len(
-        places
-    ):  # one of them twice: noted by another call's, the launches would read the wrong one
+    if len({*map(id, tensors)}) < len(tensors):  # one of them twice: not like another call's, where they are two
+        places = [id(tensor) for tensor in tensors]
         key = (key, tuple(places.index(each) for each in places))
     known = noted.get(key)
     if known is not None:
-        known.again(tuple(tensor.data_ptr() for tensor in tensors))
+        known.again([tensor.data_ptr() for tensor in tensors])
         return
     launches = Launches(*tensors)
     make(launches)
@@ -163,6 +161,11 @@ def remember(cache: dict, key: Any, value: Any) -> None:
     if len(cache) >= _MOST:
         cache.clear()
     cache[key] = value
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of a shape; given as a tuple or a ``torch.Size``, torch takes up to twice as long to read it."""
+    return torch.empty(*shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def current_stream(device: int) -> int:
