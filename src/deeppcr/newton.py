@@ -76,9 +76,15 @@ class Newton:
             raise ValueError("atol, rtol: not both 0: no update is smaller than nothing")
         if not isinstance(self.shrink, (int, float)) or not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
-        for name, value, kind in (("jacobian", self.jacobian, Jacobian), ("stop", self.stop, StoppingTest)):
+        jacobians = (
+            "DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(...) or GivenJacobian(...)"
+        )
+        for name, value, kind, known in (
+            ("jacobian", self.jacobian, Jacobian, jacobians),
+            ("stop", self.stop, StoppingTest, "UpdateTest(), PaperTest() or FixedIterations(n)"),
+        ):
             if not isinstance(value, kind):
-                raise TypeError(f"{name}: expected an instance of one of the strategies, got {value!r}")
+                raise TypeError(f"{name}: expected {known}, got {value!r}")
         if isinstance(self.linear, type) or not hasattr(self.linear, "solve_coupled"):
             raise TypeError(
                 f"linear: expected Auto(), PCR(), Hierarchical() or ForwardSubstitution(), got {self.linear!r}"
