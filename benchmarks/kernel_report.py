@@ -246,7 +246,9 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
     ]
     for row in found:
         call, captured, target, met, others = _cells(row)
-        lines.append(f"| {row.name} | {call} | {captured} | {target} | {met} | {_notes(row)} | {others} |")
+        # Lines do not end inside "w = 4" or before "(11x)".
+        name, others = row.name.replace(" = ", "\u00a0=\u00a0"), others.replace(" (", "\u00a0(")
+        lines.append(f"| {name} | {call} | {captured} | {target} | {met} | {_notes(row)} | {others} |")
     summary = claims(found)
     if summary:
         lines += ["", "| | measured | target | met |", "|---|---|---|---|"]

@@ -32,7 +32,7 @@ from .paper.store import PARTIAL, PaperError
 BAD, AGAIN, STOPPED = 2, 75, 130
 
 app = typer.Typer(
-    help="Run loops in parallel over their steps: the experiments of the DeepPCR paper, each by one command.",
+    help="The experiments of the DeepPCR paper, loops run in parallel over their steps: each by one command.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,30 +65,33 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, about 20 seconds on a laptop: shows that it works.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")] = "",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")
+    ] = "",
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with MNIST's four files (train-images-idx3-ubyte.gz, ...), gzipped or not; diffusion also takes "
+            metavar="DIR",
+            help="Folder with the four files of MNIST as they are published, gzipped or not; diffusion also takes "
             "cifar-10-batches-bin/ and celeba/ in it. Default: the folder in DEEPPCR_DATA, else MNIST is downloaded. Quick "
-            "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise."
+            "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("results"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the result file.")] = Path("results"),
     models: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models."
+            metavar="DIR",
+            help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of all random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Seed of all random numbers.")] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Change a setting of the experiment, a list as depths=64,1024; may be given several times. A name that "
-            "it does not have lists those that it has.",
+            help="Change a setting of the experiment, a list as depths=64,1024; may be given several times.",
         ),
     ] = None,
     only: Annotated[
@@ -106,17 +109,24 @@ def reproduce(
 ) -> None:
     """Run one experiment of the paper and write its results to one JSON file.
 
-    Try [bold]deeppcr reproduce mlp-timing --quick[/] first. A run that is interrupted (Ctrl-C, --time-limit, a power cut)
-    leaves what is finished in OUT; the same command goes on from there, on this or another machine of the same kind.
-    Cells can be shared among machines by [bold]--only[/]: with their partial files in one folder, the same command makes
-    one of them.
+    Try [bold]deeppcr reproduce mlp-timing --quick[/] first. A run that is
+    interrupted (Ctrl-C, --time-limit, a power cut) leaves what is finished in
+    OUT; the same command goes on from there, on this or another machine of the
+    same kind. Cells can be shared among machines by [bold]--only[/]: with their
+    partial files in one folder, the same command makes one of them.
 
-    [bold]deeppcr reproduce all[/] runs every experiment at full size, those that say the most first, passes over what is
-    finished in OUT, and ends with a line for each.
+    [bold]deeppcr reproduce all[/] runs every experiment at full size, those that
+    say the most first, passes over what is finished in OUT, and ends with a line
+    for each.
 
-    [bold]--set[/] makes an experiment smaller or larger: a residual network of 1,024 layers, 300 steps in both modes, is
-    [bold]deeppcr reproduce resnet-training --set depths=1024 --set steps=300 --set seeds=1[/].
-    With [bold]--set dtype=float64 --set solver=default[/] neither rounding nor the paper's loose test drive the two apart.
+    [bold]--set[/] makes an experiment smaller or larger. A residual network of
+    1,024 layers, 300 steps of training in both modes:
+
+    [bold]deeppcr reproduce resnet-training --set depths=1024 --set steps=300[/]
+
+    With [bold]--set dtype=float64 --set solver=default[/] neither rounding nor
+    the paper's loose test drive the two apart. A name that an experiment does
+    not have, as in [bold]--set x=1[/], lists those that it has.
     """
     if show_list:
         Console(width=None if sys.stdout.isatty() else 120).print(catalogue())
@@ -183,12 +193,12 @@ def report(
         list[Path] | None,
         typer.Option(metavar="DIR", help="Folder with result files; may be given several times. Default: results."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page that is written.")] = Path("report.html"),
 ) -> None:
     """Build one HTML page from the results: the paper's claims and our figures, and a map of the speed-up.
 
-    The page needs nothing but a browser. Of each experiment on each machine it shows the newest finished result, and
-    quick ones only where there is no full one.
+    The page needs nothing but a browser. Of each experiment on each machine it
+    shows the newest finished result, quick ones only where there is no full one.
     """
     from .paper.report import build  # draws: what that needs takes long to import
 

@@ -144,4 +144,8 @@ def as_guess(guess: Any, z0: Any, xs: Any) -> Guess:
         return Trajectory(guess.states)
     if isinstance(guess, Callable):
         return Trajectory(guess(z0, xs))
+    if isinstance(guess, str):
+        raise TypeError(
+            f"guess: expected RepeatInitial(), Zeros(), Random(), BatchMean(solution), states, a solution or a function, got {guess!r}"
+        )
     return Trajectory(guess)

@@ -112,36 +112,43 @@ class Layout:
             what = "device"
         else:
             return None
-        if what == "structure":  # containers and, for dictionaries, the order of keys
-            return f"changes the state's structure: expected {_skeleton(self.spec)}, got {_skeleton(spec)} of {describe(nest)}"
         wanted = [f"{_short(self.dtype)}{list(shape)} on {self.device}" for shape in expected]
+        if nest is None:
+            return f"returns None, not a state like {_written(wanted, self.spec)}; is its return statement missing?"
+        if what == "structure":  # containers and, for dictionaries, the order of keys
+            got = _written([_one(leaf) for leaf in leaves], spec)
+            return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}"
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
 
 
-def _skeleton(spec: pytree.TreeSpec) -> str:
-    """The containers of a nest with dots for its leaves: ``{'a': ., 'b': (., .)}``."""
-    marks = [_Dot() for _ in range(spec.num_leaves)]
-    return repr(pytree.tree_unflatten(marks, spec))
+def _written(leaves: list[str], spec: pytree.TreeSpec) -> str:
+    """A nest with its containers: ``{'a': float32[3] on cpu, 'b': (int, int)}``; many leaves are dots."""
+    texts = leaves if len(leaves) <= 4 else ["."] * len(leaves)
+    return repr(pytree.tree_unflatten([_Text(text) for text in texts], spec))
 
 
-class _Dot:
+class _Text(str):
+    """Is written without quotation marks."""
+
+    __slots__ = ()
+
     def __repr__(self) -> str:
-        return "."
+        return str(self)
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _one(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{_short(leaf.dtype)}{list(leaf.shape)} on {leaf.device}"
+    return type(leaf).__name__
+
+
 def describe(nest: Any) -> str:
     """Shapes, dtypes and devices of a nest, for messages."""
-
-    def one(leaf):
-        if isinstance(leaf, Tensor):
-            return f"{_short(leaf.dtype)}{list(leaf.shape)} on {leaf.device}"
-        return type(leaf).__name__
-
     leaves, spec = pytree.tree_flatten(nest)
     if len(leaves) > 4:
-        return f"{len(leaves)} leaves, the first {one(leaves[0])}"
-    return one(leaves[0]) if spec.is_leaf() else f"({', '.join(map(one, leaves))})"
+        return f"{len(leaves)} leaves, the first {_one(leaves[0])}"
+    return _one(leaves[0]) if spec.is_leaf() else f"({', '.join(map(_one, leaves))})"

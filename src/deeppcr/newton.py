@@ -38,7 +38,7 @@ class Newton:
         atol, rtol: tolerance on the update of a state; default 1e-10 in float64, 1e-5 in float32, 1e-2 in half
         max_iterations: the loop takes over after these, or sooner when they cannot suffice
         jacobian: DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(s), GivenJacobian(...)
-        linear: Auto(), ForwardSubstitution(), PCR(), Hierarchical()
+        linear: Auto(), Fused(), PCR(), Hierarchical(), ForwardSubstitution()
         chunk: steps collapsed into one (multiple shooting); 1 is the paper's method. "auto" takes the power of two
             nearest to sqrt(L) / 2, at most 16, more where the blocks would not fit in memory, 1 for approximate
             Jacobians, and leaves to the loop what takes about as many dependent steps as the loop
@@ -76,12 +76,18 @@ class Newton:
             raise ValueError("atol, rtol: not both 0: no update is smaller than nothing")
         if not isinstance(self.shrink, (int, float)) or not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
-        for name, value, kind in (("jacobian", self.jacobian, Jacobian), ("stop", self.stop, StoppingTest)):
+        jacobians = (
+            "DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(...) or GivenJacobian(...)"
+        )
+        for name, value, kind, known in (
+            ("jacobian", self.jacobian, Jacobian, jacobians),
+            ("stop", self.stop, StoppingTest, "UpdateTest(), PaperTest() or FixedIterations(n)"),
+        ):
             if not isinstance(value, kind):
-                raise TypeError(f"{name}: expected an instance of one of the strategies, got {value!r}")
+                raise TypeError(f"{name}: expected {known}, got {value!r}")
         if isinstance(self.linear, type) or not hasattr(self.linear, "solve_coupled"):
             raise TypeError(
-                f"linear: expected Auto(), PCR(), Hierarchical() or ForwardSubstitution(), got {self.linear!r}"
+                f"linear: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {self.linear!r}"
             )
 
     @property

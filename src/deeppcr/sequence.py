@@ -128,6 +128,7 @@ class Sequence:
                     f"xs: is a {type(xs).__name__} of {len(xs)} tensors, read as a nest whose leaves each run over the steps. "
                     f"If they are the inputs of {len(xs)} steps, stack them: torch.stack(xs). (The step said: {error})"
                 ) from error
+            self._say_how_it_was_called(error, state, x)
             raise
         for (name, leaf), version in zip(watched, before, strict=True):
             if leaf._version != version:
@@ -135,6 +136,14 @@ class Sequence:
                     f"step: changes {name} in place, which would overwrite the solver's states; use an operation that returns a new tensor"
                 )
         return first
+
+    def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
+        """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
+        seen = describe(self.layout.unpack(state))
+        called = f"step(z, x) with z: {seen}, x = xs[0]: {describe(x)}" if x is not None else f"step(z) with z: {seen}"
+        add_note = getattr(error, "add_note", None)
+        if add_note is not None:
+            add_note(f"deeppcr called {called}")
 
     def _call_traced(self, state: Tensor, x: Any) -> Tensor:
         group = self._group_of(0)[0]

@@ -174,6 +174,8 @@ def test_bad_settings_are_named():
         (lambda: ResNet(5, 8, 6, 3, skip=4), "depth: expected a multiple of skip = 4, got 6"),
         (lambda: MLP(5, 8, 2, 3)(torch.ones(2, 5), mode="fast"), "mode"),
         (lambda: Sequential(mode="fast"), "mode"),
+        (lambda: MLP(5, 8, 2, 3)(torch.ones(2, 4)), r"x: expected \[\*batch, 5\], got \[2, 4\]; images are flattened"),
+        (lambda: ResNet(5, 8, 4, 3, skip=2)(torch.tensor(1.0)), r"x: expected \[\*batch, 5\], got \[\]"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

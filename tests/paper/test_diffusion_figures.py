@@ -56,11 +56,11 @@ def cell(result, **identity):
 
 
 def test_times_are_medians(latent, drawn):
-    axes = panel(drawn["latent-diffusion-mnist-time"], "L = 1024 steps")
+    axes = panel(drawn["latent-diffusion-mnist-time"], "L = 1,024 steps")
     for column in ("loop", "graph", "auto"):
         expected = [median(cell(latent, data="mnist", w=w, L=1024)[column]["seconds"]) for w in (16, 128)]
         assert line(axes, column) == [[16, 128], expected]
-    colour = panel(drawn["latent-diffusion-cifar10-time"], "L = 1024 steps")
+    colour = panel(drawn["latent-diffusion-cifar10-time"], "L = 1,024 steps")
     assert math.isnan(line(colour, "printed")[1][1]), "out of memory"
     assert "As printed, out of memory in 1 cell." in drawn["latent-diffusion-cifar10-time"].caption
 
@@ -99,7 +99,7 @@ def test_shares_add_up(drawn):
         for number in range(2):
             mine = bars[number * len(phases) : (number + 1) * len(phases)]
             assert sum(bar.get_height() for bar in mine) == pytest.approx(100)
-    assert "Jacobians and values 70 %" in drawing.caption
+    assert "Jacobians and values 70%" in drawing.caption
 
 
 def test_pictures_are_those_of_the_file(latent, drawn):
@@ -137,7 +137,7 @@ def test_errors_after_every_iteration():
     x, y = line(panel(drawn["diffusion-iterations-latent"], "w = 16"), "printed L=256")
     assert x == list(range(31))
     assert y == record["errors"]["printed"][0]
-    assert "never in 1 cell" in drawn["diffusion-iterations-pixel"].caption
+    assert "not reached in 1 of 2 cells" in drawn["diffusion-iterations-pixel"].caption
 
 
 def test_starts():

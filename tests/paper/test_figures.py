@@ -187,16 +187,16 @@ def test_timing_lines_are_the_shortest_repeats(results, drawings):
 def test_speedups_over_the_eager_and_over_the_fastest_loop(results, drawings):
     drawing = by_name(drawings["mlp-timing"], "mlp-timing-relu-backward")
     cells = [record["backward"] for record in results["mlp-timing"]["records"] if record["w"] == 16]
-    times = [{name: min(entry["seconds"]) for name, entry in cell.items() if "seconds" in entry} for cell in cells]
+    seconds = [{name: min(entry["seconds"]) for name, entry in cell.items() if "seconds" in entry} for cell in cells]
     _, eager = line(panel(drawing, "as printed over eager loop"), "w=16")
-    assert eager == [each["loop"] / each["printed"] for each in times]
+    assert eager == [each["loop"] / each["printed"] for each in seconds]
     _, fastest = line(panel(drawing, "defaults over fastest loop"), "w=16")
-    assert fastest[:2] == [min(each["loop"], each["graph"], each["fused"]) / each["auto"] for each in times[:2]]
+    assert fastest[:2] == [min(each["loop"], each["graph"], each["fused"]) / each["auto"] for each in seconds[:2]]
     assert fastest[2] is None, "the graph was not timed: nobody knows the fastest loop"
     _, even = line(panel(drawing, "defaults over fastest loop"), "guide")
     assert even == [1, 1]
     best = [value for width in WIDTHS for value in line(panel(drawing, "as printed over eager loop"), f"w={width}")[1]]
-    assert f"at best {max(value for value in best if value):.3g}× as printed" in drawing.caption
+    assert f"at best {times(max(value for value in best if value))} as printed" in drawing.caption
     assert "loop in a CUDA graph in 3 cells" in drawing.caption
 
 
@@ -498,7 +498,7 @@ def test_equal_accuracies_are_one_number():
         for run in record.get("runs", {}).values():
             run["test_accuracy"] = [0.1, 0.119]
     caption = by_name(figures.drawings(result), "resnet-training-accuracy").caption
-    expected = "sequential 11.9 %, DeepPCR 11.9 %; the two are equal after every epoch."
+    expected = "sequential 11.9%, DeepPCR 11.9%; the two are equal after every epoch."
     assert caption == f"At the end of the training: {expected}"
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
+import made_up_diffusion
 from deeppcr import cli
-from deeppcr.paper import mlp_timing, store
+from deeppcr.paper import diffusion_iterations, latent_diffusion, mlp_timing, store
 from deeppcr.paper.catalogue import EXPERIMENTS
 from deeppcr.paper.experiment import Context
 from deeppcr.paper.figures import Figure
 from deeppcr.paper.report import claims, page, speedup_map
 from deeppcr.paper.report.collect import Finished, collect
+from deeppcr.paper.table import times
 from small_results import timing_content, write
 
 SVG = """<svg viewBox="0 0 2 1" role="img" aria-label="A line"><defs><path id="NAME-line" d="M0 0H2"/><clipPath id="NAME-clip">
@@ -100,7 +103,7 @@ def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_pa
     assert kept(tmp_path) == [("paper.json", False)]
     (tmp_path / "paper.json").unlink()
     assert kept(tmp_path) == [("smaller.json", False)]
-    assert "changed: depths" in page.make_page(collect([tmp_path]))
+    assert "changed settings: depths" in page.make_page(collect([tmp_path]))
 
 
 def test_a_training_names_its_images(tmp_path):
@@ -126,8 +129,8 @@ def test_the_page_explains_the_names_of_methods(tmp_path):
 def test_a_quick_run_says_what_was_changed(tmp_path):
     write(tmp_path, timing_content(quick=True, like=replace(mlp_timing.QUICK, depths=(64,))))
     made = page.make_page(collect([tmp_path]))
-    assert made.count("quick run, small sizes: shows that it works; changed: depths") >= 2
-    assert "<span class='tag'>quick run; changed: depths</span>" in made
+    assert made.count("quick run, small sizes: shows that it works; changed settings: depths") >= 2
+    assert "<span class='tag'>quick run; changed settings: depths</span>" in made
     assert "deeppcr reproduce hardware FILE1 FILE2" in made
 
 
@@ -230,6 +233,27 @@ def test_break_even_and_where_there_is_none(tmp_path):
     first, *_ = depths(1.0)
     assert re.fullmatch(r"L ≈ [\d,]+ to [\d,]+", first)
     assert depths(1e-6)[0] == "not reached"
+    assert depths(1e6)[0] == "every depth"
+
+
+def test_diffusion_has_a_line_for_every_method_not_for_every_size(tmp_path):
+    settings = replace(latent_diffusion.FULL, data=("mnist",), widths=(16, 64), steps=(256, 1024), runs=3)
+    content = made_up_diffusion.latent_result(settings)
+    row = row_of(content, tmp_path, "One sample of latent diffusion on MNIST")
+    assert len(row.ours) == 3  # as printed over the eager loop, the defaults over both loops
+    cells = [record for record in content["records"] if record.get("L") == 1024]
+    expected = [median(cell["loop"]["seconds"]) / median(cell["printed"]["seconds"]) for cell in cells]
+    assert row.ours[0].value == ", ".join(map(times, expected))
+    assert "MNIST, w = 16, 64, L = 1,024: " in row.ours[0].where
+    assert row.ours[0].where.endswith(", medians")
+    counts = row_of(content, tmp_path, "Newton iterations of a latent sample").ours
+    assert [ours.value for ours in counts] == [", ".join(f"{fmean(c['printed']['iterations']):.1f}" for c in cells)]
+
+
+def test_an_error_that_never_becomes_small_is_not_passed_over(tmp_path):
+    settings = replace(diffusion_iterations.FULL, widths=(16,), sides=(16,), steps=(256,))
+    row = row_of(made_up_diffusion.iterations_result(settings), tmp_path, "below 0.1")
+    assert [ours.value.split()[0] for ours in row.ours] == ["at", "at", "not", "at"]  # of pixels, as printed
 
 
 def test_claims_that_nobody_measured_say_how(tmp_path):

@@ -162,7 +162,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="hardware",
-    paper="GPU ablation",
+    paper="fig. 12",
     what="two result files of mlp-timing from different machines side by side: hardware FILE1 FILE2",
     full=FULL,
     quick=QUICK,

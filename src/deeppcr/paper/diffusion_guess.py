@@ -169,7 +169,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="diffusion-guess",
-    paper="conditional figure (app. F.2)",
+    paper="fig. 23",
     what="where sampling in parallel starts: training mean, class mean, zeros, a coarse sampler; with and without classes",
     full=FULL,
     quick=QUICK,

@@ -162,7 +162,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="diffusion-iterations",
-    paper="convergence figures of diffusion (app. F.1)",
+    paper="figs. 20 and 21",
     what="error of a sample after every iteration, latent and pixel space: Newton's method and the prior's Jacobian",
     full=FULL,
     quick=QUICK,

@@ -122,7 +122,7 @@ def adapt(settings: Settings, context: Context) -> Settings:
 
 EXPERIMENT = Experiment(
     name="latent-diffusion",
-    paper="figs. 1, 6, 7, timing table, example images, Jacobian-time figure",
+    paper="figs. 1, 6, 7, 17 and 18, table 2",
     what="sampling latents of MNIST and CIFAR-10 (quick: scikit-learn's digits): time, speed-up, iterations, error, distance to the test set, images",
     full=FULL,
     quick=QUICK,

@@ -35,7 +35,7 @@ from .table import table
 #: Weights of PyTorch's default have variance 1 / (3 w). Where the signal keeps its size: by theory, for wide networks.
 MARKS: dict[str, dict[str, float]] = {
     "relu": {"default": 1.0, "He": math.sqrt(6)},
-    "tanh": {"default": 1.0, "variance 1 / w": math.sqrt(3)},
+    "tanh": {"default": 1.0, "var. 1/w": math.sqrt(3)},
     "sigmoid": {"default": 1.0},
 }
 
@@ -200,7 +200,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="mlp-gain",
-    paper="no such experiment; extends section 4.4",
+    paper="not in it; extends section 4.4",
     what="Newton iterations against the gain of the weights and the largest Lyapunov exponent of the layers",
     full=FULL,
     quick=QUICK,

@@ -114,7 +114,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="mlp-memory",
-    paper="memory figure",
+    paper="fig. 14",
     what="peak memory of a forward pass: the loop against DeepPCR, chunked too",
     full=FULL,
     quick=QUICK,

@@ -78,7 +78,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="pixel-diffusion",
-    paper="timing table, conditional figure",
+    paper="table 2, fig. 23",
     what="sampling images of 4 x 4 to 16 x 16 pixels, with and without classes: time, speed-up, iterations, error, images",
     full=FULL,
     quick=QUICK,

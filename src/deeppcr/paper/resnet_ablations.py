@@ -107,14 +107,14 @@ def _experiment(name: str, paper: str, what: str, full: Settings, quick: Setting
 
 ITERATIONS_EXPERIMENT = _experiment(
     "resnet-iterations",
-    "ablation of the iterations",
+    "fig. 19",
     "training with 1, 2, 3, 5, 8, 13 Newton iterations a pass, against the paper's test",
     ITERATIONS,
     ITERATIONS_QUICK,
 )
 GUESS_EXPERIMENT = _experiment(
     "resnet-guess",
-    "initial-guess figure",
+    "fig. 22",
     "training with Newton started from the last step's batch mean, from random numbers, from zeros",
     GUESS,
     GUESS_QUICK,

@@ -154,7 +154,7 @@ def end_loss(entry: dict[str, Any], mode: str) -> str | None:
 
 EXPERIMENT = Experiment(
     name="resnet-training",
-    paper="figs. 4 and 5, accuracy and seeds figures, fig. 8 right",
+    paper="figs. 4, 5, 8 right, 15 and 16",
     what="training of deep residual networks on MNIST (quick: scikit-learn's digits): time, loss, accuracy, iterations, distance to the loop's training",
     full=FULL,
     quick=QUICK,

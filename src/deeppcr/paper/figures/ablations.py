@@ -97,7 +97,7 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
             three = next((ratio for count, ratio in zip(x, lines[speed], strict=True) if count == 3), math.nan)
             if math.isfinite(three):
                 said.append(
-                    f"L = {depth}: 3 iterations are {three:.2g}× as fast as the paper's test, "
+                    f"L = {depth:,}: 3 iterations are {three:.2g}× as fast as the paper's test, "
                     f"loss {_text(_end(next(run for run in fixed if run.label == 3)))} against {_text(_end(tested))}"
                 )
         ends += finite(lines[loss])
@@ -125,23 +125,22 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
         style.remark(speed, "no run with the paper's test")
     deepest = max(by_depth)
     shades = _colours(by_depth[deepest])
-    style.panel_title(curves, f"loss curves, L = {deepest}")
+    style.panel_title(curves, f"loss curves, L = {deepest:,}")
     _loss_axis(curves, _loss_curves(curves, by_depth[deepest], shades, label))
     style.legend(figure, colours, "depth L (the paper's test dashed)")
     _below(figure, shades)
-    gone = [
-        f"L = {depth} with {run.label or 'tested'}"
+    diverged = {
+        depth: [str(run.label) if run.label else "the paper's test" for run in each if run.diverged is not None]
         for depth, each in by_depth.items()
-        for run in each
-        if run.diverged is not None
-    ]
+    }
+    gone = [f"L = {depth:,} with {style.listed(labels)}" for depth, labels in diverged.items() if labels]
     text = "; ".join(said) + "." if said else "Trainings with fixed numbers of Newton iterations."
     return [
         Drawing(
             "resnet-iterations",
             "Training with a fixed number of Newton iterations",
-            "ablation of the iterations",
-            text + (f" Diverged (crosses): {', '.join(gone)}." if gone else ""),
+            "fig. 19",
+            text + (f" Diverged (crosses): {'; '.join(gone)}." if gone else ""),
             figure,
         )
     ]
@@ -198,12 +197,12 @@ def _guess_losses(mine: dict[str, list[Run]], depth: int, label: str, end: str) 
             said.append(f"{GUESSES.get(name, name)}: {min(close)}")
         elif math.isfinite(tested):
             said.append(f"{GUESSES.get(name, name)}: more than {max(run.label for run in each)}")
-    few = f" Iterations that bring the loss within 10 % of the paper's test: {'; '.join(said)}." if said else ""
+    few = f" Iterations that bring the loss within 10% of the paper's test: {'; '.join(said)}." if said else ""
     return Drawing(
         f"resnet-guess-loss{end}",
-        f"Loss by initial guess, L = {depth}",
-        "initial-guess figure",
-        f"Training of a residual network of {depth} layers, by where Newton starts.{few}",
+        f"Loss by initial guess, L = {depth:,}",
+        "fig. 22",
+        f"Training of a residual network of {depth:,} layers, by where Newton starts.{few}",
         figure,
     )
 
@@ -228,8 +227,8 @@ def _guess_iterations(mine: dict[str, list[Run]], depth: int, label: str, end: s
     ]
     return Drawing(
         f"resnet-guess-iterations{end}",
-        f"Newton iterations by initial guess, L = {depth}",
-        "initial-guess figure",
+        f"Newton iterations by initial guess, L = {depth:,}",
+        "fig. 22",
         f"Under the paper's test, mean over the training: {', '.join(said)}.",
         figure,
     )

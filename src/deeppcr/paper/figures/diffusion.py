@@ -35,7 +35,7 @@ def latent(result: dict[str, Any]) -> list[Drawing]:
         records = [record for record in result["records"] if record["data"] == data and "loop" in record]
         if not records:
             continue
-        paper = "figs. 1 and 6, timing table" if data in ("mnist", "digits") else "fig. 7"
+        paper = "figs. 1 and 6, table 2" if data in ("mnist", "digits") else "fig. 7"
         group = Group(f"latent-diffusion-{data}", f"latents of {DATA.get(data, data)}", "w", paper, records)
         found += [times(group), speedups(group), newton(group), distances(group), phases(group), *images(group)]
     return found
@@ -48,7 +48,7 @@ def pixel(result: dict[str, Any]) -> list[Drawing]:
         records = [record for record in timed if record["conditional"] == conditional]
         label = "images, classes given" if conditional == "yes" else "images, without classes"
         slug = "pixel-diffusion" + ("-conditional" if conditional == "yes" else "")
-        group = Group(slug, label, "side", "timing table", records)
+        group = Group(slug, label, "side", "table 2", records)
         found += [times(group), speedups(group), newton(group), phases(group), *images(group)]
     if len({record["conditional"] for record in timed}) == 2:
         found.append(by_class(timed))
@@ -68,7 +68,7 @@ def times(group: Group) -> Drawing:
                 colours[style.LABELS[column]] = style.METHODS[column]
                 axes.plot(group.sizes, y, color=style.METHODS[column], marker="o", gid=column)
                 every += [value for value in y if not math.isnan(value)]
-        style.panel_title(axes, f"L = {length} steps")
+        style.panel_title(axes, f"L = {length:,} steps")
         sizes_along(axes, group.sizes)
         axes.set_xlabel(group.axis)
         axes.set_ylabel("time of a sample (s)")
@@ -88,7 +88,8 @@ def times(group: Group) -> Drawing:
         f"{group.slug}-time",
         f"Time of one sample: {group.label}",
         group.paper,
-        f"Median, everything counted. L = {lengths[-1]}: {'; '.join(said)}." + _missing(group.records),
+        f"Median times of a sample, everything counted, and their ratios. L = {lengths[-1]:,}: {'; '.join(said)}."
+        + _missing(group.records),
         figure,
     )
 
@@ -122,15 +123,15 @@ def speedups(group: Group) -> Drawing:
         f"{group.slug}-speedup",
         f"Speed-up of one sample: {group.label}",
         group.paper,
-        "Every sample's time in parallel against the loop's; the bar is the median. With "
+        "A run of the loop over the time of each sample in parallel; the bar is the median of these ratios. With "
         f"{batches[0]['samples']} samples at a time, which fill the machine in the loop as well, the speed-up over the fastest "
-        f"loop is {_span([each['over_fastest_loop'] for each in batches])} (L = {group.lengths[-1]}).",
+        f"loop is {_span([each['over_fastest_loop'] for each in batches])} (L = {group.lengths[-1]:,}).",
         figure,
     )
 
 
 def newton(group: Group) -> Drawing:
-    """The timing table: iterations and the largest error of a final sample, for both methods."""
+    """Table 2: iterations and the largest error of a final sample, for both methods."""
     figure, grid = style.canvas(2, extra=1.0)
     colours = style.ordered(group.sizes, style.COLD)
     said = []
@@ -164,7 +165,7 @@ def newton(group: Group) -> Drawing:
     return Drawing(
         f"{group.slug}-newton",
         f"Iterations and error: {group.label}",
-        "timing table",
+        "table 2",
         "Mean iterations of a sample, and the largest difference of a final state to the loop's. "
         + "; ".join(said)
         + "."
@@ -211,14 +212,14 @@ def distances(group: Group) -> Drawing:
         f"{group.slug}-distance",
         f"Distance to the test set: {group.label}",
         "fig. 6 right",
-        f"Wasserstein-2 distance of the moments of {samples} samples to those of the test set's latents; lines hold 95 % of a "
-        f"bootstrap over samples. The two ways differ by at most {style.plain(100 * relative)} % of the distance.",
+        f"Wasserstein-2 distance of the moments of {samples:,} samples to those of the test set's latents; lines hold 95% of a "
+        f"bootstrap over samples. The two ways differ by at most {style.plain(100 * relative)}% of the distance.",
         figure,
     )
 
 
 def phases(group: Group) -> Drawing:
-    """The Jacobian-time figure: what a sample's time goes into, at the most steps."""
+    """Fig. 17: what a sample's time goes into, at the most steps."""
     length = group.lengths[-1]
     mine = sorted((r for r in group.records if r["L"] == length), key=lambda record: record[group.size])
     figure, grid = style.canvas(1, extra=1.2)
@@ -241,7 +242,7 @@ def phases(group: Group) -> Drawing:
         known = [each for each in first if each]
         if known:
             values = [percent for _, percent in known]
-            said.append(f"{style.LABELS[method]}: {PHASE_LABELS[known[0][0]]} {style.span(values, '.0f')} %")
+            said.append(f"{style.LABELS[method]}: {PHASE_LABELS[known[0][0]]} {style.span(values, '.0f')}%")
         else:
             style.remark(axes, "was not timed")
     colours = {PHASE_LABELS[phase]: PHASES[phase] for phase in PHASES if phase in used}
@@ -250,15 +251,15 @@ def phases(group: Group) -> Drawing:
     return Drawing(
         f"{group.slug}-phases",
         f"Where the time goes: {group.label}",
-        "Jacobian-time figure",
-        f"L = {length}. {'; '.join(said)}. As printed: measured in one run. With the defaults: the network's share is its time "
+        "fig. 17",
+        f"L = {length:,}. {'; '.join(said)}. As printed: measured in one run. With the defaults: the network's share is its time "
         "on all L steps, scaled by how many evaluations there were.",
         figure,
     )
 
 
 def by_class(records: Sequence[dict[str, Any]]) -> Drawing:
-    """The conditional figure: speed-ups over the eager loop with and without classes, over the side of the images."""
+    """Fig. 23: speed-ups over the eager loop with and without classes, over the side of the images."""
     lengths = sorted({record["L"] for record in records})
     sides = sorted({record["side"] for record in records})
     figure, places = panels(len(lengths))
@@ -273,7 +274,7 @@ def by_class(records: Sequence[dict[str, Any]]) -> Drawing:
                 y = [each["over_loop"] if each else math.nan for each in found]
                 axes.plot(sides, y, color=colour, linestyle=line, marker="o", gid=f"{conditional} {method}")
                 every += [value for value in y if math.isfinite(value)]
-        style.panel_title(axes, f"L = {length} steps")
+        style.panel_title(axes, f"L = {length:,} steps")
         sizes_along(axes, sides)
         axes.axhline(1, color=style.INK, linestyle=":", linewidth=1.2)
         axes.set_xlabel("side of an image (pixels)")
@@ -286,11 +287,11 @@ def by_class(records: Sequence[dict[str, Any]]) -> Drawing:
         if all(both):
             without, given = both
             said.append(f"{side} × {side}: {without['iterations']:.1f} and {given['iterations']:.1f}")  # pyright: ignore
-    counts = f" Newton's iterations without and with classes, L = {lengths[-1]}: {'; '.join(said)}." if said else ""
+    counts = f" Newton's iterations without and with classes, L = {lengths[-1]:,}: {'; '.join(said)}." if said else ""
     return Drawing(
         "pixel-diffusion-classes",
         "With and without classes",
-        "conditional figure",
+        "fig. 23",
         "Speed-up over the eager loop: with this library's defaults (lines) and as printed (dashed), which starts from the mean "
         f"of the class where there is one.{counts}",
         figure,

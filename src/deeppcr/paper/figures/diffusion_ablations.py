@@ -14,6 +14,7 @@ from .diffusion_panels import panels, sizes_along
 from .drawing import Drawing
 
 GUESSES = {"mean": "training mean", "class-mean": "class mean", "zeros": "zeros", "coarse": "coarse sampler"}
+_PAPER = {"latent": "fig. 20", "pixel": "fig. 21"}
 _COLOURS = {"mean": "#0072b2", "class-mean": "#009e73", "zeros": "#cc79a7", "coarse": "#e69f00"}
 
 
@@ -59,15 +60,19 @@ def _errors(space: str, size: str, records: list[dict[str, Any]]) -> Drawing:
     for method, name in (("printed", "Newton's method"), ("auto", "the prior's Jacobian")):
         counts = [entry[method]["iterations"] for entry in summarise_iterations(records)]
         known = [count for count in counts if count is not None]
-        if known:
-            never = f", never in {style.cells(len(counts) - len(known))}" if len(known) < len(counts) else ""
-            said.append(f"{name} {style.span(known, '.0f')} iterations{never}")
+        reached = f"{style.span(known, '.0f')} iterations" if known else "not reached"
+        missed = (
+            f", not reached in {len(counts) - len(known)} of {len(counts)} cells"
+            if 0 < len(known) < len(counts)
+            else ""
+        )
+        said.append(f"{name} {reached}{missed}")
     return Drawing(
         f"diffusion-iterations-{space}",
         f"Error after every iteration, {space} space",
-        "convergence figures",
+        _PAPER[space],
         "Largest difference of the final state to the loop's: Newton's method as printed (lines, dots) and with the prior's "
-        f"Jacobian (dashed), both from the training set's mean. Below {SMALL} after: {'; '.join(said) or 'never'}.",
+        f"Jacobian (dashed), both from the training set's mean. Below {SMALL} after: {'; '.join(said)}.",
         figure,
     )
 
@@ -119,7 +124,7 @@ def _starts(conditional: str, entries: list[dict[str, Any]]) -> Drawing:
     return Drawing(
         f"diffusion-guess-{'conditional' if conditional == 'yes' else 'unconditional'}",
         f"Where the iteration starts: images, {kind}",
-        "conditional figure",
-        f"L = {length}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}.",
+        "fig. 23",
+        f"L = {length:,}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}.",
         figure,
     )

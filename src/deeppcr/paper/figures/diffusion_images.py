@@ -39,8 +39,8 @@ def images(group: Group) -> list[Drawing]:
         Drawing(
             f"{group.slug}-images",
             f"Samples side by side: {group.label}",
-            "example images",
-            f"From the same noise, L = {length}, by the loop and in parallel: {equal}.",
+            "fig. 18",
+            f"From the same noise, L = {length:,}, by the loop and in parallel: {equal}.",
             figure,
         )
     ]

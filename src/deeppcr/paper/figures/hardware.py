@@ -1,4 +1,4 @@
-"""``hardware``: the times of two machines side by side and their ratio (GPU ablation)."""
+"""``hardware``: the times of two machines side by side and their ratio (fig. 12)."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def side_by_side(records: list[Record], activation: str, way: str) -> Drawing:
     spare = places[len(columns) :]
     style.legend(figure, colours, "width w", place=spare[0] if spare else None)
     said = [
-        f"{style.LABELS[column]} {style.span(each, '.3g')}, median {style.plain(median(each))}"
+        f"{style.LABELS[column]} {style.span(each, '.2f')} (median {median(each):.2f})"
         for column in columns
         if (each := [value for record in records if (value := ratio(record, way, column))])
     ]
     return Drawing(
         f"hardware-{activation}-{way}",
         f"Two machines, {way} pass, {style.activation(activation)}",
-        "GPU ablation",
+        "fig. 12",
         f"{style.LABELS[shown]} on either machine, and time on {second} over time on {first}: {'; '.join(said)}.",
         figure,
     )

@@ -46,7 +46,7 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
     growth.axhline(0, color=style.INK, linestyle=":", linewidth=1.2)
     style.free(growth, exponents, also=[0.0])
     growth.set_ylabel("exponent (per layer)")
-    _marks(growth, activation, gains)
+    _marks(growth, activation, records, gains)
     for axes in (printed, auto, growth):
         _gains(axes, gains)
     style.panel_title(both, "iterations by exponent", "printed")
@@ -67,7 +67,7 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
     return Drawing(
         f"mlp-gain-{activation}",
         f"Iterations by the gain of the weights, {style.activation(activation)}",
-        "no such figure; extends section 4.4",
+        "not in it; extends section 4.4",
         caption(records),
         figure,
     )
@@ -94,13 +94,16 @@ def _gains(axes: Axes, gains: list[float]) -> None:
     axes.set_xlabel("gain of the weights (×)")
 
 
-def _marks(axes: Axes, activation: str, gains: list[float]) -> None:
-    """The gains that have a name, upright along their lines."""
+def _marks(axes: Axes, activation: str, records: list[Record], gains: list[float]) -> None:
+    """The gains that have a name, upright along their lines, above or below the curve."""
+    middle = sum(axes.get_ylim()) / 2
     for name, gain in MARKS.get(activation, {}).items():
         if gains[0] <= gain <= gains[-1]:
             axes.axvline(gain, color=style.INK, linewidth=0.8, linestyle="--", gid=f"mark {name}")
-            where = {"rotation": 90, "ha": "right", "va": "bottom", "fontsize": 8.5}
-            axes.text(gain, 0.04, f"{name} ", transform=axes.get_xaxis_transform(), **where)
+            known = [(abs(r["gain"] - gain), value) for r in records if (value := mean_exponent(r)) is not None]
+            high = bool(known) and min(known)[1] < middle
+            where = {"rotation": 90, "ha": "right", "va": "top" if high else "bottom", "fontsize": 8.5}
+            axes.text(gain, 0.96 if high else 0.04, f"{name} ", transform=axes.get_xaxis_transform(), **where)
 
 
 def caption(records: list[Record]) -> str:
@@ -112,10 +115,10 @@ def caption(records: list[Record]) -> str:
         )
     if worst is not None:
         depths, means = zip(*worst["mean_iterations_by_depth"].items(), strict=True)
-        exponent = f" (exponent {worst['exponent']:+.2f})" if worst["exponent"] is not None else ""
+        exponent = f" (exponent {style.signed(worst['exponent'])})" if worst["exponent"] is not None else ""
         said.append(
             f"The most of {style.LABELS['printed']} at gain {worst['gain']:g}{exponent}: in the mean over networks "
-            f"{', '.join(f'{mean:.0f}' for mean in means)} iterations at L = {', '.join(map(str, depths))}, "
+            f"{style.listed(f'{mean:.0f}' for mean in means)} iterations at L = {style.listed(depths)}, "
             f"the largest {worst['most_iterations']}."
         )
     if entry["positive_from_gain"] is not None:
@@ -123,7 +126,7 @@ def caption(records: list[Record]) -> str:
     else:
         said.append("The exponent is negative at every gain.")
     if entry["overflow_from_gain"] is not None:
-        said.append(f"At L = {deepest} the states overflow from gain {entry['overflow_from_gain']:g} on.")
+        said.append(f"At L = {deepest:,} the states overflow from gain {entry['overflow_from_gain']:g} on.")
     crossed = {method: sum(left(record, solver) for record in records) for solver, method in SOLVERS.items()}
     each = [f"{style.LABELS[method]} in {style.cells(count)}" for method, count in crossed.items() if count]
     if each:

@@ -1,4 +1,4 @@
-"""``mlp-memory``: peak memory of a forward pass, and the loop's over that of DeepPCR (memory figure)."""
+"""``mlp-memory``: peak memory of a forward pass, and the loop's over that of DeepPCR (fig. 14)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         Drawing(
             "mlp-memory",
             "Peak memory of a forward pass",
-            "memory figure",
+            "fig. 14",
             caption(records, names),
             figure,
         )
@@ -77,8 +77,8 @@ def caption(records: list[Record], names: list[str]) -> str:
     for name in names:
         known = [value for record in records if name != "loop" and (value := ratio(record, name))]
         if known:
-            said.append(f"{_name(name)} {style.span(known, '.2f')}")
-    text = f"Memory of the loop over that of DeepPCR, the network included in both: {', '.join(said)}."
+            said.append(f"{_name(name)}: {style.span(known, '.2f')}")
+    text = f"Memory of the loop over that of DeepPCR, the network included in both. {'; '.join(said).capitalize()}."
     holes = Counter(name for record in records for name in names if total(record, name) is None)
     if holes:
         each = [f"{_name(name)} in {style.cells(count)}" for name, count in holes.items()]

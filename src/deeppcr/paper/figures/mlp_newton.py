@@ -66,7 +66,7 @@ def by_guess(records: list[Record], guess: str) -> Drawing:
         style.panel_title(below, f"{name}, error of the output")
         style.lines(below, mine, "L", "w", colours, error)
         style.decades(below, errors)
-        below.set_ylabel("error of z_L (2-norm)")
+        below.set_ylabel("error (2-norm)")
         for axes in (above, below):
             style.powers_of_two(axes, depths)
             axes.set_xlabel("depth L (layers)")

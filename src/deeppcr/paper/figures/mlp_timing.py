@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 
 from ..mlp_summary import break_even
 from ..mlp_summary import seconds as time_of
+from ..table import times as as_times
 from . import style
 from .drawing import Drawing
 from .mlp_width import over_widths
@@ -19,7 +20,7 @@ Record = dict[str, Any]
 #: Of a record: a number, or None where there is none.
 Value = Callable[[Record], float | None]
 
-_PAPER = {"relu": "fig. 3", "tanh": "tanh figure", "sigmoid": "sigmoid figure"}
+_PAPER = {"relu": "fig. 3", "tanh": "fig. 9", "sigmoid": "fig. 10"}
 _SHORT = {"printed": "as printed", "auto": "defaults"}
 #: "fastest" stands for whichever loop took least in a cell.
 FASTEST = "fastest"
@@ -162,13 +163,10 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
         if not best:
             continue
         each = [
-            f"{style.plain(ratio)}× {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']}, w = {where['w']})"
+            f"{as_times(ratio)} {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']:,}, w = {where['w']:,})"
             for c, (ratio, where, _) in best.items()
         ]
-        even = [
-            f"{_SHORT[c]} {f'ahead from L ≈ {depth:.0f}' if depth else 'nowhere ahead'}"
-            for c, (_, _, depth) in best.items()
-        ]
+        even = [f"{_SHORT[c]} {_ahead(depth, records)}" for c, (_, _, depth) in best.items()]
         said.append(f"Over {name} at best {' and '.join(each)}; {', '.join(even)}.")
     holes = Counter(
         column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")
@@ -177,6 +175,15 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
         each = [f"{style.LABELS.get(column, column)} in {style.cells(count)}" for column, count in holes.items()]
         said.append(f"Not timed: {', '.join(each)}.")
     return " ".join(said)
+
+
+def _ahead(depth: float | None, records: list[Record]) -> str:
+    """From which depth on; one between measured depths is not known to more than two digits."""
+    if depth is None:
+        return "nowhere ahead"
+    if depth <= min(record["L"] for record in records):
+        return "ahead at every depth"
+    return f"ahead from L ≈ {float(f'{depth:.2g}'):,.0f}"
 
 
 def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, float | None] | None:

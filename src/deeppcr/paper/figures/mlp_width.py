@@ -67,7 +67,7 @@ def over_widths(records: list[Record], activation: str, way: str = "forward") ->
     return Drawing(
         f"mlp-timing-{activation}-{way}-width",
         f"{way.capitalize()} pass over widths, {style.activation(activation)}",
-        "width figure",
+        "fig. 11",
         caption(limits, dotted=dotted),
         figure,
     )
@@ -156,7 +156,7 @@ def _edges(values: list[int]) -> list[float]:
 
 def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     said = [
-        f"at w²L ≈ {style.plain(limit['w2L'])} for {style.LABELS[column]}"
+        f"from w²L ≈ {style.plain(limit['w2L'])} on for {style.LABELS[column]}"
         if limit["w2L"]
         else f"nowhere on this grid for {style.LABELS[column]}"
         for column, limit in limits.items()
@@ -164,4 +164,5 @@ def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     drawn = "; dashed in the maps" if any(limit["w2L"] for limit in limits.values()) else ""
     if dotted:
         drawn += ", dotted in the speed-up"
-    return f"The time passes {SLOWED:g} times that of the smallest width {', '.join(said)} (median over depths){drawn}."
+    slow = f"A pass takes {SLOWED:g} times as long as at the smallest width"
+    return f"{slow} {', '.join(said)} (median over depths){drawn}."

@@ -120,13 +120,28 @@ def power(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Three digits at most, no exponent between a thousandth and ten thousand."""
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    exponent = math.floor(math.log10(abs(value)))
+    """Three digits at most, no exponent between a thousandth and ten thousand.
+
+    >>> plain(0.00042), plain(-0.5)
+    ('4.2·10⁻⁴', '−0.5')
+    """
+    if value < 0:
+        return f"−{plain(-value)}"
+    if value == 0 or 1e-3 <= value < 1e4:
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    exponent = math.floor(math.log10(value))
     lead = value / 10**exponent
     lead_text = "" if f"{lead:.2g}" == "1" else f"{lead:.2g}·"
     return f"{lead_text}10{superscript(exponent)}"
+
+
+def signed(value: float) -> str:
+    """To two digits behind the point, with a minus that is as wide as the plus.
+
+    >>> signed(0.1), signed(-0.02)
+    ('+0.10', '−0.02')
+    """
+    return f"{value:+.2f}".replace("-", "−")
 
 
 def span(values: Iterable[float], form: str) -> str:
@@ -152,6 +167,15 @@ def decade(value: float) -> str:
 
 def cells(count: int) -> str:
     return f"{count} cell{'s' * (count != 1)}"
+
+
+def listed(values: Iterable[Any]) -> str:
+    """
+    >>> listed([256, 512, 1024]), listed(["one"])
+    ('256, 512 and 1,024', 'one')
+    """
+    *first, last = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def seconds(value: float) -> str:
@@ -256,7 +280,8 @@ def remark(axes: Axes, text: str) -> None:
 def legend(figure: Canvas, colours: dict[Any, str], title: str, *, place: Axes | None = None, most: int = 6) -> None:
     """Colours and what they stand for: above the panels, or in a place of the grid that is free."""
     handles = [Line2D([], [], color=colour, linewidth=2.5) for colour in colours.values()]
-    labels = [power(value) if isinstance(value, (int, float)) else str(value) for value in colours]
+    # As they stand in the text and on the command line; powers of two are for the ticks of an axis.
+    labels = [f"{value:,}" if isinstance(value, (int, float)) else str(value) for value in colours]
     if place is not None:
         place.set_axis_off()
         columns = 2 if len(labels) > 5 else 1
@@ -278,7 +303,9 @@ def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> 
     small = max(map(abs, ticks)) < 1e-3
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low - room <= tick <= high + room]))
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: plain(round(value / step) * step) if small else f"{value:.{digits}f}")
+        FuncFormatter(
+            lambda value, _: plain(round(value / step) * step) if small else f"{value:.{digits}f}".replace("-", "−")
+        )
     )
 
 

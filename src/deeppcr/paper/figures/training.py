@@ -194,7 +194,7 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
             also += f"; as the paper prints it {style.seconds(entry['printed_forward_seconds'])}, "
             also += f"{as_times(entry['printed_speedup_over_eager'])} over the eager loop"
         said.append(
-            f"L = {pair.depth}: {sequential} in the {loop}, {parallel} by DeepPCR, "
+            f"L = {pair.depth:,}: {sequential} in the {loop}, {parallel} by DeepPCR, "
             f"{as_times(entry['speedup_over_fastest_loop'])}{also}"
         )
     return Drawing(
@@ -214,7 +214,7 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         ends = " and ".join(f"{end_loss(entry, mode)} ({style.LABELS[mode]})" for mode in MODES)
         apart = entry["loss_difference"]
         most = f", losses of a step differ by at most {style.plain(max(apart))}" if apart else ""
-        said.append(f"L = {depth}: {ends}{most}")
+        said.append(f"L = {depth:,}: {ends}{most}")
     return Drawing(
         "resnet-training-loss",
         "Loss during training",
@@ -235,7 +235,7 @@ def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
         mode: [finite(percent(pair.modes[mode]))[-1] for pair in pairs if finite(percent(pair.modes[mode]))]
         for mode in MODES
     }
-    said = [f"{style.LABELS[mode]} {style.span(each, '.1f')} %" for mode, each in ends.items() if each]
+    said = [f"{style.LABELS[mode]} {style.span(each, '.1f')}%" for mode, each in ends.items() if each]
     apart = [abs(value) for pair in pairs for value in finite(minus(*map(percent, pair.modes.values())))]
     most = ""
     if apart:
@@ -249,7 +249,7 @@ def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
     return Drawing(
         "resnet-training-accuracy",
         "Accuracy on the test images",
-        "accuracy figure",
+        "fig. 15",
         f"{which}At the end of the training: {', '.join(said)}{most}.",
         _both(pairs, clock.label if clock.per_epoch else "tests", epochs, percent, None, "accuracy (%)"),
     )
@@ -329,11 +329,11 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
             100 * finite(pair.modes[mode].test_accuracy)[-1] for pair in pairs if finite(pair.modes[mode].test_accuracy)
         ]
         if ends:
-            said.append(f"{style.LABELS[mode]} {style.span(ends, '.1f')} %")
+            said.append(f"{style.LABELS[mode]} {style.span(ends, '.1f')}%")
     return Drawing(
         "resnet-training-seeds",
         f"Loss and accuracy from {count} seeds",
-        "seeds figure",
+        "fig. 16",
         f"Mean and span of {count} seeds. Test accuracy after the last epoch: {', '.join(said)}." + _stopped(pairs),
         figure,
     )
@@ -376,7 +376,7 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         ends = finite([style.number(value) for value in entry["parameter_distance"]])
         if entry["iterations"] and ends:
             said.append(
-                f"L = {pair.depth}: {fmean(entry['iterations']):.1f} iterations, parameters at most "
+                f"L = {pair.depth:,}: {fmean(entry['iterations']):.1f} iterations, parameters at most "
                 f"{style.plain(max(ends))} apart at the end"
             )
     unseen = f" Equal at {equal} points, which a log axis does not show." if equal else ""
@@ -384,8 +384,8 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         "resnet-training-newton",
         "Newton's method during training",
         "fig. 8 right",
-        "Iterations of a forward pass, and the largest difference of a parameter to the sequential training; in words the "
-        "mean and the largest of all seeds. " + "; ".join(said) + "." + unseen,
+        "Iterations of a forward pass, and the largest difference of a parameter to the sequential training; here the mean "
+        "and the largest of all seeds. " + "; ".join(said) + "." + unseen,
         figure,
     )
 
@@ -398,7 +398,7 @@ def _along(grid: list[list[Axes]], label: str) -> None:
 
 def _stopped(pairs: list[Pair]) -> str:
     gone = [
-        f"L = {pair.depth}, seed {pair.seed}, {style.LABELS[mode]} at step {run.diverged}"
+        f"L = {pair.depth:,}, seed {pair.seed}, {style.LABELS[mode]} at step {run.diverged}"
         for pair in pairs
         for mode, run in pair.modes.items()
         if run.diverged is not None

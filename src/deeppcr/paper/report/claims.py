@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from ..figures.style import plain, signed, span
 from ..figures.style import seconds as in_words
 from ..mlp_summary import break_even, seconds, speedup, threshold
 from ..table import times
@@ -67,9 +68,13 @@ def break_even_depth(way: str, *activations: str) -> Callable[[Finished], list[O
                 depths = {width: break_even(ratios) for width, ratios in sorted(by_width.items())}
                 even = {width: depth for width, depth in depths.items() if depth is not None}
                 name = f"{activation_name(activation)}: " if len(activations) > 1 else ""
-                if even:
+                least = min((record["L"] for _, record in mine), default=0)
+                if even and max(even.values()) <= least:
+                    value = "every depth"
+                    where = f"from L = {least:,}, the least that was timed; {_widths(even, depths)}"
+                elif even:
                     value = f"L ≈ {_range(_rounded(depth) for depth in even.values())}"
-                    where = f"{len(even)} of {len(depths)} widths, w = {_range(even)}"
+                    where = _widths(even, depths)
                 else:
                     value = "not reached"
                     where = f"up to L = {max((record['L'] for _, record in mine), default=0):,}"
@@ -84,8 +89,8 @@ def leaves_log_regime(result: Finished) -> list[Ours]:
     found = []
     for method, label in columns(mine)[1].items():
         value = threshold(mine, "forward", method)["w2L"]
-        where = f"{label}, forward; median over depths of the first w that takes twice as long as the smallest"
-        found.append(Ours(f"w²L ≈ {value:,.0f}" if value else "not reached", where))
+        where = f"{label}, forward; where a pass takes twice as long as at the smallest w, median over depths"
+        found.append(Ours(f"w²L ≈ {plain(value)}" if value else "not reached", where))
     return found
 
 
@@ -95,7 +100,9 @@ def newton_iterations(result: Finished) -> list[Ours]:
         most = max(max(record["iterations"]) for record in records)
         at = next(record for record in records if max(record["iterations"]) == most)
         missed = sum(name != "CONVERGED" for record in records for name in record["results"])
-        where = f"{entry}; most at {_sizes(at)}" + (f"; {missed} solves did not converge" if missed else "")
+        where = f"{entry}; most at {_sizes(at)}" + (
+            f"; {missed} solve{'s' * (missed > 1)} did not converge" if missed else ""
+        )
         found.append(Ours(f"at most {most}", where))
     return found
 
@@ -108,10 +115,10 @@ def iterations_by_gain(result: Finished) -> list[Ours]:
             found.append(Ours(f"at most {most}", f"{name}, weights as PyTorch makes them"))
         if worst := entry["worst"]:
             depth, mean = max(worst["mean_iterations_by_depth"].items())
-            exponent = f", exponent {worst['exponent']:+.2f}" if worst["exponent"] is not None else ""
+            exponent = f", exponent {signed(worst['exponent'])}" if worst["exponent"] is not None else ""
             where = (
                 f"{name}, weights scaled by {worst['gain']:g}{exponent}: the gain that takes most; "
-                f"mean at L = {depth:,}, the largest {worst['most_iterations']}"
+                f"mean at L = {depth:,}, at most {worst['most_iterations']}"
             )
             if entry["overflow_from_gain"] is not None:
                 where += f"; from {entry['overflow_from_gain']:g} on the states overflow"
@@ -135,7 +142,7 @@ def memory_ratio(result: Finished) -> list[Ours]:
         ratios = [entry["ratio"] for entry in entries]
         label = METHODS.get(name, f"DeepPCR, {name}")
         middle = median(ratios)
-        where = f"{label}; median of {min(ratios):.2f} to {max(ratios):.2f}, so {times(1 / middle)} the memory"
+        where = f"{label}; median, {span(ratios, '.2f')} over the grid; so {times(1 / middle)} the memory"
         found.append(Ours(f"{middle:.2f}", where))
     return found
 
@@ -152,7 +159,7 @@ def training_speedup(result: Finished) -> list[Ours]:
         found.append(Ours(times(entry["printed_speedup_over_eager"]), where))
     for name, loop in loops.items():
         if entry[f"speedup_over_{name}"]:
-            where = f"forward pass over the {BASELINES[loop]}; L = {entry['L']:,}"
+            where = f"forward pass with the defaults over the {BASELINES[loop]}; L = {entry['L']:,}"
             found.append(Ours(times(entry[f"speedup_over_{name}"]), where))
     return found
 
@@ -206,7 +213,7 @@ def two_machines(result: Finished) -> list[Ours]:
     for name, each in summary["ratios"].items():
         if name in ("forward printed", "forward loop"):
             label = METHODS["printed"] if "printed" in name else BASELINES["loop"]
-            spread = f"median of {each['smallest']:.2f} to {each['largest']:.2f}"
+            spread = f"median, {span([each['smallest'], each['largest']], '.2f')} over the grid"
             found.append(Ours(f"{each['median']:.2f}", f"{label}; time on {second} over time on {first}; {spread}"))
     return found
 
@@ -243,6 +250,10 @@ def _against(method: tuple[str, str], baseline: tuple[str, str]) -> str:
 
 def _sizes(record: dict[str, Any]) -> str:
     return f"L = {record['L']:,}, w = {record['w']:,}"
+
+
+def _widths(even: dict[int, float], tried: dict[int, float | None]) -> str:
+    return f"{len(even)} of {len(tried)} widths, w = {_range(even)}"
 
 
 def _rounded(value: float) -> float:

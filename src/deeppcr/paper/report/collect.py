@@ -110,7 +110,7 @@ class Finished:
 
     @property
     def changed_in_words(self) -> str:
-        return f"changed: {', '.join(self.changed)}" if self.changed else ""
+        return f"changed settings: {', '.join(self.changed)}" if self.changed else ""
 
     @contextmanager
     def blamed(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,12 +14,20 @@ from .collect import Finished
 from .words import BASELINES, METHODS, error_size
 
 
-def _size(entry: dict[str, Any]) -> str:
-    """Of a state; a line does not end inside 4 × 4."""
-    if "w" in entry:
-        return f"w = {entry['w']}"
-    classes = ", classes given" if entry.get("conditional") == "yes" else ""
-    return f"{entry['side']}\u00a0×\u00a0{entry['side']} pixels{classes}"
+def _sizes(entries: Sequence[dict[str, Any]]) -> str:
+    """Of the states; a line does not end inside 4 × 4."""
+    if "w" in entries[0]:
+        return f"w = {', '.join(str(entry['w']) for entry in entries)}"
+    sides = ", ".join(f"{entry['side']}\u00a0×\u00a0{entry['side']}" for entry in entries)
+    return f"{sides} pixels{', classes given' if entries[0].get('conditional') == 'yes' else ''}"
+
+
+def _alike(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Those that differ in size alone: they share a line."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for entry in entries:
+        found.setdefault((entry["data"], entry.get("conditional")), []).append(entry)
+    return list(found.values())
 
 
 def _entries(result: Finished, grey: bool | None) -> list[dict[str, Any]]:
@@ -34,25 +42,33 @@ def sampling_speedup(*, grey: bool | None) -> Callable[[Finished], list[Ours]]:
 
     def ours(result: Finished) -> list[Ours]:
         found = []
-        for entry in _entries(result, grey):
-            what = f"{DATA.get(entry['data'], entry['data'])}, {_size(entry)}, L = {entry['L']:,}"
+        for entries in _alike(_entries(result, grey)):
             for method, loop in (("printed", "loop"), ("auto", "loop"), ("auto", "graph")):
-                ratio = entry.get(method, {}).get(f"over_{loop}")
-                if ratio:
-                    both = f"{in_words(entry['seconds'][method])} instead of {in_words(entry['seconds'][loop])}"
+                mine = [entry for entry in entries if entry.get(method, {}).get(f"over_{loop}")]
+                if mine:
+                    what = f"{DATA.get(mine[0]['data'], mine[0]['data'])}, {_sizes(mine)}, L = {mine[0]['L']:,}"
+                    both = f"{_times(mine, method)} instead of {_times(mine, loop)}, medians"
                     where = f"{METHODS[method]} over the {BASELINES[loop]}; {what}: {both}"
-                    found.append(Ours(times(ratio), where))
+                    found.append(Ours(", ".join(times(entry[method][f"over_{loop}"]) for entry in mine), where))
         return found
 
     return ours
 
 
+def _times(entries: Sequence[dict[str, Any]], column: str) -> str:
+    seconds = [entry["seconds"][column] for entry in entries]
+    least, most = in_words(min(seconds)), in_words(max(seconds))
+    return least if least == most else f"{least} to {most}"
+
+
 def sampling_iterations(result: Finished) -> list[Ours]:
     found = []
-    for entry in _entries(result, None):
-        if printed := entry.get("printed"):
-            where = f"{METHODS['printed']}; {_size(entry)}, L = {entry['L']:,}; error at most {error_size(printed['error'])}"
-            found.append(Ours(f"{printed['iterations']:.1f}", where))
+    for entries in _alike(_entries(result, None)):
+        if mine := [entry for entry in entries if entry.get("printed")]:
+            worst = error_size(max(entry["printed"]["error"] for entry in mine))
+            data = DATA.get(mine[0]["data"], mine[0]["data"])
+            where = f"{METHODS['printed']}; {data}, {_sizes(mine)}, L = {mine[0]['L']:,}; error at most {worst}"
+            found.append(Ours(", ".join(f"{entry['printed']['iterations']:.1f}" for entry in mine), where))
     return found
 
 
@@ -62,9 +78,17 @@ def sampling_error(result: Finished) -> list[Ours]:
         mine = [entry for entry in result.summary if entry.get(method)]
         if mine:
             worst = max(mine, key=lambda entry: entry[method]["error"])
-            where = f"{METHODS[method]}; the largest, at {_size(worst)}, L = {worst['L']:,}"
+            where = f"{METHODS[method]}; the largest, at {_sizes([worst])}, L = {worst['L']:,}"
             found.append(Ours(error_size(worst[method]["error"]), where))
     return found
+
+
+def signed(value: float) -> str:
+    """
+    >>> signed(-0.00042), signed(0.0)
+    ('−4.2·10⁻⁴', '0')
+    """
+    return f"{'−' if value < 0 else '+' if value > 0 else ''}{error_size(abs(value))}"
 
 
 def distance_difference(result: Finished) -> list[Ours]:
@@ -73,10 +97,10 @@ def distance_difference(result: Finished) -> list[Ours]:
         distance = entry["frechet"]
         low, high = distance["difference_interval"]
         where = (
-            f"{DATA.get(entry['data'], entry['data'])}, w = {entry['w']}, L = {entry['L']:,}; 95 % of a bootstrap from "
-            f"{low:+.1e} to {high:+.1e}; the distance itself is {distance['sequential']:.3f}"
+            f"{DATA.get(entry['data'], entry['data'])}, w = {entry['w']}, L = {entry['L']:,}; the largest; 95% of a "
+            f"bootstrap from {signed(low)} to {signed(high)}; the distance itself is {distance['sequential']:.3f}"
         )
-        found.append((abs(distance["difference"]), Ours(f"{distance['difference']:+.1e}", where)))
+        found.append((abs(distance["difference"]), Ours(signed(distance["difference"]), where)))
     # The largest of all: a line for every cell would be too many.
     return [max(found, key=lambda pair: pair[0])[1]] if found else []
 
@@ -88,7 +112,7 @@ def batch_speedup(result: Finished) -> list[Ours]:
         return []
     where = (
         f"{METHODS['auto']} over the fastest loop, {entries[0]['batch']['samples']} samples at a time, "
-        f"L = {entries[0]['L']:,}; mean of {times(min(ratios))} to {times(max(ratios))}"
+        f"L = {entries[0]['L']:,}; mean, from {times(min(ratios))} to {times(max(ratios))} by size"
     )
     return [Ours(times(fmean(ratios)), where)]
 
@@ -100,11 +124,14 @@ def small_error_after(result: Finished) -> list[Ours]:
         for method in ("printed", "auto"):
             counts = [entry[method]["iterations"] for entry in mine]
             known = [count for count in counts if count is not None]
-            if known:
-                never = (
-                    f"; never in {len(counts) - len(known)} of {len(counts)} cells" if len(known) < len(counts) else ""
-                )
-                found.append(Ours(f"at most {max(known)}", f"{METHODS[method]}, {space} space{never}"))
+            missed = (
+                f"; not reached in {len(counts) - len(known)} of {len(counts)} cells"
+                if len(known) < len(counts)
+                else ""
+            )
+            if counts:
+                value = f"at most {max(known)}" if known else "not reached"
+                found.append(Ours(value, f"{METHODS[method]}, {space} space{missed if known else ''}"))
     return found
 
 

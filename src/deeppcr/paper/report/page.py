@@ -106,7 +106,7 @@ Suau, Rodríguez, Zappella, NeurIPS 2023).</p>
 
 
 def _summary(table: Sequence[Row]) -> str:
-    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Claim", "Paper", "Ours", "Where"))
+    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Claim", "Paper", "Ours", "Machine"))
     words = "".join(
         f"<li><strong>{escape(LABELS[column])}</strong>: {escape(meaning)}.</li>"
         for column, meaning in MEANINGS.items()
@@ -143,7 +143,7 @@ def _row(row: Row) -> str:
         where = f"<a href='#{_slug(result.name)}'>{escape(result.hardware)}</a>{tag}"
     return (
         f"<tr><th scope='row'>{escape(claim.what)}</th><td data-label='Paper'>{paper}</td>"
-        f"<td data-label='Ours'>{ours}</td><td data-label='Where'>{where}</td></tr>\n"
+        f"<td data-label='Ours'>{ours}</td><td data-label='Machine'>{where}</td></tr>\n"
     )
 
 
@@ -211,9 +211,9 @@ def _experiment(name: str, results: Sequence[Finished], drawn: Mapping[Path, Seq
 
 def _figure(figure: Figure, result: Finished, prefix: str) -> str:
     return f"""<figure id="{prefix}-{_slug(figure.name)}" data-figure="{escape(figure.name)}">
-<h3>{escape(figure.title)} <span class="quiet">paper: {escape(figure.paper)}</span>{_tag(result)}</h3>
+<h3>{escape(figure.title)} <span class="quiet">paper: {_text(figure.paper)}</span>{_tag(result)}</h3>
 <div class="plot">{own_names(figure.svg, prefix)}</div>
-<figcaption>{escape(figure.caption)}{_made(result)}</figcaption>
+<figcaption>{_text(figure.caption)}{_made(result)}</figcaption>
 </figure>"""
 
 
@@ -242,9 +242,11 @@ only where there are no others.
 
 
 def _text(text: str) -> str:
-    """Escaped, with lines that do not end inside "L = 256" or "fig. 3"."""
+    """Escaped, with lines that do not end inside "L = 256", "fig. 3" or "5 ms"."""
     return re.sub(
-        r"\b([LwC]) ([=≈]) (?=\d)|\b(figs?\.|app\.|chunk) ", lambda found: found[0].replace(" ", "\u00a0"), escape(text)
+        r"\b(?:L|w|C|w²L) [=≈] (?=\d)|\b(?:figs?\.|table|app\.|chunk) (?=\w)|(?<=\d) (?:[µm]?s|min|h|×)\b|(?<=\d) × (?=\d)",
+        lambda found: found[0].replace(" ", "\u00a0"),
+        escape(text),
     )
 
 
