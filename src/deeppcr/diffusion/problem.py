@@ -65,6 +65,11 @@ class Problem:
     def coefficients(self) -> Coefficients:
         return self.steps.to(self.device, self.dtype)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether anything that the first step depends on requires a gradient."""
+        return self.step(0, self.initial).requires_grad
+
     def step(self, index: int, state: Tensor, who: Tensor | None = None) -> Tensor:
         """One step as the loop takes it: [B, D, K] to [B, D, K], of all samples or of those in ``who``."""
         who = torch.arange(self.samples, device=self.device) if who is None else who

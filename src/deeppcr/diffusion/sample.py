@@ -28,6 +28,8 @@ from .window import Outcome, Window
 
 #: one object for all calls: a solver knows by it what it has prepared
 _UNIT = GaussianPrior()
+#: of such samples there is no derivative
+_WORTHLESS = (Result.NOT_CONVERGED, Result.NON_FINITE)
 #: the steps of samplers on a schedule: their numbers take longer to find than a few iterations
 _known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
 
@@ -154,11 +156,8 @@ def _by_window(
         warnings.warn(message, ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if torch.is_grad_enabled():
-        if failed and on_failure == "return":
-            states = refuse_gradients(states, message)
-        else:
-            coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
-            states = attach(problem, coupling, states)
+        coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
+        states = _differentiable(problem, coupling, outcome, message)
     return Samples(
         final=problem.unflatten(states[-1, ..., 0]),
         states=problem.unflatten(states[..., 0]) if keep_states else None,
@@ -170,6 +169,21 @@ def _by_window(
         plan=plan,
         message=message,
     )
+
+
+def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, message: str) -> Tensor:
+    """The states [L, B, D, K]; those of samples that did not get there raise where a gradient reaches them."""
+    states, bad = outcome.states, [result in _WORTHLESS for result in outcome.results]
+    if not any(bad):
+        return attach(problem, coupling, states)
+    if not problem.needs_gradients:
+        return states
+    lost = torch.tensor(bad, device=problem.device)
+    good, lost = (~lost).nonzero().flatten(), lost.nonzero().flatten()
+    parts = [refuse_gradients(states[:, lost], message)]
+    if len(good):
+        parts.append(attach(problem, coupling, states[:, good], good))
+    return torch.cat(parts, 1)[:, torch.cat([lost, good]).argsort()]
 
 
 @torch.no_grad()

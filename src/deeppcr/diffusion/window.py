@@ -165,6 +165,7 @@ class Prepared:
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.replayed: Replayed | None = None
         self.runs = 0
+        self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
     def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
         self.runs += 1
@@ -199,7 +200,7 @@ class Prepared:
         self.network = problem.network
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
-        iteration = self.iteration
+        iteration, self.lost = self.iteration, {}
         with full_precision(problem.device):
             states, rows = start_states(start, problem, self.prior, self.start_coupling)
         iteration.load(problem.initial, problem.shift, states)
@@ -218,12 +219,15 @@ class Prepared:
             if full > 0:
                 continue
             finished, diverged = iteration.look()
-            rest = [iteration.length - each for each in finished]
+            for row in (row for row, bad in enumerate(diverged) if bad and row not in self.lost):
+                self.lost[row] = finished[row]
+                iteration.prefix[row] = iteration.length  # it has no rows any more: the others go on by themselves
+            rest = [0 if row in self.lost else iteration.length - each for row, each in enumerate(finished)]
             left = sum(min(each, iteration.size) for each in rest)
-            if any(diverged) or not left:
+            if not left:
                 break
             # An iteration finishes a window at most: so long all windows stay full, and there is nothing to look for.
-            full = min(rest) // iteration.size
+            full = min(each for each in rest if each) // iteration.size
 
     def iterate(self, count: int, rough: bool) -> None:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
@@ -244,6 +248,8 @@ class Prepared:
             done = finished == iteration.length
             results.append(Result.NON_FINITE if bad else Result.CONVERGED if done else Result.NOT_CONVERGED)
         exact, _, iterations, evaluations = iteration.counters.clone()
+        for row, finished in self.lost.items():
+            exact[row] = finished
         return Outcome(
             states=iteration.states[1:].clone(),
             results=results,
