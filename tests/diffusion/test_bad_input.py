@@ -123,16 +123,66 @@ def test_priors_are_checked(wrong, match):
         wrong()
 
 
+HIDDEN = {
+    "dropout": (lambda: nn.Dropout(0.05), "another result each time"),
+    "batch norm": (lambda: nn.BatchNorm1d(6), "rows must not influence each other"),
+    "attention over the batch": (lambda: Mixed(lambda z: torch.softmax(z @ z.mT, -1) @ z), "rows must not influence"),
+    "the mean of the rows": (lambda: Mixed(lambda z: z.mean(0, keepdim=True)), "rows must not influence each other"),
+    "one NaN for all": (lambda: Mixed(lambda z: z.amax() - z.amax()), "rows must not influence each other"),
+}
+
+
+class Mixed(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, z):
+        return z + 0.05 * self.mix(z)
+
+
 @pytest.mark.parametrize("samples", [1, 4])
-def test_a_network_that_is_random_or_mixes_rows_is_found_out(samples):
-    """Also where it hides from the look for modules in train mode, behind a global name say."""
-    torch.manual_seed(0)
-    net = GLOBALS["net"] = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 6))
-    schedule, noise = Schedule.linear(1000).take(60), torch.randn(samples, 6)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_network_that_is_random_or_mixes_rows_is_found_out(name, samples):
+    """Also where it hides from the look for modules in train mode, behind a global name, and converges as if nothing were."""
+    make, match = HIDDEN[name]
+    net = GLOBALS["net"] = make()
+    calls = []
+
+    def denoiser(z, t):
+        calls.append(len(z))
+        z = z + torch.where((t == 35)[:, None], float("inf"), 0.0) if name == "one NaN for all" else z
+        return GLOBALS["net"](0.9 * z)
+
+    schedule, noise = Schedule.linear(40), torch.randn(samples, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        with pytest.raises(ValueError, match="another result each time"):
-            sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM())
-        net.eval()
-        with pytest.raises(ValueError, match="rows must not influence each other"):
-            sample(lambda z, t: GLOBALS["net"](z) + 0.3 * z.mean(0, keepdim=True), schedule, noise, step=DDIM())
-        assert sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED
+        with pytest.raises(ValueError, match=match):
+            sample(denoiser, schedule, noise, step=DDIM())
+        assert len(calls) <= 3  # at once
+        if name in ("dropout", "batch norm"):
+            net.eval()
+            assert sample(denoiser, schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED
+
+
+def test_a_network_that_takes_no_few_rows():
+    def denoiser(z, t):
+        if len(z) < 8:
+            raise RuntimeError("too few")
+        return torch.sin(z)
+
+    with torch.no_grad(), pytest.raises(ValueError, match="it took 40 and not 4 of them: too few"):
+        run(denoiser)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_that_depends_on_the_number_of_rows_is_no_coupling(dtype):
+    """As matrix products have it, and much worse."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3).to(dtype)
+    rough = 8 * torch.finfo(dtype).eps
+
+    def denoiser(z, t):
+        return 0.1 * net(z.to(dtype)).float() * (1 + rough * (len(z) % 3))
+
+    with torch.no_grad():
+        run(denoiser, solver=Window(tolerance=0.1))

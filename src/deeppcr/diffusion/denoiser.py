@@ -67,6 +67,7 @@ class Denoiser:
                         f"unconditional: expected shapes like those of classes, {tuple(like.shape)}, got {tuple(leaf.shape)}"
                     )
             self.given = (classes, unconditional)
+        self.output_dtype: torch.dtype | None = None  # as it came
         _refuse_train_mode(function)
 
     @property
@@ -109,7 +110,22 @@ class Denoiser:
             raise ValueError(
                 f"denoiser: must return the shape of its input, {tuple(rows.shape)}, returned {tuple(output.shape)}"
             )
+        self.output_dtype = output.dtype
         return output.flatten(1).to(rows.dtype)
+
+    def eps(self, rows: Tensor) -> float:
+        """Relative precision of the network on such rows: that of the coarsest dtype that it is seen to work in."""
+        dtypes = {rows.dtype, self.output_dtype or rows.dtype}
+        dtypes |= {
+            parameter.dtype
+            for _, module in walk_modules(self.function)
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+        if torch.is_autocast_enabled(rows.device.type):
+            dtypes.add(torch.get_autocast_dtype(rows.device.type))
+        tf32 = rows.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point] + tf32 * [2.0**-10])
 
 
 def _refuse_train_mode(function: Callable) -> None:

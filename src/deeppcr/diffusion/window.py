@@ -23,8 +23,6 @@ from .start import start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
-#: a window of so many steps that hardly moves faster than one step an iteration is suspicious
-_LONG = 8
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -182,9 +180,6 @@ class Prepared:
         finally:
             problem.denoiser.given = given
             del self.network
-        # No more than the loop's own pace, a step an iteration: the network may not be what it is taken for.
-        if self.iteration.size >= _LONG and int(self.iteration.iterations.max()) >= 0.8 * problem.length:
-            problem.check_rows()
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
         return self.outcome(problem)
@@ -197,7 +192,7 @@ class Prepared:
                 kept.copy_(new)
         problem.denoiser.given = self.classes
         problem.coefficients = self.iteration.coefficients
-        self.network = problem.network
+        self.network = problem.network if self.runs > 1 else problem.checked_network
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
