@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, MeanStart, Noise, Schedule, Window, sample
 
 SCHEDULE = Schedule.linear(20)
 GLOBALS = {}
+LABELS = {"classes": torch.zeros(2, dtype=torch.long), "guidance": 2.0}
 
 
 def plain(z, t):
@@ -87,6 +89,12 @@ def test_noise_that_does_not_fit(noise, match):
         ({"start": MeanStart(torch.zeros(4))}, ValueError, "MeanStart"),
         ({"classes": torch.zeros(3, dtype=torch.long)}, ValueError, "B = 2"),
         ({"guidance": 2.0}, ValueError, "needs classes"),
+        ({"guidance": torch.tensor([1.0, 2.0])}, TypeError, r"guidance: expected a finite number .* got tensor"),
+        ({"guidance": torch.tensor(1.0)}, TypeError, "guidance: expected a finite number"),
+        ({"guidance": float("nan")}, TypeError, "guidance: expected a finite number .* got nan"),
+        (LABELS | {"unconditional": "none"}, ValueError, r"unconditional: expected .* \[\(2,\)\], got \['str'\]"),
+        (LABELS | {"unconditional": torch.zeros(3)}, ValueError, r"unconditional: expected .* got \[\(3,\)\]"),
+        (LABELS | {"unconditional": [torch.zeros(2)] * 2}, ValueError, "unconditional: expected"),
         ({"jacobian": GaussianPrior(torch.ones(4))}, ValueError, "prior is of 4 numbers"),
         ({"jacobian": GaussianPrior(mean=torch.ones(4))}, ValueError, "prior's mean"),
         ({"noise": [1.0]}, TypeError, "noise"),
@@ -112,7 +120,9 @@ def test_samples_without_states_are_no_start():
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (lambda: GaussianPrior(-1.0), "variance"),
+        (lambda: GaussianPrior(-1.0), r"variance: .* got -1\.0"),
+        (lambda: GaussianPrior(torch.tensor([1.0, float("nan")])), "variance: .* got nan"),
+        (lambda: GaussianPrior(torch.ones(2, 2)), r"variance: .* got shape \(2, 2\)"),
         (lambda: GaussianPrior(torch.ones(3), torch.eye(4)), "basis"),
         (lambda: GaussianPrior.from_data(torch.ones(1, 3)), "at least 2"),
         (lambda: GaussianPrior.from_covariance(torch.ones(3, 4)), "covariance"),
@@ -121,6 +131,85 @@ def test_samples_without_states_are_no_start():
 def test_priors_are_checked(wrong, match):
     with pytest.raises(ValueError, match=match):
         wrong()
+
+
+def test_priors_of_no_numbers():
+    for wrong, match in ((lambda: GaussianPrior("wide"), "variance"), (lambda: GaussianPrior(1.0, [[1.0]]), "basis")):
+        with pytest.raises(TypeError, match=f"{match}: expected a"):
+            wrong()
+
+
+@pytest.mark.parametrize("shape", [5, (), (5,), (2, -1), (2, 2.5)])
+def test_noise_of_no_shape(shape):
+    with pytest.raises(TypeError, match=r"shape: expected \[B, \*shape\], at least two whole numbers from 1, got"):
+        Noise.draw(shape)
+    with pytest.raises(TypeError, match="steps: expected a whole number"):
+        Noise.draw((2, 3), steps=2.5)
+    assert Noise.draw(torch.zeros(2, 3).shape).samples == 2
+
+
+SOLVERS = [Window(), deeppcr.Newton(), deeppcr.Loop()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(1, 1, 3, padding=1)], ids=lambda s: type(s).__name__)
+def test_noise_of_another_dtype_than_the_network(layer, solver):
+    for function, match in (
+        (lambda z, t: layer(z), r"noise: is torch\.float64, but the denoiser's parameters are torch\.float32"),
+        (lambda z, t: GLOBALS["layer"](z), r"noise: is torch\.float64, which the denoiser does not take"),
+    ):
+        GLOBALS["layer"] = layer
+        with pytest.raises(TypeError, match=match):
+            sample(function, SCHEDULE, torch.randn(2, 1, 4, dtype=torch.float64), step=DDIM(), solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_other_faults_of_the_network_come_as_they_are(solver):
+    def wrong(z, t):
+        return torch.ones(3, 4) @ z.mT
+
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        run(wrong, solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS[:2], ids=lambda s: type(s).__name__)
+def test_transforms_that_it_does_not_take(solver):
+    noise = torch.randn(2, 3)
+
+    def final(noise, net=plain):
+        return sample(net, SCHEDULE, noise, step=DDIM(), solver=solver).final.sum()
+
+    for transform, given in (
+        (torch.func.grad, noise),
+        (torch.func.jacfwd, noise),
+        (torch.func.vmap, torch.stack([noise, noise])),
+    ):
+        with pytest.raises(RuntimeError, match=r"sample: cannot run inside a torch.func transform .*deeppcr.Loop"):
+            transform(final)(given)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="sample: has no forward-mode derivative"):
+            final(forward_ad.make_dual(noise, noise))
+        scale = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            final(noise, lambda z, t: scale * z)
+    leaf = noise.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"second derivatives .* with deeppcr.diffusion.sample, solver=deeppcr.Loop"):
+        torch.autograd.grad(final(leaf), leaf, create_graph=True)
+
+
+def test_the_loop_takes_all_derivatives_but_no_vmap():
+    noise = torch.randn(2, 3, dtype=torch.float64)
+
+    def final(noise):
+        return sample(plain, SCHEDULE, noise, step=DDIM(), solver=deeppcr.Loop()).final.sum()
+
+    with pytest.raises(RuntimeError, match=r"sample: cannot run inside a torch\.func transform"):
+        torch.func.vmap(final)(torch.stack([noise, noise]))
+    leaf = noise.clone().requires_grad_()
+    expected = torch.autograd.grad(final(leaf), leaf)[0]
+    for transform in (torch.func.grad, torch.func.jacfwd):
+        assert torch.allclose(transform(final)(noise), expected)
+    assert torch.autograd.gradgradcheck(final, leaf)
 
 
 HIDDEN = {

@@ -476,6 +476,43 @@ def test_a_scheduler_without_timesteps_is_told_so():
         parallelize(scheduler, soft)
 
 
+@pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep", "UniPCMultistep", "PNDM", "FlowMatchEulerDiscrete"])
+def test_a_scheduler_whose_timesteps_are_not_set_is_told_so(name):
+    with pytest.raises(ValueError, match=f"scheduler: .*{name}Scheduler .*call its set_timesteps") as raised:
+        parallelize(getattr(diffusers, f"{name}Scheduler")(), soft)
+    assert not isinstance(raised.value, UnsupportedScheduler)
+
+
+def test_arguments_that_belong_elsewhere_are_sent_there():
+    scheduler, latents = made(("DDIMScheduler", {}, {}), 10), torch.zeros(1, 1, 2, 2)
+    for name in ("guidance", "solver", "generator"):
+        with pytest.raises(TypeError, match=rf"{name}: is for the loop that parallelize returns.*\(latents, {name}="):
+            parallelize(scheduler, soft, **{name: 3.0})
+    with pytest.raises(TypeError, match=r"etta: DDIMScheduler\.step takes no argument of this name"):
+        parallelize(scheduler, soft, etta=1.0)
+    with pytest.raises(TypeError, match="model: expected a callable, got int"):
+        parallelize(scheduler, 3)
+    with pytest.raises(TypeError, match=r"options: .*'solvr'; did you mean solver\?"):
+        parallelize(scheduler, soft)(latents, solvr=Window())
+    with pytest.raises(TypeError, match="latents: expected a tensor"):
+        parallelize(scheduler, soft)("latents")
+
+
+def test_options_of_a_pipeline_are_checked_before_it_runs():
+    def pipeline(image):
+        raise AssertionError("it ran")
+
+    for options, reason in (
+        ({"solvr": Window()}, "options: .*'solvr'; did you mean solver"),
+        ({"guidance": 2.0}, "options: .*'guidance'; there are solver, jacobian"),
+        (Window(), "options: expected a dictionary of solver, .* got Window"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            parallel_sample(pipeline, options=options)
+    with pytest.raises(TypeError, match=r'solver: goes into a dictionary, options={"solver": \.\.\.}'):
+        parallel_sample(pipeline, solver=Window())
+
+
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [

@@ -29,7 +29,7 @@ class Rotated:
     Attributes:
         step: ``step(z, x)`` on rows
         z0: [B', D K]
-        xs: a tuple of tensors [L, B', ...]
+        xs: tensors [L, B', ...] by name
     """
 
     def __init__(self, problem: Problem, coupling: Coupling, who: Tensor | None = None):
@@ -41,7 +41,9 @@ class Rotated:
             initial, shift = initial[who], shift[:, who] if shift is not None else None
         shape = problem.length, len(who)
         index = torch.arange(problem.length, device=problem.device)[:, None].expand(shape)
-        self.xs: tuple[Tensor, ...] = (index, who.expand(shape)) if shift is None else (index, who.expand(shape), shift)
+        self.xs: dict[str, Tensor] = {"index": index, "who": who.expand(shape)}
+        if shift is not None:
+            self.xs["shift"] = shift
         self.z0 = self.pack(initial)
         self.step: Callable[..., Any] = rowwise(self._step)
 
@@ -52,9 +54,8 @@ class Rotated:
     def unpack(self, packed: Tensor) -> Tensor:
         return self.coupling.out_of(packed.unflatten(-1, (self.problem.width, self.problem.slots)))
 
-    def _step(self, packed: Tensor, x: tuple[Tensor, ...]) -> Tensor:
-        index, who, *shift = x
-        return self.pack(self.problem.row_step(self.unpack(packed), index, who, shift[0] if shift else None))
+    def _step(self, packed: Tensor, x: dict[str, Tensor]) -> Tensor:
+        return self.pack(self.problem.row_step(self.unpack(packed), x["index"], x["who"], x.get("shift")))
 
     @property
     def jacobian(self) -> GivenJacobian:

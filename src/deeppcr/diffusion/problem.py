@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..steps import has_tangent
 from .denoiser import Denoiser
 from .noise import Noise
 from .step import Coefficients, Steps
@@ -101,6 +102,10 @@ class Problem:
         """``network``; its first call raises where the denoiser is random, or its rows influence each other."""
         outputs = self.network(samples, times, index)
         if not self.rows_checked:
+            if has_tangent(outputs):
+                raise RuntimeError(
+                    "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
+                )
             self.rows_checked, seen = True, self.rows_seen
             self._check_rows((samples, times, index), outputs[:1])
             self.rows_seen = seen

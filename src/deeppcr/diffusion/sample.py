@@ -10,11 +10,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from ..jacobian import Jacobian, ScalarJacobian
+from ..linear.solve import in_functorch
 from ..newton import Loop, Newton
 from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
 from ..solve import refuse_gradients, solve
+from ..steps import has_tangent
 from .coupling import Coupling
 from .implicit import Rotated, attach
 from .noise import Noise
@@ -81,6 +84,7 @@ def sample(
     """
     if on_failure not in ("loop", "raise", "return"):
         raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    _refuse_transforms(solver, noise)
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
     if isinstance(solver, Loop):
@@ -90,6 +94,21 @@ def sample(
     if isinstance(solver, Window):
         return _by_window(problem, solver, jacobian, start, keep_states, on_failure)
     raise TypeError(f"solver: expected Window(...), deeppcr.Newton(...) or deeppcr.Loop(), got {solver!r}")
+
+
+def _refuse_transforms(solver: Any, noise: Any) -> None:
+    """Raise where derivatives or batches are asked for in a way that only the plain loop has, or not even that."""
+    tensors = [noise.initial, noise.steps] if isinstance(noise, Noise) else [noise]
+    looped = isinstance(solver, Loop)
+    if in_functorch() and (not looped or any(isinstance(n, Tensor) and is_batchedtensor(n) for n in tensors)):
+        raise RuntimeError(
+            "sample: cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when to stop. "
+            "Put what you would vmap over into the batch; for gradients use torch.autograd, or solver=deeppcr.Loop()"
+        )
+    if not looped and any(has_tangent(n) for n in tensors):
+        raise RuntimeError(
+            "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
+        )
 
 
 def _steps(schedule: Schedule, step: Sampler, prediction: Prediction) -> Steps:
