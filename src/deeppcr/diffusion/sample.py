@@ -164,8 +164,8 @@ def _by_window(
         )
     plan = Plan(evaluation="rows", derivative="given")
     outcome = window.run(problem, jacobian, start, plan)
-    failed = [row for row, result in enumerate(outcome.results) if result is not Result.CONVERGED]
-    message = Result.CONVERGED.value
+    failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
+    message = _describe(problem, outcome)
     if failed:
         if on_failure == "loop":
             outcome = _finish_by_loop(problem, outcome, failed)
@@ -182,7 +182,7 @@ def _by_window(
         states=problem.unflatten(states[..., 0]) if keep_states else None,
         iterations=outcome.iterations,
         evaluations=outcome.evaluations,
-        residual=outcome.residual,
+        residual=outcome.residual.amax(0),
         exact_steps=outcome.exact_steps,
         results=tuple(outcome.results),
         plan=plan,
@@ -222,22 +222,36 @@ def _finish_by_loop(problem: Problem, outcome: Outcome, failed: list[int]) -> Ou
     bad = ~torch.isfinite(states).all(-1).all(-1)  # [L, B]
     at = torch.where(bad.any(0), bad.long().argmax(0), -1).tolist()
     results, exact_steps = list(outcome.results), outcome.exact_steps.clone()
+    looped = torch.arange(problem.length, device=problem.device).unsqueeze(1) >= outcome.exact_steps  # [L, B]
+    residual = outcome.residual.masked_fill(looped, 0)  # of the states that were thrown away
     for row in failed:
         results[row] = Result.FINISHED_BY_LOOP if at[row] < 0 else Result.NON_FINITE
         if at[row] >= 0:
             exact_steps[row] = at[row]
     return replace(
-        outcome, states=states, results=results, evaluations=outcome.evaluations + spent, exact_steps=exact_steps
+        outcome,
+        states=states,
+        results=results,
+        evaluations=outcome.evaluations + spent,
+        residual=residual,
+        exact_steps=exact_steps,
     )
 
 
 def _describe(problem: Problem, outcome: Outcome) -> str:
     worst = max(outcome.results, key=lambda result: result.severity)
+    if worst is Result.CONVERGED:
+        return worst.value
     rows = [row for row, result in enumerate(outcome.results) if result is worst]
     exact = outcome.exact_steps.tolist()
     row = min(rows, key=lambda r: exact[r])
     at = exact[row]
     share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
+    if worst is Result.PRECISION_FLOOR:
+        return (
+            f"the iteration went as far as rounding lets it; what it leaves of the final sample is estimated as {float(outcome.least.max()):.0e}, "
+            f"more than the tolerance ({share}). Loosen it, or use float64"
+        )
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()
         return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"

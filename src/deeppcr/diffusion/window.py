@@ -19,6 +19,7 @@ from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, own
 from .iteration import Iteration
 from .prior import GaussianPrior
 from .problem import Problem
+from .rounding import Rounding
 from .start import start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
@@ -115,7 +116,10 @@ def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B]."""
+    """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
+
+    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that rounding leaves.
+    """
 
     states: Tensor
     results: list[Result]
@@ -123,6 +127,7 @@ class Outcome:
     evaluations: Tensor
     residual: Tensor
     exact_steps: Tensor
+    least: Tensor
 
 
 def kind_for(problem: Problem) -> type[Iteration]:
@@ -162,6 +167,7 @@ class Prepared:
         )
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.replayed: Replayed | None = None
+        self.rounding: Rounding | None = None
         self.runs = 0
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
@@ -182,7 +188,7 @@ class Prepared:
             del self.network
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
-        return self.outcome(problem)
+        return self.outcome(problem, window.tolerance_for(problem.dtype))
 
     def settle(self, problem: Problem) -> None:
         """Have the problem work on the buffers that are kept here."""
@@ -236,20 +242,26 @@ class Prepared:
             self.iteration.run(network, count, not rough)
             self.iteration.show()
 
-    def outcome(self, problem: Problem) -> Outcome:
+    def outcome(self, problem: Problem, tolerance: float) -> Outcome:
         iteration = self.iteration
+        states = iteration.states[1:].clone()
+        self.rounding = self.rounding or Rounding(problem, self.coupling)
+        height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
+        least = self.rounding.least(height)
         results = []
-        for finished, bad in zip(*iteration.look(), strict=True):
-            done = finished == iteration.length
-            results.append(Result.NON_FINITE if bad else Result.CONVERGED if done else Result.NOT_CONVERGED)
+        for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
+            done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
+            done = done if finished == iteration.length else Result.NOT_CONVERGED
+            results.append(Result.NON_FINITE if bad else done)
         exact, _, iterations, evaluations = iteration.counters.clone()
         for row, finished in self.lost.items():
             exact[row] = finished
         return Outcome(
-            states=iteration.states[1:].clone(),
+            states=states,
             results=results,
             iterations=iterations,
             evaluations=evaluations * problem.denoiser.rows_per_call,
-            residual=iteration.measured.amax(0),
+            residual=iteration.measured / height.clamp_min(1),
             exact_steps=exact,
+            least=least,
         )
