@@ -19,6 +19,7 @@ from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
 from ..solve import refuse_gradients, solve
 from ..steps import has_tangent
 from .coupling import Coupling
+from .describe import jacobian_in_words, start_in_words
 from .implicit import Rotated, attach
 from .noise import Noise
 from .prior import GaussianPrior
@@ -146,7 +147,7 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
         residual=torch.zeros(samples, dtype=problem.dtype, device=device),
         exact_steps=torch.full((samples,), problem.length, device=device),
         results=tuple(results),
-        plan=Plan(),
+        plan=Plan(notes=["one step after the other, as asked"]),
         message=message,
     )
 
@@ -162,7 +163,9 @@ def _by_window(
             "jacobian: Window takes GaussianPrior(...) or deeppcr.ScalarJacobian(...), which cost nothing to form; for others use "
             f"solver=deeppcr.Newton(); got {jacobian!r}"
         )
-    plan = Plan(evaluation="rows", derivative="given")
+    plan = Plan(evaluation="rowwise", derivative="given")
+    plan.note(jacobian_in_words(jacobian))
+    plan.note(start_in_words(start, jacobian))
     outcome = window.run(problem, jacobian, start, plan)
     failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
     message = _describe(problem, outcome)
@@ -173,6 +176,8 @@ def _by_window(
         if on_failure == "raise":
             raise ConvergenceError(message)
         warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    if any(result is not Result.CONVERGED for result in outcome.results):
+        plan.note(message)
     states = outcome.states
     if torch.is_grad_enabled():
         coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
@@ -288,6 +293,9 @@ def _by_newton(
         guess=rotated.pack(states),
         on_failure=on_failure,
     )
+    plan = solution.plan
+    plan.note(jacobian_in_words(newton.jacobian if jacobian is None else jacobian))
+    plan.note(start_in_words(start, prior))
     found = rotated.unpack(solution.states)[..., 0]
     return Samples(
         final=problem.unflatten(found[-1]),
@@ -297,6 +305,6 @@ def _by_newton(
         residual=solution.residual,
         exact_steps=solution.exact_steps,
         results=solution.results,
-        plan=solution.plan,
+        plan=plan,
         message=solution.message,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..jacobian import ScalarJacobian
+from ..linear import Auto
 from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
@@ -90,7 +91,9 @@ class Window:
     def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
         """Iterate until every sample is finished or the iterations are used up."""
         with torch.inference_mode(False), torch.no_grad():
-            if not self.graphs or problem.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+            refusal = self.no_graphs(problem)
+            if refusal is not None:
+                plan.note(f"no CUDA graphs: {refusal}")
                 return Prepared(self, problem, jacobian).run(self, problem, start, plan)
             key = _key(problem, jacobian)
             prepared = self._prepared.take(key)
@@ -100,6 +103,14 @@ class Window:
             outcome = prepared.run(self, problem, start, plan)
             self._prepared.put(key, prepared)
             return outcome
+
+    def no_graphs(self, problem: Problem) -> str | None:
+        """Why iterations are not replayed, if they are not."""
+        if problem.device.type != "cuda":
+            return f"the noise is on the {problem.device.type}"
+        if not self.graphs:
+            return "graphs=False"
+        return "autocast is on" if torch.is_autocast_enabled("cuda") else None
 
 
 def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
@@ -168,6 +179,7 @@ class Prepared:
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
+        self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
         self.runs = 0
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
@@ -186,9 +198,24 @@ class Prepared:
         finally:
             problem.denoiser.given = given
             del self.network
+        self.describe(window, problem, plan)
+        return self.outcome(problem, window.tolerance_for(problem.dtype))
+
+    def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
+        size, length = self.iteration.size, problem.length
+        why = "as asked" if window.size else f"which keep a {problem.device.type} busy"
+        plan.linear = self.scan
+        if type(self.iteration) is not Iteration:
+            plan.note("iteration: Triton kernels")
+        plan.note(f"window: {size} of {length} steps at a time, up to {self.iteration.most_rows} rows a call, {why}")
+        tolerance = window.tolerance_for(problem.dtype)
+        plan.note(
+            f"tolerance: {tolerance:g} of the final sample; a step leaves at an update of {self.iteration.freeze:g}"
+        )
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
-        return self.outcome(problem, window.tolerance_for(problem.dtype))
+        elif window.no_graphs(problem) is None:
+            plan.note("no CUDA graphs: the first run of its kind; the next one is recorded")
 
     def settle(self, problem: Problem) -> None:
         """Have the problem work on the buffers that are kept here."""
