@@ -86,6 +86,7 @@ class Trace(Watch):
         # The same operations with another of their results returned are another function.
         self._entries += [self._encode(leaf) for leaf in pytree.tree_leaves(found)]
         self._held.clear()
+        self._names = {address: address for address in self.outside}  # the memory of others may be given away now
         return found
 
     @property
