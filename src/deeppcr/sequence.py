@@ -178,6 +178,10 @@ class Sequence:
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
 
+    def forget_step(self) -> None:
+        """Let go of the step and of all that it closes over: nothing is evaluated any more."""
+        self._groups[0][1].function = _forgotten
+
     # Evaluation. `steps` is a range over the steps of the loop; `previous[n]` is the state before step steps[n].
 
     def step(self, index: int, state: Tensor) -> Tensor:
@@ -275,6 +279,10 @@ class Sequence:
     @property
     def all_notes(self) -> list[str]:
         return self.notes + [note for _, group in self._groups for note in group.notes]
+
+
+def _forgotten(*_: Any) -> Any:
+    raise RuntimeError("the step was forgotten when the solve had been recorded")
 
 
 def _as_slice(steps: range) -> slice:

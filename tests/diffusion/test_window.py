@@ -206,12 +206,12 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
 class Recorded:
     """Stands for the CUDA graphs: calls the function, and remembers for which counts of rows."""
 
-    def __init__(self, function, device):
-        self.function, self.keys, self.refusal = function, [], None
+    def __init__(self, device):
+        self.keys, self.refusal = [], None
 
-    def __call__(self, *key):
+    def __call__(self, function, *key):
         self.keys.append(key)
-        self.function(*key)
+        function(*key)
 
 
 def test_runs_on_kept_buffers_with_calls_filled_up(net, device, monkeypatch):

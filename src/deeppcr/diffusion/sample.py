@@ -69,7 +69,8 @@ def sample(
         solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop()
         jacobian: GaussianPrior(...), by default of unit variance; deeppcr.ScalarJacobian(1.0) is Picard's iteration. With
             Newton any Jacobian of deeppcr; by default the solver's own
-        start: where the iteration starts: see ``deeppcr.diffusion.start``
+        start: where the iteration starts: GaussianStart(), the default, MeanStart(mean), CoarseStart(...), states
+            [L, B, *shape], or earlier Samples that keep their states. It changes the work, not the result
         keep_states: return the sample after every step too
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
             returns what there is, and a backward pass through it raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,8 +190,8 @@ class Prepared:
         most = self.iteration.most_rows
         quantum = 1
         if self.runs > 1:  # a run that stays the only one would not earn its graphs back
-            self.replayed = self.replayed or Replayed(self.iterate, problem.device)
-            call, quantum = self.replayed, -(-most // _BUCKETS)
+            self.replayed = self.replayed or Replayed(problem.device)
+            call, quantum = partial(self.replayed, self.iterate), -(-most // _BUCKETS)
         given = problem.denoiser.given
         self.settle(problem)
         try:
