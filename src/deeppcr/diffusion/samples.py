@@ -28,7 +28,7 @@ class Samples:
 
     >>> import torch
     >>> from deeppcr.diffusion import DDIM, Noise, Schedule, sample
-    >>> samples = sample(lambda z, t: 0.5 * z, Schedule.linear(20), Noise.draw((2, 3)), step=DDIM())
+    >>> samples = sample(lambda z, t: 0.9 * z, Schedule.linear(20), Noise.draw((2, 3)), step=DDIM())
     >>> samples.final.shape, samples.result.name
     (torch.Size([2, 3]), 'CONVERGED')
     """
