@@ -3,9 +3,12 @@
 Without a GPU a tape stands for CUDA graphs: it, too, repeats operations and nothing of Python.
 """
 
+import gc
 import re
 import threading
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -500,6 +503,22 @@ def test_the_cache_is_bounded(device, monkeypatch):
     assert len(graphs) == 1
     deeppcr.clear_graphs()
     assert len(graphs) == 0
+
+
+def test_a_recording_does_not_keep_the_step(device):
+    """What a step closes over may be a large model: it goes when its owner lets go of it."""
+    weight = torch.eye(3, device=device) / 2
+    step = lambda z: torch.tanh(z @ weight)  # noqa: E731
+    z0 = torch.ones(2, 3, device=device)
+    expected = deeppcr.solve(step, z0, length=20, solver=Newton(capture=False))
+    assert_same(twice(partial(deeppcr.solve, step, z0, length=20)), expected)
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    again = lambda z: torch.tanh(z @ weight)  # noqa: E731
+    assert not is_replayed(deeppcr.solve(again, z0, length=20))  # another place in a program
+    assert len(graphs) == 1
 
 
 def test_large_blocks_are_not_captured(device, monkeypatch):

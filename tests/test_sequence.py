@@ -96,6 +96,16 @@ def test_folding_is_compared_with_one_real_step(device):
         )
 
 
+def test_a_rowwise_step_that_gives_nan_is_not_blamed_for_its_rows(device):
+    step = deeppcr.rowwise(lambda z, x: torch.where(x > 0, float("nan"), torch.tanh(z)))
+    xs = torch.zeros(6, 2, 4, device=device)
+    xs[:, 1] = 1
+    with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
+        found = deeppcr.solve(step, torch.ones(2, 4, device=device), xs)
+    assert [result.name for result in found.results][1] == "NON_FINITE"
+    assert found.states[:, 0].isfinite().all()
+
+
 def test_rowwise_with_two_batch_dimensions(device):
     make = Generator(0, torch.float64, device)
     weight = make.normal(4, 4) / 4

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -214,12 +215,16 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
 
 
 graphs = Graphs()
+#: Whatever else is captured and kept, with a method ``clear``.
+CLEARED: WeakSet[Any] = WeakSet()
 
 
 def clear_graphs() -> None:
-    """Forget all captured solves and give back their memory: see ``Newton.capture``.
+    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory: see ``Newton.capture``.
 
     >>> import deeppcr
     >>> deeppcr.clear_graphs()
     """
     graphs.clear()
+    for other in list(CLEARED):
+        other.clear()

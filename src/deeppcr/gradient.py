@@ -251,7 +251,8 @@ class _Attach(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
-                'use gradient=deeppcr.Unrolled(), or mode="sequential" of a module of deeppcr.nn'
+                'use gradient=deeppcr.Unrolled(), mode="sequential" of a module of deeppcr.nn, or, with deeppcr.diffusion.sample, '
+                "solver=deeppcr.Loop()"
             )
         if is_batched(gradients):
             raise RuntimeError(

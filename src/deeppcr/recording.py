@@ -151,6 +151,8 @@ class Recording:
             self._afresh = recorder.record(self._start_afresh)
             self._again = recorder.record(self._go_on) if self._fixed is None else self._afresh
             self._last = recorder.record(self._finish)
+        # Graphs know memory by its address. They are replayed for a step whose tensors lie there, whoever made them.
+        self._sequence.forget_step()
 
     @property
     def bytes(self) -> int:

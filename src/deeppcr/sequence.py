@@ -166,9 +166,12 @@ class Sequence:
                 raise StepError(
                     f"step: declared rowwise, but it does not take another number of rows: {error}"
                 ) from error
-        scale = exact.abs().max()
+        finite = torch.isfinite(exact)
+        scale = exact.where(finite, 0).abs().max()
         allowed = 100 * torch.finfo(self.layout.dtype).eps * max(1.0, self.layout.width**0.5)
-        if not ((folded.double() - exact).abs().max() <= allowed * (1 + scale)):
+        same = (folded.double() - exact).abs() <= allowed * (1 + scale)
+        # What is not finite is the step's own doing where it is so in both; the solve will say where it comes from.
+        if not (same | (~finite & ~torch.isfinite(folded))).all():
             raise StepError(
                 "step: declared rowwise, but rows of a folded call differ from those of a real step: "
                 "something it closes over has rows of its own, or its rows influence each other"
@@ -183,6 +186,10 @@ class Sequence:
         moved.initial, moved.notes, moved._verified = initial, [], set()
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
+
+    def forget_step(self) -> None:
+        """Let go of the step and of all that it closes over: nothing is evaluated any more."""
+        self._groups[0][1].function = _forgotten
 
     # Evaluation. `steps` is a range over the steps of the loop; `previous[n]` is the state before step steps[n].
 
@@ -281,6 +288,10 @@ class Sequence:
     @property
     def all_notes(self) -> list[str]:
         return self.notes + [note for _, group in self._groups for note in group.notes]
+
+
+def _forgotten(*_: Any) -> Any:
+    raise RuntimeError("the step was forgotten when the solve had been recorded")
 
 
 def _as_slice(steps: range) -> slice:

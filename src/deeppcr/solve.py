@@ -325,7 +325,7 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
 
 
 def refuse_gradients(states: Tensor, message: str) -> Tensor:
-    """The states, with a backward pass that raises with this message."""
+    """The states, with a backward pass that raises with this message, unless its gradient is zero."""
     return _Refuse.apply(torch.zeros((), requires_grad=True), states, message)
 
 
@@ -338,5 +338,7 @@ class _Refuse(torch.autograd.Function):
         return states.detach().clone()
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx, *gradients):
+        if not gradients[0].any():  # what the loss leaves out is not differentiated
+            return None, None, None
         raise RuntimeError(f"no gradient: the solve did not converge. {ctx.message}")

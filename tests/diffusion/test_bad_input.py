@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, MeanStart, Noise, Schedule, Window, sample
 
 SCHEDULE = Schedule.linear(20)
 GLOBALS = {}
+LABELS = {"classes": torch.zeros(2, dtype=torch.long), "guidance": 2.0}
 
 
 def plain(z, t):
@@ -87,6 +89,12 @@ def test_noise_that_does_not_fit(noise, match):
         ({"start": MeanStart(torch.zeros(4))}, ValueError, "MeanStart"),
         ({"classes": torch.zeros(3, dtype=torch.long)}, ValueError, "B = 2"),
         ({"guidance": 2.0}, ValueError, "needs classes"),
+        ({"guidance": torch.tensor([1.0, 2.0])}, TypeError, r"guidance: expected a finite number .* got tensor"),
+        ({"guidance": torch.tensor(1.0)}, TypeError, "guidance: expected a finite number"),
+        ({"guidance": float("nan")}, TypeError, "guidance: expected a finite number .* got nan"),
+        (LABELS | {"unconditional": "none"}, ValueError, r"unconditional: expected .* \[\(2,\)\], got \['str'\]"),
+        (LABELS | {"unconditional": torch.zeros(3)}, ValueError, r"unconditional: expected .* got \[\(3,\)\]"),
+        (LABELS | {"unconditional": [torch.zeros(2)] * 2}, ValueError, "unconditional: expected"),
         ({"jacobian": GaussianPrior(torch.ones(4))}, ValueError, "prior is of 4 numbers"),
         ({"jacobian": GaussianPrior(mean=torch.ones(4))}, ValueError, "prior's mean"),
         ({"noise": [1.0]}, TypeError, "noise"),
@@ -112,7 +120,9 @@ def test_samples_without_states_are_no_start():
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (lambda: GaussianPrior(-1.0), "variance"),
+        (lambda: GaussianPrior(-1.0), r"variance: .* got -1\.0"),
+        (lambda: GaussianPrior(torch.tensor([1.0, float("nan")])), "variance: .* got nan"),
+        (lambda: GaussianPrior(torch.ones(2, 2)), r"variance: .* got shape \(2, 2\)"),
         (lambda: GaussianPrior(torch.ones(3), torch.eye(4)), "basis"),
         (lambda: GaussianPrior.from_data(torch.ones(1, 3)), "at least 2"),
         (lambda: GaussianPrior.from_covariance(torch.ones(3, 4)), "covariance"),
@@ -123,16 +133,145 @@ def test_priors_are_checked(wrong, match):
         wrong()
 
 
+def test_priors_of_no_numbers():
+    for wrong, match in ((lambda: GaussianPrior("wide"), "variance"), (lambda: GaussianPrior(1.0, [[1.0]]), "basis")):
+        with pytest.raises(TypeError, match=f"{match}: expected a"):
+            wrong()
+
+
+@pytest.mark.parametrize("shape", [5, (), (5,), (2, -1), (2, 2.5)])
+def test_noise_of_no_shape(shape):
+    with pytest.raises(TypeError, match=r"shape: expected \[B, \*shape\], at least two whole numbers from 1, got"):
+        Noise.draw(shape)
+    with pytest.raises(TypeError, match="steps: expected a whole number"):
+        Noise.draw((2, 3), steps=2.5)
+    assert Noise.draw(torch.zeros(2, 3).shape).samples == 2
+
+
+SOLVERS = [Window(), deeppcr.Newton(), deeppcr.Loop()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(1, 1, 3, padding=1)], ids=lambda s: type(s).__name__)
+def test_noise_of_another_dtype_than_the_network(layer, solver):
+    for function, match in (
+        (lambda z, t: layer(z), r"noise: is torch\.float64, but the denoiser's parameters are torch\.float32"),
+        (lambda z, t: GLOBALS["layer"](z), r"noise: is torch\.float64, which the denoiser does not take"),
+    ):
+        GLOBALS["layer"] = layer
+        with pytest.raises(TypeError, match=match):
+            sample(function, SCHEDULE, torch.randn(2, 1, 4, dtype=torch.float64), step=DDIM(), solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_other_faults_of_the_network_come_as_they_are(solver):
+    def wrong(z, t):
+        return torch.ones(3, 4) @ z.mT
+
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        run(wrong, solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS[:2], ids=lambda s: type(s).__name__)
+def test_transforms_that_it_does_not_take(solver):
+    noise = torch.randn(2, 3)
+
+    def final(noise, net=plain):
+        return sample(net, SCHEDULE, noise, step=DDIM(), solver=solver).final.sum()
+
+    for transform, given in (
+        (torch.func.grad, noise),
+        (torch.func.jacfwd, noise),
+        (torch.func.vmap, torch.stack([noise, noise])),
+    ):
+        with pytest.raises(RuntimeError, match=r"sample: cannot run inside a torch.func transform .*deeppcr.Loop"):
+            transform(final)(given)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="sample: has no forward-mode derivative"):
+            final(forward_ad.make_dual(noise, noise))
+        scale = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            final(noise, lambda z, t: scale * z)
+    leaf = noise.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"second derivatives .* with deeppcr.diffusion.sample, solver=deeppcr.Loop"):
+        torch.autograd.grad(final(leaf), leaf, create_graph=True)
+
+
+def test_the_loop_takes_all_derivatives_but_no_vmap():
+    noise = torch.randn(2, 3, dtype=torch.float64)
+
+    def final(noise):
+        return sample(plain, SCHEDULE, noise, step=DDIM(), solver=deeppcr.Loop()).final.sum()
+
+    with pytest.raises(RuntimeError, match=r"sample: cannot run inside a torch\.func transform"):
+        torch.func.vmap(final)(torch.stack([noise, noise]))
+    leaf = noise.clone().requires_grad_()
+    expected = torch.autograd.grad(final(leaf), leaf)[0]
+    for transform in (torch.func.grad, torch.func.jacfwd):
+        assert torch.allclose(transform(final)(noise), expected)
+    assert torch.autograd.gradgradcheck(final, leaf)
+
+
+HIDDEN = {
+    "dropout": (lambda: nn.Dropout(0.05), "another result each time"),
+    "batch norm": (lambda: nn.BatchNorm1d(6), "rows must not influence each other"),
+    "attention over the batch": (lambda: Mixed(lambda z: torch.softmax(z @ z.mT, -1) @ z), "rows must not influence"),
+    "the mean of the rows": (lambda: Mixed(lambda z: z.mean(0, keepdim=True)), "rows must not influence each other"),
+    "one NaN for all": (lambda: Mixed(lambda z: z.amax() - z.amax()), "rows must not influence each other"),
+}
+
+
+class Mixed(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, z):
+        return z + 0.05 * self.mix(z)
+
+
 @pytest.mark.parametrize("samples", [1, 4])
-def test_a_network_that_is_random_or_mixes_rows_is_found_out(samples):
-    """Also where it hides from the look for modules in train mode, behind a global name say."""
-    torch.manual_seed(0)
-    net = GLOBALS["net"] = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 6))
-    schedule, noise = Schedule.linear(1000).take(60), torch.randn(samples, 6)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_network_that_is_random_or_mixes_rows_is_found_out(name, samples):
+    """Also where it hides from the look for modules in train mode, behind a global name, and converges as if nothing were."""
+    make, match = HIDDEN[name]
+    net = GLOBALS["net"] = make()
+    calls = []
+
+    def denoiser(z, t):
+        calls.append(len(z))
+        z = z + torch.where((t == 35)[:, None], float("inf"), 0.0) if name == "one NaN for all" else z
+        return GLOBALS["net"](0.9 * z)
+
+    schedule, noise = Schedule.linear(40), torch.randn(samples, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        with pytest.raises(ValueError, match="another result each time"):
-            sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM())
-        net.eval()
-        with pytest.raises(ValueError, match="rows must not influence each other"):
-            sample(lambda z, t: GLOBALS["net"](z) + 0.3 * z.mean(0, keepdim=True), schedule, noise, step=DDIM())
-        assert sample(lambda z, t: GLOBALS["net"](z), schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED
+        with pytest.raises(ValueError, match=match):
+            sample(denoiser, schedule, noise, step=DDIM())
+        assert len(calls) <= 3  # at once
+        if name in ("dropout", "batch norm"):
+            net.eval()
+            assert sample(denoiser, schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED
+
+
+def test_a_network_that_takes_no_few_rows():
+    def denoiser(z, t):
+        if len(z) < 8:
+            raise RuntimeError("too few")
+        return torch.sin(z)
+
+    with torch.no_grad(), pytest.raises(ValueError, match="it took 40 and not 4 of them: too few"):
+        run(denoiser)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_that_depends_on_the_number_of_rows_is_no_coupling(dtype):
+    """As matrix products have it, and much worse."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3).to(dtype)
+    rough = 8 * torch.finfo(dtype).eps
+
+    def denoiser(z, t):
+        return 0.1 * net(z.to(dtype)).float() * (1 + rough * (len(z) % 3))
+
+    with torch.no_grad():
+        run(denoiser, solver=Window(tolerance=0.1))

@@ -103,6 +103,10 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
+#: a tolerance of 1e-6 is less than rounding leaves in float32
+GOOD = (deeppcr.Result.CONVERGED, deeppcr.Result.PRECISION_FLOOR)
+
+
 def tight(dtype=torch.float32) -> Window:
     return Window(tolerance=1e-6 if dtype == torch.float32 else 1e-12)
 
@@ -187,7 +191,7 @@ def test_a_cheap_network_in_parallel(case):
     sample = start_of(scheduler, (3, 1, 4, 4), torch.float64)
     expected = loop(scheduler, soft, sample, generator=seeded(), step_arguments=case[2])
     got = parallelize(scheduler, soft, **case[2])(sample, generator=seeded(), solver=tight(torch.float64))
-    assert got.result is deeppcr.Result.CONVERGED, got
+    assert got.result in GOOD, got
     assert error(got.final, expected) <= (2e-6 if case[0] in IN_FLOAT32 else 1e-10)
 
 
@@ -202,7 +206,7 @@ def test_unet_in_parallel(unet, case):
     sample = start_of(scheduler, (2, 1, 8, 8))
     expected = loop(scheduler, unet, sample, generator=seeded(), step_arguments=case[2])
     got = parallelize(scheduler, unet, **case[2])(sample, generator=seeded(), solver=tight())
-    assert got.result is deeppcr.Result.CONVERGED, got
+    assert got.result in GOOD, got
     assert error(got.final, expected) <= 1e-5
 
 
@@ -214,7 +218,7 @@ def test_unet_in_parallel_in_float64(unet, name):
     sample = start_of(scheduler, (2, 1, 8, 8), torch.float64)
     expected = loop(scheduler, model, sample, generator=seeded())
     got = parallelize(scheduler, model)(sample, generator=seeded(), solver=tight(torch.float64))
-    assert got.result is deeppcr.Result.CONVERGED, got
+    assert got.result in GOOD, got
     assert error(got.final, expected) <= 1e-10
 
 
@@ -248,7 +252,7 @@ def test_conditional_unet_in_parallel(conditional, name, guidance):
 
     options = {} if guidance is None else {"guidance": guidance, "unconditional": {"encoder_hidden_states": no_text}}
     got = parallelize(scheduler, conditional)(sample, {"encoder_hidden_states": text}, solver=tight(), **options)
-    assert got.result is deeppcr.Result.CONVERGED, got
+    assert got.result in GOOD, got
     assert error(got.final, loop(scheduler, guided, sample)) <= 1e-5
 
 
@@ -365,7 +369,7 @@ def test_a_pipeline_with_prompts(conditional, vae, name, scale):
     ours, theirs = seeded(), seeded()
     expected = pipeline(**given, guidance_scale=scale, generator=theirs)
     output, samples = parallel_sample(pipeline, **given, guidance_scale=scale, generator=ours, options=OPTIONS)
-    assert samples.result is deeppcr.Result.CONVERGED, samples
+    assert samples.result in GOOD, samples
     assert error(output, expected) <= 1e-5
     assert torch.equal(ours.get_state(), theirs.get_state())  # what is drawn next is the same as well
     assert torch.equal(expected, pipeline(**given, guidance_scale=scale, generator=seeded()))  # it is as it was
@@ -474,6 +478,43 @@ def test_a_scheduler_without_timesteps_is_told_so():
     scheduler.timesteps = scheduler.timesteps[:0]
     with pytest.raises(ValueError, match="set_timesteps"):
         parallelize(scheduler, soft)
+
+
+@pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep", "UniPCMultistep", "PNDM", "FlowMatchEulerDiscrete"])
+def test_a_scheduler_whose_timesteps_are_not_set_is_told_so(name):
+    with pytest.raises(ValueError, match=f"scheduler: .*{name}Scheduler .*call its set_timesteps") as raised:
+        parallelize(getattr(diffusers, f"{name}Scheduler")(), soft)
+    assert not isinstance(raised.value, UnsupportedScheduler)
+
+
+def test_arguments_that_belong_elsewhere_are_sent_there():
+    scheduler, latents = made(("DDIMScheduler", {}, {}), 10), torch.zeros(1, 1, 2, 2)
+    for name in ("guidance", "solver", "generator"):
+        with pytest.raises(TypeError, match=rf"{name}: is for the loop that parallelize returns.*\(latents, {name}="):
+            parallelize(scheduler, soft, **{name: 3.0})
+    with pytest.raises(TypeError, match=r"etta: DDIMScheduler\.step takes no argument of this name"):
+        parallelize(scheduler, soft, etta=1.0)
+    with pytest.raises(TypeError, match="model: expected a callable, got int"):
+        parallelize(scheduler, 3)
+    with pytest.raises(TypeError, match=r"options: .*'solvr'; did you mean solver\?"):
+        parallelize(scheduler, soft)(latents, solvr=Window())
+    with pytest.raises(TypeError, match="latents: expected a tensor"):
+        parallelize(scheduler, soft)("latents")
+
+
+def test_options_of_a_pipeline_are_checked_before_it_runs():
+    def pipeline(image):
+        raise AssertionError("it ran")
+
+    for options, reason in (
+        ({"solvr": Window()}, "options: .*'solvr'; did you mean solver"),
+        ({"guidance": 2.0}, "options: .*'guidance'; there are solver, jacobian"),
+        (Window(), "options: expected a dictionary of solver, .* got Window"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            parallel_sample(pipeline, options=options)
+    with pytest.raises(TypeError, match=r'solver: goes into a dictionary, options={"solver": \.\.\.}'):
+        parallel_sample(pipeline, solver=Window())
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,51 @@ def test_starts(net, device):
     assert int(coarse.evaluations.min()) > rows
 
 
+@pytest.mark.parametrize("step", [DDPM(), DDIM()], ids=["ddpm", "ddim"])
+def test_earlier_samples_are_a_start_for_the_same_and_for_similar_ones(net, step, device):
+    """Of the same problem one iteration bears them out; with other guidance they save some work; the result is the loop's."""
+    noise, classes = noise_for(3, 60, device=device), torch.tensor([1, 2, 3], device=device)
+    given = {"step": step, "classes": classes, "unconditional": digits.NOTHING, "jacobian": digits.prior()}
+
+    def run(guidance, **settings):
+        with torch.no_grad():
+            return sample(net, digits.TRAINING.take(60), noise, guidance=guidance, **(given | settings))
+
+    first = run(2.0, keep_states=True)
+    assert run(2.0, start=first, solver=Window(size=60)).iterations.tolist() == [1, 1, 1]
+    cold, warm = run(2.05), run(2.05, start=first)
+    assert warm.evaluations.sum() < 0.95 * cold.evaluations.sum()
+    assert (warm.final - run(2.05, solver=deeppcr.Loop()).final).abs().max() <= 1e-3
+    newton = run(2.05, start=first, solver=Newton())
+    assert (newton.final - warm.final).abs().max() <= 1e-3
+
+
+def test_what_was_returned_unfinished_goes_on_from_there(net, device):
+    noise, schedule = noise_for(2, 60, device=device), digits.TRAINING.take(60)
+    given = {"jacobian": digits.prior(), "keep_states": True}
+    with torch.no_grad():
+        cold = sample(net, schedule, noise, **given)
+        with pytest.warns(deeppcr.ConvergenceWarning, match="not to be trusted"):
+            part = sample(net, schedule, noise, solver=Window(max_iterations=5), on_failure="return", **given)
+        rest = sample(net, schedule, noise, start=part, **given)
+    assert rest.result is Result.CONVERGED
+    assert int(rest.iterations.max()) < int(cold.iterations.max())
+    assert (rest.final - cold.final).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("step", [DDPM(), DDIM()], ids=["ddpm", "ddim"])
+def test_small_variances_of_the_data_are_better_not_taken_at_their_word(net, step, device):
+    """Digits have blank corners: the network has not learned that nothing is there as exactly as the covariance says it."""
+    noise, full = noise_for(3, 100, device=device), digits.prior()
+    raised = GaussianPrior(full.variance.clamp(min=0.1), full.basis, full.mean)
+
+    def iterations(prior):
+        _, found = both(net, noise, 100, step, False, device, jacobian=prior, solver=Window(size=100))
+        return found.iterations.double().mean()
+
+    assert iterations(raised) <= 0.85 * iterations(full)
+
+
 def test_a_coarse_start_lies_closer_than_that_of_the_prior_alone(net, device):
     noise = noise_for(3, 200, device=device)
     problem = Problem(net, DDPM().steps(digits.TRAINING), noise)
@@ -192,6 +237,7 @@ def test_guidance_is_one_call_with_doubled_rows(net, device):
         calls.clear()
         found = sample(watched, digits.TRAINING.take(40), noise, step=DDIM(), jacobian=digits.prior(), **guided)
         assert calls[0] == 2 * 2 * min(40, 32)
+        assert calls.pop(1) == 2 * 4  # whether rows influence each other
         assert len(calls) == int(found.iterations.max())
         assert sum(calls) == int(found.evaluations.sum())
 

@@ -11,7 +11,19 @@ import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, graphs, sample, window
+from deeppcr.diffusion import (
+    DDIM,
+    DDPM,
+    CoarseStart,
+    GaussianPrior,
+    MeanStart,
+    Noise,
+    Schedule,
+    Window,
+    graphs,
+    sample,
+    window,
+)
 from deeppcr.diffusion.iteration import Iteration
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import start_states
@@ -43,6 +55,7 @@ def test_no_more_than_its_size_is_evaluated_and_every_row_once(net, size, device
             jacobian=digits.prior(),
             solver=Window(size=size, max_iterations=300),
         )
+    assert len(seen.pop(1)) == 4  # whether rows influence each other
     assert max(len(t) for t in seen) == 3 * size
     assert len(seen) == int(found.iterations.max())
     assert sum(len(t) for t in seen) == int(found.evaluations.sum())
@@ -193,12 +206,12 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
 class Recorded:
     """Stands for the CUDA graphs: calls the function, and remembers for which counts of rows."""
 
-    def __init__(self, function, device):
-        self.function, self.keys, self.refusal = function, [], None
+    def __init__(self, device):
+        self.keys, self.refusal = [], None
 
-    def __call__(self, *key):
+    def __call__(self, function, *key):
         self.keys.append(key)
-        self.function(*key)
+        function(*key)
 
 
 def test_runs_on_kept_buffers_with_calls_filled_up(net, device, monkeypatch):
@@ -238,6 +251,56 @@ def test_the_host_looks_only_where_a_window_may_not_be_full(net, device, monkeyp
     at = [max(seen) for seen in looks[:-1]]  # the last look is the outcome's
     assert at == sorted(set(at))
     assert at[-1] == iterations  # and none too many
+
+
+def test_the_plan_says_what_was_chosen_and_why(net, device):
+    noise, schedule = noise_for(2, 40, device=device), digits.TRAINING.take(40)
+
+    def plan(**settings):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+            return str(sample(net, schedule, noise, **settings).plan)
+
+    said = plan(jacobian=digits.prior(), solver=Window(graphs=False))
+    assert "jacobian: GaussianPrior of 64 variances along the directions of a basis" in said
+    assert "start: the path that the prior alone would take" in said
+    assert "of 40 steps at a time" in said
+    assert "busy" in said
+    assert "tolerance: 0.001 of the final sample; a step leaves at an update of 3e-05" in said
+    assert (
+        "no CUDA graphs: graphs=False" if device.type == "cuda" else "no CUDA graphs: the noise is on the cpu"
+    ) in said
+    assert "linear: none" not in said
+    said = plan(solver=Window(size=5, max_iterations=2), start=MeanStart(torch.zeros(1, 8, 8)))
+    assert "variance 1 in all directions" in said
+    assert "MeanStart" in said
+    assert "5 of 40 steps at a time, up to 10 rows a call, as asked" in said
+    assert "the rest was computed one step at a time" in said
+    assert "estimated as" in plan(solver=Window(tolerance=1e-9))
+    first = sample(net, schedule, noise, solver=deeppcr.Loop(), keep_states=True)
+    assert "start: earlier Samples" in plan(start=first)
+    assert "start: states that were given" in plan(start=first.states)
+    assert "as asked" in str(first.plan)
+    said = plan(solver=deeppcr.Newton(), jacobian=GaussianPrior(0.5), start=CoarseStart(stride=8))
+    assert "variance 0.5" in said
+    assert "every 8th step" in said
+
+
+def test_the_plan_of_a_gpu_tells_about_its_graphs(net, device, monkeypatch):
+    """Without one: what is replayed stands in for the graphs."""
+    monkeypatch.setattr(window, "Replayed", Recorded)
+    monkeypatch.setattr(Window, "no_graphs", lambda self, problem: None)
+    solver, said = Window(), []
+    for refusal in (None, None, "a host waits"):
+        with torch.no_grad():
+            if refusal:
+                next(iter(solver._prepared._kept.values())).replayed.refusal = refusal
+            said.append(
+                sample(net, digits.TRAINING.take(20), noise_for(1, 20, device=device), solver=solver).plan.notes
+            )
+    assert "no CUDA graphs: the first run of its kind; the next one is recorded" in said[0]
+    assert "CUDA graphs" in said[1]
+    assert "no CUDA graphs: a host waits" in said[2]
 
 
 def test_the_cache_is_bounded_and_lends_each_entry_once():

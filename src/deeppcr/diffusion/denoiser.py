@@ -6,6 +6,7 @@ Shapes: N rows, each one (step, sample) pair; B samples; D the flattened sample.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,8 @@ class Denoiser:
         if not callable(function):
             raise TypeError(f"denoiser: expected a callable, got {type(function).__name__}")
         self.function, self.shape, self.samples = function, shape, samples
+        if guidance is not None and not (isinstance(guidance, (int, float)) and math.isfinite(guidance)):
+            raise TypeError(f"guidance: expected a finite number for all samples, got {guidance!r}")
         self.guidance = guidance if guidance != 1 else None
         self.given: tuple[Any, Any] = (classes, None)
         if classes is not None:
@@ -55,18 +58,23 @@ class Denoiser:
                     came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                     raise ValueError(f"classes: expected tensors [B, ...] with B = {samples}, got {came}")
         if self.guidance is not None:
-            if not isinstance(guidance, (int, float)):
-                raise TypeError(f"guidance: expected a number, got {guidance!r}")
             if classes is None or unconditional is None:
                 raise ValueError("guidance: needs classes, and unconditional: what stands for no class")
             if isinstance(unconditional, int):
                 unconditional = pytree.tree_map(lambda leaf: torch.full_like(leaf, unconditional), classes)
-            for leaf, like in zip(pytree.tree_leaves(unconditional), pytree.tree_leaves(classes), strict=True):
-                if leaf.shape != like.shape:
-                    raise ValueError(
-                        f"unconditional: expected shapes like those of classes, {tuple(like.shape)}, got {tuple(leaf.shape)}"
-                    )
+            (leaves, nest), (like, expected) = pytree.tree_flatten(unconditional), pytree.tree_flatten(classes)
+            shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+            if nest != expected or shapes != [leaf.shape for leaf in like]:
+                came = [
+                    type(leaf).__name__ if shape is None else tuple(shape)
+                    for leaf, shape in zip(leaves, shapes, strict=True)
+                ]
+                raise ValueError(
+                    "unconditional: expected a whole number, or tensors like those of classes, "
+                    f"{[tuple(leaf.shape) for leaf in like]}, got {came}"
+                )
             self.given = (classes, unconditional)
+        self.output_dtype: torch.dtype | None = None  # as it came
         _refuse_train_mode(function)
 
     @property
@@ -91,25 +99,47 @@ class Denoiser:
         """
         rows = samples.reshape(-1, *self.shape)
         if self.classes is None:
-            return self._checked(self.function(rows, times), rows)
+            return self._call(rows, times)
         classes = pytree.tree_map(lambda leaf: leaf[index], self.classes)
         if self.guidance is None:
-            return self._checked(self.function(rows, times, classes), rows)
+            return self._call(rows, times, classes)
         nothing = pytree.tree_map(lambda leaf: leaf[index], self.given[1])
         both = pytree.tree_map(lambda one, other: torch.cat([one, other]), classes, nothing)
         doubled = torch.cat([rows, rows])
-        outputs = self._checked(self.function(doubled, torch.cat([times, times]), both), doubled)
+        outputs = self._call(doubled, torch.cat([times, times]), both)
         conditional, unconditional = outputs.chunk(2)
         return unconditional + self.guidance * (conditional - unconditional)
 
-    def _checked(self, output: Any, rows: Tensor) -> Tensor:
+    def _call(self, rows: Tensor, *more: Any) -> Tensor:
+        try:
+            output = self.function(rows, *more)
+        except RuntimeError as error:
+            known = " and ".join(sorted(map(str, self._parameter_dtypes())))
+            # PyTorch has many ways to say that dtypes do not fit, all of which name them.
+            if "type" not in str(error) or str(rows.dtype) in (known or "torch.float32"):
+                raise
+            theirs = f"but the denoiser's parameters are {known}" if known else "which the denoiser does not take"
+            raise TypeError(f"noise: is {rows.dtype}, {theirs}: both must be of one dtype ({error})") from error
         if not isinstance(output, Tensor):
             raise TypeError(f"denoiser: must return a tensor like its input, returned {type(output).__name__}")
         if output.shape != rows.shape:
             raise ValueError(
                 f"denoiser: must return the shape of its input, {tuple(rows.shape)}, returned {tuple(output.shape)}"
             )
+        self.output_dtype = output.dtype
         return output.flatten(1).to(rows.dtype)
+
+    def _parameter_dtypes(self) -> set[torch.dtype]:
+        tensors = (each for _, module in walk_modules(self.function) for each in module._parameters.values())
+        return {each.dtype for each in tensors if each is not None and each.dtype.is_floating_point}
+
+    def eps(self, rows: Tensor) -> float:
+        """Relative precision of the network on such rows: that of the coarsest dtype that it is seen to work in."""
+        dtypes = {rows.dtype, self.output_dtype or rows.dtype} | self._parameter_dtypes()
+        if torch.is_autocast_enabled(rows.device.type):
+            dtypes.add(torch.get_autocast_dtype(rows.device.type))
+        tf32 = rows.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return max([torch.finfo(dtype).eps for dtype in dtypes] + tf32 * [2.0**-10])
 
 
 def _refuse_train_mode(function: Callable) -> None:

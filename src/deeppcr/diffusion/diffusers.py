@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,10 @@ from .read_scheduler import draw_noise, fork, read_scheduler
 from .sample import sample
 from .samples import Samples
 from .step import Steps
+
+#: options of ``sample`` that concern how it is solved
+SOLVING = ("solver", "jacobian", "start", "keep_states", "on_failure")
+_GUIDING = ("guidance", "unconditional")
 
 
 class ParallelLoop:
@@ -62,6 +67,9 @@ class ParallelLoop:
         Returns:
             Samples, with ``final`` in the dtype of the latents
         """
+        check_options(options, (*SOLVING, *_GUIDING))
+        if not isinstance(latents, Tensor):
+            raise TypeError(f"latents: expected a tensor [B, ...], got {type(latents).__name__}")
         steps, noise = self.steps, None
         if steps.adds_noise:
             times = self.scheduler.timesteps
@@ -105,7 +113,33 @@ def parallelize(scheduler: Any, model: Callable, **step_arguments: Any) -> Paral
     >>> loop(torch.ones(2, 3)).final[0]
     tensor([0.5987, 0.5987, 0.5987])
     """
+    if not callable(model):
+        raise TypeError(f"model: expected a callable, got {type(model).__name__}")
+    for name in step_arguments:
+        if name in (*SOLVING, *_GUIDING, "generator"):
+            raise TypeError(
+                f"{name}: is for the loop that parallelize returns, not for scheduler.step: "
+                f"parallelize(scheduler, model)(latents, {name}=...)"
+            )
+        if callable(getattr(scheduler, "step", None)) and not _takes(scheduler.step, name):
+            raise TypeError(f"{name}: {type(scheduler).__name__}.step takes no argument of this name")
     return ParallelLoop(scheduler, model, step_arguments)
+
+
+def check_options(options: Any, known: Sequence[str]) -> None:
+    """Raise where one of them is not known, before anything is run."""
+    if not isinstance(options, dict):
+        raise TypeError(f"options: expected a dictionary of {', '.join(known)}, got {type(options).__name__}")
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, 1)
+            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise TypeError(f"options: there is none of the name {name!r}; {meant}")
+
+
+def _takes(function: Callable, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..captured import CLEARED
 from ..recording import RECORDING
 from .denoiser import reachable
 
@@ -31,7 +33,9 @@ class Cache:
         self.most = most
         self._kept: OrderedDict[tuple, Any] = OrderedDict()
         self._watched: set[int] = set()
-        self._lock = threading.Lock()
+        # What is thrown away may be the last to hold an owner, whose end is then told to the thread that is here already.
+        self._lock = threading.RLock()
+        CLEARED.add(self)
 
     def take(self, key: tuple) -> Any:
         with self._lock:
@@ -46,7 +50,7 @@ class Cache:
     def forget_with(self, owner: Any) -> None:
         """Drop all keys that begin with a fingerprint of ``owner`` when it is no more."""
         if id(owner) not in self._watched:
-            with contextlib.suppress(TypeError):  # not everything can be watched
+            with contextlib.suppress(TypeError):  # not everything can be watched: such is kept alive by its fingerprint
                 weakref.finalize(owner, _forget, weakref.ref(self), id(owner))
                 self._watched.add(id(owner))
 
@@ -54,7 +58,11 @@ class Cache:
         with self._lock:
             self._watched.discard(owner)
             for key in [each for each in self._kept if each[0][0] == owner]:
-                del self._kept[key]
+                self._kept.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -84,7 +92,7 @@ def fingerprint(function: Callable) -> tuple:
         if isinstance(value, nn.Module):
             for module in value.modules():
                 hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-                found += [type(module), module.training, *map(_Same, hooks)]
+                found += [type(module), module.training, *map(_mark, hooks)]
                 found += [_mark(held) for name, held in vars(module).items() if name not in _INNER]
                 found += [_mark(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())]
         else:
@@ -93,18 +101,25 @@ def fingerprint(function: Callable) -> tuple:
 
 
 class _Same:
-    """Equal to itself alone; as long as it is kept, nothing else gets the identity of what it holds."""
+    """Equal where the same object is meant, as long as it lives: what is gone is equal to nothing.
 
-    __slots__ = ("value",)
+    It keeps nothing alive that can be watched: what a module holds may hold the module.
+    """
+
+    __slots__ = ("_hash", "_value")
 
     def __init__(self, value: Any):
-        self.value = value
+        self._hash = id(value)
+        try:
+            self._value = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _Same) and self._value() is other._value() is not None
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._hash
 
 
 def _mark(value: Any, depth: int = 3) -> Hashable:
@@ -116,6 +131,8 @@ def _mark(value: Any, depth: int = 3) -> Hashable:
         return tuple(_mark(each, depth) for each in value)
     if isinstance(value, dict):
         return tuple((_mark(name, depth), _mark(each, depth)) for name, each in value.items())
+    if isinstance(value, MethodType):  # made anew at every look
+        return _Same(value.__self__), _Same(value.__func__)
     inside = getattr(value, "__dict__", None)
     if depth and isinstance(inside, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
         return _Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
@@ -131,28 +148,30 @@ def layout_of(nest: Any) -> Hashable:
 class Replayed:
     """Calls of one function for a few counts of rows, each captured after it was first called.
 
+    The function, ``function(*key)``, works on buffers that stay where they are. It comes with each call: kept here, it would
+    hold the buffers, and they this, until a collector of garbage comes by.
+
     Args:
-        function: ``function(*key)``, which works on buffers that stay where they are
         device: a CUDA device
     """
 
-    def __init__(self, function: Callable[..., None], device: torch.device):
-        self.function, self.device = function, device
+    def __init__(self, device: torch.device):
+        self.device = device
         self.refusal: str | None = None
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
-    def __call__(self, *key: Any) -> None:
+    def __call__(self, function: Callable[..., None], *key: Any) -> None:
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
         elif self.refusal is not None:
-            self.function(*key)
+            function(*key)
         else:
-            self._capture(key)
+            self._capture(function, key)
 
-    def _capture(self, key: tuple) -> None:
+    def _capture(self, function: Callable[..., None], key: tuple) -> None:
         """Call it on a stream of its own, which also lets libraries set themselves up there; then capture it."""
         with torch.cuda.device(self.device):
             if self._stream is None:
@@ -160,7 +179,7 @@ class Replayed:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                self.function(*key)
+                function(*key)
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -169,7 +188,7 @@ class Replayed:
                     _no_collection(),
                     torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
                 ):
-                    self.function(*key)
+                    function(*key)
             except RuntimeError as error:  # the host waits somewhere in the denoiser, say
                 self.refusal = str(error).strip().split("\n")[0][:120]
                 return

@@ -23,19 +23,28 @@ from .problem import Problem
 class Rotated:
     """The problem's step in the basis of a coupling, as ``deeppcr.solve`` takes it.
 
+    Args:
+        who: [B'], of which samples; None: of all
+
     Attributes:
         step: ``step(z, x)`` on rows
-        z0: [B, D K]
-        xs: a tuple of tensors [L, B, ...]
+        z0: [B', D K]
+        xs: tensors [L, B', ...] by name
     """
 
-    def __init__(self, problem: Problem, coupling: Coupling):
+    def __init__(self, problem: Problem, coupling: Coupling, who: Tensor | None = None):
         self.problem, self.coupling = problem, coupling
-        length, samples = problem.length, problem.samples
-        index = torch.arange(length, device=problem.device)[:, None].expand(length, samples)
-        who = torch.arange(samples, device=problem.device).expand(length, samples)
-        self.xs: tuple[Tensor, ...] = (index, who) if problem.shift is None else (index, who, problem.shift)
-        self.z0 = self.pack(problem.initial)
+        initial, shift = problem.initial, problem.shift
+        if who is None:
+            who = torch.arange(problem.samples, device=problem.device)
+        else:
+            initial, shift = initial[who], shift[:, who] if shift is not None else None
+        shape = problem.length, len(who)
+        index = torch.arange(problem.length, device=problem.device)[:, None].expand(shape)
+        self.xs: dict[str, Tensor] = {"index": index, "who": who.expand(shape)}
+        if shift is not None:
+            self.xs["shift"] = shift
+        self.z0 = self.pack(initial)
         self.step: Callable[..., Any] = rowwise(self._step)
 
     def pack(self, states: Tensor) -> Tensor:
@@ -45,22 +54,21 @@ class Rotated:
     def unpack(self, packed: Tensor) -> Tensor:
         return self.coupling.out_of(packed.unflatten(-1, (self.problem.width, self.problem.slots)))
 
-    def _step(self, packed: Tensor, x: tuple[Tensor, ...]) -> Tensor:
-        index, who, *shift = x
-        return self.pack(self.problem.row_step(self.unpack(packed), index, who, shift[0] if shift else None))
+    def _step(self, packed: Tensor, x: dict[str, Tensor]) -> Tensor:
+        return self.pack(self.problem.row_step(self.unpack(packed), x["index"], x["who"], x.get("shift")))
 
     @property
     def jacobian(self) -> GivenJacobian:
         return GivenJacobian(self.coupling.blocks)
 
 
-def attach(problem: Problem, coupling: Coupling, states: Tensor) -> Tensor:
-    """``states`` [L, B, D, K] that satisfy all steps, differentiable in noise and denoiser.
+def attach(problem: Problem, coupling: Coupling, states: Tensor, who: Tensor | None = None) -> Tensor:
+    """``states`` [L, B', D, K] that satisfy all steps, of the samples ``who``, differentiable in noise and denoiser.
 
     One evaluation of all steps with a graph; backward, the adjoint is found by the prior's iteration with the
     steps' own vector-Jacobian products (see ``deeppcr.gradient``).
     """
-    rotated = Rotated(problem, coupling)
+    rotated = Rotated(problem, coupling, who)
     sequence = Sequence(rotated.step, rotated.z0, rotated.xs, batch_dims=1)
     if not sequence.needs_gradients:
         return states

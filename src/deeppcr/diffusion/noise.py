@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class Noise:
             generator: by default PyTorch's own
             device: by default the generator's
         """
+        whole = isinstance(shape, Sequence) and all(isinstance(n, Integral) and n > 0 for n in shape)
+        if not whole or len(shape) < 2:
+            raise TypeError(f"shape: expected [B, *shape], at least two whole numbers from 1, got {shape!r}")
+        if steps is not None and not (isinstance(steps, Integral) and steps > 0):
+            raise TypeError(f"steps: expected a whole number from 1, or None, got {steps!r}")
         device = device if device is not None else generator.device if generator is not None else None
         like = {"generator": generator, "device": device, "dtype": dtype}
         initial = torch.randn(tuple(shape), **like)

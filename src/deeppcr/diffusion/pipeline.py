@@ -7,6 +7,7 @@ the loop's last step all steps are solved at once, and the pipeline goes on with
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .diffusers import bind, parameters_of, solve_loop
+from .diffusers import SOLVING, bind, check_options, parameters_of, solve_loop
 from .read_scheduler import UnsupportedScheduler, fork, read_scheduler
 from .samples import Samples
 from .step import Steps
@@ -51,7 +52,7 @@ def parallel_sample(
     Args:
         pipeline: with a ``scheduler`` and a network named ``unet`` or ``transformer``
         arguments, named: those of the pipeline
-        options: ``solver``, ``jacobian``, ``start`` and ``on_failure`` of ``sample``, in a dictionary
+        options: ``solver``, ``jacobian``, ``start``, ``keep_states`` and ``on_failure`` of ``sample``, in a dictionary
 
     Returns:
         PipelineSample: the pipeline's output, and the certificate
@@ -84,7 +85,14 @@ def parallel_sample(
     for name in ("callback_on_step_end", "callback"):
         if named.get(name) is not None:
             raise UnsupportedScheduler(f"{name}: in parallel there is no sample after each step that it could be given")
-    rehearsal = _Rehearsal(pipeline, options or {})
+    options = {} if options is None else options
+    check_options(options, SOLVING)
+    for name in SOLVING:
+        if name in named and name not in inspect.signature(pipeline).parameters:
+            raise TypeError(
+                f'{name}: goes into a dictionary, options={{"{name}": ...}}: other arguments are the pipeline\'s'
+            )
+    rehearsal = _Rehearsal(pipeline, options)
     with rehearsal, torch.no_grad():
         output = pipeline(*arguments, **named)
     if rehearsal.samples is None:

@@ -39,11 +39,15 @@ class GaussianPrior:
     mean: Tensor | None = None
 
     def __post_init__(self):
+        if not isinstance(self.variance, (int, float, Tensor)):
+            raise TypeError(f"variance: expected a number or a tensor [D], got {self.variance!r}")
+        if self.basis is not None and not isinstance(self.basis, Tensor):
+            raise TypeError(f"basis: expected a tensor [D, D] or None, got {type(self.basis).__name__}")
         variance = torch.as_tensor(self.variance, dtype=torch.float64).detach().cpu()
-        if variance.ndim > 1 or not bool((torch.isfinite(variance) & (variance >= 0)).all()):
-            raise ValueError(
-                f"variance: expected a number or [D], finite and from 0, got shape {tuple(variance.shape)}"
-            )
+        wrong = variance[~(torch.isfinite(variance) & (variance >= 0))].tolist()
+        if variance.ndim > 1 or wrong:
+            came = wrong[0] if wrong else f"shape {tuple(variance.shape)}"
+            raise ValueError(f"variance: expected a number or [D], finite and from 0, got {came}")
         object.__setattr__(self, "variance", variance)
         if self.basis is not None and (variance.ndim != 1 or self.basis.shape != (len(variance), len(variance))):
             raise ValueError(

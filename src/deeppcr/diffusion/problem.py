@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..steps import has_tangent
 from .denoiser import Denoiser
 from .noise import Noise
 from .step import Coefficients, Steps
@@ -51,6 +52,7 @@ class Problem:
         self.device = initial.device
         self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
         self.rows_seen = 0  # by the network
+        self.rows_checked = False
         flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
         blank = flat.new_zeros(self.samples, self.width, self.slots - 1)
         self.initial = torch.cat([flat, blank], -1) if self.slots > 1 else flat
@@ -64,6 +66,11 @@ class Problem:
     @cached_property
     def coefficients(self) -> Coefficients:
         return self.steps.to(self.device, self.dtype)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether anything that the first step depends on requires a gradient."""
+        return self.step(0, self.initial).requires_grad
 
     def step(self, index: int, state: Tensor, who: Tensor | None = None) -> Tensor:
         """One step as the loop takes it: [B, D, K] to [B, D, K], of all samples or of those in ``who``."""
@@ -91,23 +98,48 @@ class Problem:
         self.rows_seen += samples.shape[0] * self.denoiser.rows_per_call
         return self.denoiser(samples.to(self.network_dtype), times, index).to(self.dtype)
 
-    @torch.no_grad()
-    def check_rows(self) -> None:
-        """Raise where the network is no function of one row: random, or with rows that influence each other."""
-        seen, coefficients = self.rows_seen, self.coefficients
-        row = coefficients.scale[:1].unsqueeze(-1) * self.initial[:1, :, 0].detach()
-        times, who = coefficients.timesteps[[0, -1]], torch.zeros(2, dtype=torch.long, device=self.device)
-        alone, again = (self.network(row, times[:1], who[:1]) for _ in range(2))
-        beside = self.network(torch.cat([row, -row]), times, who)[:1]
-        self.rows_seen = seen
-        rough = torch.bfloat16 if torch.is_autocast_enabled(self.device.type) else self.network_dtype
-        allowed = 10 * torch.finfo(rough).eps ** 0.5 * alone.abs().amax()
-        for found, what in (
-            (again, "gives another result each time it is called: is it in train mode, with dropout?"),
-            (beside, "gives a row another result when other rows stand beside it: rows must not influence each other"),
-        ):
-            if (found - alone).abs().amax() > allowed:
-                raise ValueError(f"denoiser: {what}")
+    def checked_network(self, samples: Tensor, times: Tensor, index: Tensor) -> Tensor:
+        """``network``; its first call raises where the denoiser is random, or its rows influence each other."""
+        outputs = self.network(samples, times, index)
+        if not self.rows_checked:
+            if has_tangent(outputs):
+                raise RuntimeError(
+                    "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
+                )
+            self.rows_checked, seen = True, self.rows_seen
+            self._check_rows((samples, times, index), outputs[:1])
+            self.rows_seen = seen
+        return outputs
+
+    def _check_rows(self, call: tuple[Tensor, Tensor, Tensor], found: Tensor) -> None:
+        """Compare the first row of a call with the same row beside three others that are unlike those of the call.
+
+        A row by itself would do, but compiled networks treat the number 1 as a case of its own.
+        """
+        samples, times, index = call
+        row = samples[:1]
+        rows = torch.cat([row, -row, 2 * row, row.roll(1, -1)])
+        try:
+            apart = self.network(rows, times[:1].expand(4), index[:1].expand(4))[:1]
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"denoiser: any number of rows may come, but it took {len(samples)} and not 4 of them: {error}"
+            ) from error
+        # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
+        allowed = 3 * self.denoiser.eps(samples) ** 0.5 * apart.abs().amax()
+
+        def differs(one: Tensor, other: Tensor) -> bool:
+            return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
+
+        if not differs(apart, found):
+            return
+        if differs(found, self.network(*call)[:1]):
+            raise ValueError(
+                "denoiser: gives another result each time it is called: is it in train mode, with dropout?"
+            )
+        raise ValueError(
+            "denoiser: gives a row another result when other rows stand beside it: rows must not influence each other"
+        )
 
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""

@@ -81,10 +81,10 @@ def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = No
     """
     timesteps = getattr(scheduler, "timesteps", None) if timesteps is None else timesteps
     name = type(scheduler).__name__
-    if timesteps is None or not callable(getattr(scheduler, "step", None)):
+    if not hasattr(scheduler, "timesteps") or not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler: expected a scheduler of diffusers, with timesteps and a step, got {name}")
-    if len(timesteps) == 0:
-        raise ValueError("the scheduler has no timesteps: call its set_timesteps(number of steps) first")
+    if timesteps is None or len(timesteps) == 0:
+        raise ValueError(f"scheduler: {name} has no timesteps: call its set_timesteps(number of steps) first")
     times = tuple(timesteps)
     arguments = {k: v for k, v in step_arguments.items() if k not in ("generator", "return_dict") and v is not None}
     _refuse_by_settings(name, scheduler, arguments)
@@ -226,6 +226,12 @@ class _Runner:
         try:
             return self.scheduler.step(output, t, sample, **self.arguments, return_dict=False)
         except Exception as error:
+            # Before set_timesteps there are timesteps already, those of the training, and no number of them.
+            unset = getattr(self.scheduler, "num_inference_steps", None) is None
+            if unset and hasattr(self.scheduler, "set_timesteps"):
+                raise ValueError(
+                    f"scheduler: the timesteps of {self.name} are not set, call its set_timesteps(number of steps) first: {error}"
+                ) from error
             raise UnsupportedScheduler(f"{self.name}.step failed on plain numbers: {error}") from error
 
 

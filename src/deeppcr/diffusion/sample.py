@@ -10,12 +10,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from ..jacobian import Jacobian, ScalarJacobian
+from ..linear.solve import in_functorch
 from ..newton import Loop, Newton
 from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
 from ..solve import refuse_gradients, solve
+from ..steps import has_tangent
 from .coupling import Coupling
+from .describe import jacobian_in_words, start_in_words
 from .implicit import Rotated, attach
 from .noise import Noise
 from .prior import GaussianPrior
@@ -28,6 +32,8 @@ from .window import Outcome, Window
 
 #: one object for all calls: a solver knows by it what it has prepared
 _UNIT = GaussianPrior()
+#: of such samples there is no derivative
+_WORTHLESS = (Result.NOT_CONVERGED, Result.NON_FINITE)
 #: the steps of samplers on a schedule: their numbers take longer to find than a few iterations
 _known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
 
@@ -63,7 +69,8 @@ def sample(
         solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop()
         jacobian: GaussianPrior(...), by default of unit variance; deeppcr.ScalarJacobian(1.0) is Picard's iteration. With
             Newton any Jacobian of deeppcr; by default the solver's own
-        start: where the iteration starts: see ``deeppcr.diffusion.start``
+        start: where the iteration starts: GaussianStart(), the default, MeanStart(mean), CoarseStart(...), states
+            [L, B, *shape], or earlier Samples that keep their states. It changes the work, not the result
         keep_states: return the sample after every step too
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
             returns what there is, and a backward pass through it raises
@@ -79,6 +86,7 @@ def sample(
     """
     if on_failure not in ("loop", "raise", "return"):
         raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    _refuse_transforms(solver, noise)
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
     if isinstance(solver, Loop):
@@ -88,6 +96,21 @@ def sample(
     if isinstance(solver, Window):
         return _by_window(problem, solver, jacobian, start, keep_states, on_failure)
     raise TypeError(f"solver: expected Window(...), deeppcr.Newton(...) or deeppcr.Loop(), got {solver!r}")
+
+
+def _refuse_transforms(solver: Any, noise: Any) -> None:
+    """Raise where derivatives or batches are asked for in a way that only the plain loop has, or not even that."""
+    tensors = [noise.initial, noise.steps] if isinstance(noise, Noise) else [noise]
+    looped = isinstance(solver, Loop)
+    if in_functorch() and (not looped or any(isinstance(n, Tensor) and is_batchedtensor(n) for n in tensors)):
+        raise RuntimeError(
+            "sample: cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when to stop. "
+            "Put what you would vmap over into the batch; for gradients use torch.autograd, or solver=deeppcr.Loop()"
+        )
+    if not looped and any(has_tangent(n) for n in tensors):
+        raise RuntimeError(
+            "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
+        )
 
 
 def _steps(schedule: Schedule, step: Sampler, prediction: Prediction) -> Steps:
@@ -125,7 +148,7 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
         residual=torch.zeros(samples, dtype=problem.dtype, device=device),
         exact_steps=torch.full((samples,), problem.length, device=device),
         results=tuple(results),
-        plan=Plan(),
+        plan=Plan(notes=["one step after the other, as asked"]),
         message=message,
     )
 
@@ -141,10 +164,12 @@ def _by_window(
             "jacobian: Window takes GaussianPrior(...) or deeppcr.ScalarJacobian(...), which cost nothing to form; for others use "
             f"solver=deeppcr.Newton(); got {jacobian!r}"
         )
-    plan = Plan(evaluation="rows", derivative="given")
+    plan = Plan(evaluation="rowwise", derivative="given")
+    plan.note(jacobian_in_words(jacobian))
+    plan.note(start_in_words(start, jacobian))
     outcome = window.run(problem, jacobian, start, plan)
-    failed = [row for row, result in enumerate(outcome.results) if result is not Result.CONVERGED]
-    message = Result.CONVERGED.value
+    failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
+    message = _describe(problem, outcome)
     if failed:
         if on_failure == "loop":
             outcome = _finish_by_loop(problem, outcome, failed)
@@ -152,24 +177,38 @@ def _by_window(
         if on_failure == "raise":
             raise ConvergenceError(message)
         warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    if any(result is not Result.CONVERGED for result in outcome.results):
+        plan.note(message)
     states = outcome.states
     if torch.is_grad_enabled():
-        if failed and on_failure == "return":
-            states = refuse_gradients(states, message)
-        else:
-            coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
-            states = attach(problem, coupling, states)
+        coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
+        states = _differentiable(problem, coupling, outcome, message)
     return Samples(
         final=problem.unflatten(states[-1, ..., 0]),
         states=problem.unflatten(states[..., 0]) if keep_states else None,
         iterations=outcome.iterations,
         evaluations=outcome.evaluations,
-        residual=outcome.residual,
+        residual=outcome.residual.amax(0),
         exact_steps=outcome.exact_steps,
         results=tuple(outcome.results),
         plan=plan,
         message=message,
     )
+
+
+def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, message: str) -> Tensor:
+    """The states [L, B, D, K]; those of samples that did not get there raise where a gradient reaches them."""
+    states, bad = outcome.states, [result in _WORTHLESS for result in outcome.results]
+    if not any(bad):
+        return attach(problem, coupling, states)
+    if not problem.needs_gradients:
+        return states
+    lost = torch.tensor(bad, device=problem.device)
+    good, lost = (~lost).nonzero().flatten(), lost.nonzero().flatten()
+    parts = [refuse_gradients(states[:, lost], message)]
+    if len(good):
+        parts.append(attach(problem, coupling, states[:, good], good))
+    return torch.cat(parts, 1)[:, torch.cat([lost, good]).argsort()]
 
 
 @torch.no_grad()
@@ -189,22 +228,36 @@ def _finish_by_loop(problem: Problem, outcome: Outcome, failed: list[int]) -> Ou
     bad = ~torch.isfinite(states).all(-1).all(-1)  # [L, B]
     at = torch.where(bad.any(0), bad.long().argmax(0), -1).tolist()
     results, exact_steps = list(outcome.results), outcome.exact_steps.clone()
+    looped = torch.arange(problem.length, device=problem.device).unsqueeze(1) >= outcome.exact_steps  # [L, B]
+    residual = outcome.residual.masked_fill(looped, 0)  # of the states that were thrown away
     for row in failed:
         results[row] = Result.FINISHED_BY_LOOP if at[row] < 0 else Result.NON_FINITE
         if at[row] >= 0:
             exact_steps[row] = at[row]
     return replace(
-        outcome, states=states, results=results, evaluations=outcome.evaluations + spent, exact_steps=exact_steps
+        outcome,
+        states=states,
+        results=results,
+        evaluations=outcome.evaluations + spent,
+        residual=residual,
+        exact_steps=exact_steps,
     )
 
 
 def _describe(problem: Problem, outcome: Outcome) -> str:
     worst = max(outcome.results, key=lambda result: result.severity)
+    if worst is Result.CONVERGED:
+        return worst.value
     rows = [row for row, result in enumerate(outcome.results) if result is worst]
     exact = outcome.exact_steps.tolist()
     row = min(rows, key=lambda r: exact[r])
     at = exact[row]
     share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
+    if worst is Result.PRECISION_FLOOR:
+        return (
+            f"the iteration went as far as rounding lets it; what it leaves of the final sample is estimated as {float(outcome.least.max()):.0e}, "
+            f"more than the tolerance ({share}). Loosen it, or use float64"
+        )
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()
         return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"
@@ -241,6 +294,9 @@ def _by_newton(
         guess=rotated.pack(states),
         on_failure=on_failure,
     )
+    plan = solution.plan
+    plan.note(jacobian_in_words(newton.jacobian if jacobian is None else jacobian))
+    plan.note(start_in_words(start, prior))
     found = rotated.unpack(solution.states)[..., 0]
     return Samples(
         final=problem.unflatten(found[-1]),
@@ -250,6 +306,6 @@ def _by_newton(
         residual=solution.residual,
         exact_steps=solution.exact_steps,
         results=solution.results,
-        plan=solution.plan,
+        plan=plan,
         message=solution.message,
     )

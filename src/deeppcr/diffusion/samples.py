@@ -18,7 +18,8 @@ class Samples:
         states: [L, B, *shape], the sample after every step; None where it was not asked for
         iterations: [B], of the parallel solve (0 for the plain loop)
         evaluations: [B], how often the network was evaluated on a row of this sample; guidance counts twice
-        residual: [B], the largest ``|z_l - step(z_{l-1})|`` as last measured, before the last update (0 for the loop)
+        residual: [B], the largest ``|z_l - step(z_{l-1})|`` as last measured, before the last update, by ``Window`` relative to
+            ``|z_l|`` where that is larger than 1 (0 for the loop)
         exact_steps: [B], how many leading steps were finished when the parallel solve ended; L where it did it all
         results: how each sample ended
         result: the worst of them
@@ -27,7 +28,7 @@ class Samples:
 
     >>> import torch
     >>> from deeppcr.diffusion import DDIM, Noise, Schedule, sample
-    >>> samples = sample(lambda z, t: 0.5 * z, Schedule.linear(20), Noise.draw((2, 3)), step=DDIM())
+    >>> samples = sample(lambda z, t: 0.9 * z, Schedule.linear(20), Noise.draw((2, 3)), step=DDIM())
     >>> samples.final.shape, samples.result.name
     (torch.Size([2, 3]), 'CONVERGED')
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..jacobian import ScalarJacobian
+from ..linear import Auto
 from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
@@ -19,12 +21,11 @@ from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, own
 from .iteration import Iteration
 from .prior import GaussianPrior
 from .problem import Problem
+from .rounding import Rounding
 from .start import start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
-#: a window of so many steps that hardly moves faster than one step an iteration is suspicious
-_LONG = 8
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -91,7 +92,9 @@ class Window:
     def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
         """Iterate until every sample is finished or the iterations are used up."""
         with torch.inference_mode(False), torch.no_grad():
-            if not self.graphs or problem.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+            refusal = self.no_graphs(problem)
+            if refusal is not None:
+                plan.note(f"no CUDA graphs: {refusal}")
                 return Prepared(self, problem, jacobian).run(self, problem, start, plan)
             key = _key(problem, jacobian)
             prepared = self._prepared.take(key)
@@ -101,6 +104,14 @@ class Window:
             outcome = prepared.run(self, problem, start, plan)
             self._prepared.put(key, prepared)
             return outcome
+
+    def no_graphs(self, problem: Problem) -> str | None:
+        """Why iterations are not replayed, if they are not."""
+        if problem.device.type != "cuda":
+            return f"the noise is on the {problem.device.type}"
+        if not self.graphs:
+            return "graphs=False"
+        return "autocast is on" if torch.is_autocast_enabled("cuda") else None
 
 
 def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
@@ -117,7 +128,10 @@ def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B]."""
+    """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
+
+    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that rounding leaves.
+    """
 
     states: Tensor
     results: list[Result]
@@ -125,6 +139,7 @@ class Outcome:
     evaluations: Tensor
     residual: Tensor
     exact_steps: Tensor
+    least: Tensor
 
 
 def kind_for(problem: Problem) -> type[Iteration]:
@@ -164,7 +179,10 @@ class Prepared:
         )
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.replayed: Replayed | None = None
+        self.rounding: Rounding | None = None
+        self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
         self.runs = 0
+        self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
     def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
         self.runs += 1
@@ -172,8 +190,8 @@ class Prepared:
         most = self.iteration.most_rows
         quantum = 1
         if self.runs > 1:  # a run that stays the only one would not earn its graphs back
-            self.replayed = self.replayed or Replayed(self.iterate, problem.device)
-            call, quantum = self.replayed, -(-most // _BUCKETS)
+            self.replayed = self.replayed or Replayed(problem.device)
+            call, quantum = partial(self.replayed, self.iterate), -(-most // _BUCKETS)
         given = problem.denoiser.given
         self.settle(problem)
         try:
@@ -181,12 +199,24 @@ class Prepared:
         finally:
             problem.denoiser.given = given
             del self.network
-        # No more than the loop's own pace, a step an iteration: the network may not be what it is taken for.
-        if self.iteration.size >= _LONG and int(self.iteration.iterations.max()) >= 0.8 * problem.length:
-            problem.check_rows()
+        self.describe(window, problem, plan)
+        return self.outcome(problem, window.tolerance_for(problem.dtype))
+
+    def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
+        size, length = self.iteration.size, problem.length
+        why = "as asked" if window.size else f"which keep a {problem.device.type} busy"
+        plan.linear = self.scan
+        if type(self.iteration) is not Iteration:
+            plan.note("iteration: Triton kernels")
+        plan.note(f"window: {size} of {length} steps at a time, up to {self.iteration.most_rows} rows a call, {why}")
+        tolerance = window.tolerance_for(problem.dtype)
+        plan.note(
+            f"tolerance: {tolerance:g} of the final sample; a step leaves at an update of {self.iteration.freeze:g}"
+        )
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
-        return self.outcome(problem)
+        elif window.no_graphs(problem) is None:
+            plan.note("no CUDA graphs: the first run of its kind; the next one is recorded")
 
     def settle(self, problem: Problem) -> None:
         """Have the problem work on the buffers that are kept here."""
@@ -196,10 +226,10 @@ class Prepared:
                 kept.copy_(new)
         problem.denoiser.given = self.classes
         problem.coefficients = self.iteration.coefficients
-        self.network = problem.network
+        self.network = problem.network if self.runs > 1 else problem.checked_network
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
-        iteration = self.iteration
+        iteration, self.lost = self.iteration, {}
         with full_precision(problem.device):
             states, rows = start_states(start, problem, self.prior, self.start_coupling)
         iteration.load(problem.initial, problem.shift, states)
@@ -218,12 +248,15 @@ class Prepared:
             if full > 0:
                 continue
             finished, diverged = iteration.look()
-            rest = [iteration.length - each for each in finished]
+            for row in (row for row, bad in enumerate(diverged) if bad and row not in self.lost):
+                self.lost[row] = finished[row]
+                iteration.prefix[row] = iteration.length  # it has no rows any more: the others go on by themselves
+            rest = [0 if row in self.lost else iteration.length - each for row, each in enumerate(finished)]
             left = sum(min(each, iteration.size) for each in rest)
-            if any(diverged) or not left:
+            if not left:
                 break
             # An iteration finishes a window at most: so long all windows stay full, and there is nothing to look for.
-            full = min(rest) // iteration.size
+            full = min(each for each in rest if each) // iteration.size
 
     def iterate(self, count: int, rough: bool) -> None:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
@@ -237,18 +270,26 @@ class Prepared:
             self.iteration.run(network, count, not rough)
             self.iteration.show()
 
-    def outcome(self, problem: Problem) -> Outcome:
+    def outcome(self, problem: Problem, tolerance: float) -> Outcome:
         iteration = self.iteration
+        states = iteration.states[1:].clone()
+        self.rounding = self.rounding or Rounding(problem, self.coupling)
+        height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
+        least = self.rounding.least(height)
         results = []
-        for finished, bad in zip(*iteration.look(), strict=True):
-            done = finished == iteration.length
-            results.append(Result.NON_FINITE if bad else Result.CONVERGED if done else Result.NOT_CONVERGED)
+        for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
+            done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
+            done = done if finished == iteration.length else Result.NOT_CONVERGED
+            results.append(Result.NON_FINITE if bad else done)
         exact, _, iterations, evaluations = iteration.counters.clone()
+        for row, finished in self.lost.items():
+            exact[row] = finished
         return Outcome(
-            states=iteration.states[1:].clone(),
+            states=states,
             results=results,
             iterations=iterations,
             evaluations=evaluations * problem.denoiser.rows_per_call,
-            residual=iteration.measured.amax(0),
+            residual=iteration.measured / height.clamp_min(1),
             exact_steps=exact,
+            least=least,
         )

@@ -1,0 +1,64 @@
+"""What rounding leaves of a sample: the least tolerance that can be certified, as far as the prior tells.
+
+Every step rounds its state, and what follows amplifies it or wipes it out. The loop does so too: two of them, on other
+hardware say, part by as much. Rounding has no direction, so steps and coordinates add up as squares do.
+
+Shapes: L steps, B samples, D the flattened sample, K slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .coupling import Coupling
+from .problem import Problem
+
+#: A step leaves with an update of several roundings. For denoisers of digits the error of the final sample was up to 7.4
+#: times the estimate, and that of the plain loop, against float64, up to 2.3 times.
+MARGIN = 8.0
+
+
+class Rounding:
+    """The weight of every step's rounding in the final sample; made when the network was called once.
+
+    Attributes:
+        weights: [L], of the size of the states
+    """
+
+    def __init__(self, problem: Problem, coupling: Coupling):
+        coefficients, like = problem.coefficients, problem.initial.detach()
+        eps = torch.finfo(problem.dtype).eps
+        coarse = problem.denoiser.eps(like.to(problem.network_dtype))
+        self.weights = torch.full((problem.length,), eps, device=problem.device, dtype=problem.dtype)
+        if coarse > eps:  # its outputs are about as large as its inputs
+            gain = coefficients.slope[:, 0, 0].abs().amax(-1)
+            self.weights = self.weights + coarse * gain * coefficients.scale.abs()
+        self.weights = self.weights * _amplification(coupling)
+        self.limit = coefficients.limit
+
+    def least(self, size: Tensor) -> Tensor:
+        """[B]: the least tolerance that can be certified of the last of the states, whose largest numbers are ``size`` [L, B]."""
+        share = self.weights.unsqueeze(-1) * size
+        if self.limit is not None:
+            # Which values were clipped, the prior does not know: a state that is far too large is rounded in proportion.
+            share = torch.minimum(share, torch.finfo(size.dtype).eps * size[-1:].clamp_min(self.limit))
+        return MARGIN * torch.linalg.vector_norm(share, dim=0)
+
+
+def _amplification(coupling: Coupling) -> Tensor:
+    """[L]: how much of an error in the state after each step is left in the sample after the last one."""
+    data = coupling.blocks.data
+    if coupling.slots == 1:
+        later = torch.cat([data[1:].abs(), torch.ones_like(data[:1])]).flatten(1)
+        grown = later.flip(0).cumprod(0).flip(0)
+    else:
+        row = torch.zeros_like(data[0, 0, :, 0])  # the derivative of the last sample: [D, K]
+        row[:, 0] = 1
+        rows = [row]
+        for block in data[1:, 0].flip(0):
+            row = (row.unsqueeze(-2) @ block).squeeze(-2)
+            rows.append(row)
+        grown = torch.stack(rows[::-1]).norm(dim=-1)
+    # An error of one coordinate is spread over all directions, and theirs over all coordinates.
+    return grown.amax(-1) if coupling.basis is None else grown.square().mean(-1).sqrt()

@@ -1,0 +1,110 @@
+"""What rounding leaves: a tolerance that it does not reach is not certified, and residuals are of what is returned."""
+
+import math
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Result
+from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Steps, Window, sample
+from deeppcr.diffusion.coupling import Coupling
+from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.rounding import MARGIN, Rounding
+from diffusion import digits
+from diffusion.test_sample import noise_for
+
+
+@pytest.fixture(scope="module")
+def net(device):
+    return digits.trained().to(device)
+
+
+@pytest.mark.parametrize("step", [DDPM(), DDIM(), DDPM(clip=1.0)], ids=repr)
+@pytest.mark.parametrize("length", [50, 200])
+def test_what_is_certified_holds_and_the_rest_is_called_rounding(net, length, step, device):
+    """Tolerances from far above rounding to far below it."""
+    noise = noise_for(2, length, device=device)
+    given = (net, digits.TRAINING.take(length), noise)
+    results = []
+    with torch.no_grad():
+        loop = sample(*given, step=step, solver=deeppcr.Loop())
+        for tolerance in (1e-3, 1e-4, 1e-5, 1e-6, 1e-9):
+            found = sample(*given, step=step, jacobian=digits.prior(), solver=Window(tolerance=tolerance))
+            for error, result in zip((found.final - loop.final).abs().flatten(1).amax(1), found.results, strict=True):
+                assert result in (Result.CONVERGED, Result.PRECISION_FLOOR)
+                assert error <= (tolerance if result is Result.CONVERGED else 2e-4)
+            results.append(found.result)
+    assert results[0] is Result.CONVERGED  # the default
+    assert results[-1] is Result.PRECISION_FLOOR
+    assert results == sorted(results, key=lambda result: result.severity)
+    assert "Loosen it, or use float64" in found.message
+    assert found.fell_back == [False, False]
+
+
+def test_double_precision_certifies_more(net, device):
+    noise = noise_for(2, 50, torch.float64, device=device)
+    try:
+        with torch.no_grad():
+            for tolerance, expected in ((1e-9, Result.CONVERGED), (1e-18, Result.PRECISION_FLOOR)):
+                found = sample(
+                    net.double(),
+                    digits.TRAINING.take(50),
+                    noise,
+                    jacobian=digits.prior(),
+                    solver=Window(tolerance=tolerance),
+                )
+                assert found.result is expected
+    finally:
+        net.float()
+
+
+def test_a_network_in_half_precision_certifies_less():
+    """Its outputs are rounded, however exact the states are."""
+    noise = Noise.draw((2, 4), 40, generator=torch.Generator().manual_seed(0))
+    for dtype, expected in ((torch.float32, Result.CONVERGED), (torch.bfloat16, Result.PRECISION_FLOOR)):
+        with torch.no_grad():
+            found = sample(lambda z, t: (0.9 * z).to(dtype), Schedule.linear(40), noise)  # noqa: B023
+        assert found.result is expected
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_rounding_is_weighed_by_what_follows(slots):
+    """Against the derivatives of the prior's own chain, one step after the other."""
+    length, prior = 7, GaussianPrior(torch.tensor([0.3, 2.0, 1.0]))
+    plain = DDIM().steps(Schedule.linear(length))
+    keep, gain = torch.zeros(length, slots, slots), torch.zeros(length, slots)
+    keep[:, 0, 0], gain[:, 0] = plain.keep[:, 0, 0], plain.gain[:, 0]
+    if slots == 2:
+        keep[:, 0, 1], gain[:, 1] = -0.5 * plain.gain[:, 0], 1
+    steps = Steps(plain.timesteps, keep, gain, plain.signal, plain.spread)
+    problem = Problem(lambda z, t: z, steps, torch.ones(1, 3, dtype=torch.float64))
+    coupling = Coupling(prior, steps, 3, problem.device, problem.dtype)
+    blocks = prior.couplings(steps).reshape(length, 3, slots, slots)
+    expected = []
+    for l in range(length):
+        chain = torch.eye(slots, dtype=torch.float64).expand(3, slots, slots)
+        for block in blocks[l + 1 :]:
+            chain = block @ chain
+        expected.append(chain[:, 0].norm(dim=-1).max())
+    eps = torch.finfo(torch.float64).eps
+    size = torch.rand(length, 2, dtype=torch.float64)
+    rounding = Rounding(problem, coupling)
+    assert torch.allclose(rounding.weights, eps * torch.stack(expected), rtol=1e-12)
+    least = MARGIN * eps * (torch.stack(expected)[:, None] * size).square().sum(0).sqrt()
+    assert torch.allclose(rounding.least(size), least, rtol=1e-12)
+
+
+def test_residuals_are_of_the_states_that_are_returned(net, device):
+    """Clipped with a network that has not learned it, the states of the loop itself grow to thousands, and come back."""
+    noise = noise_for(1, 200, device=device)
+    given, step = (net, digits.TRAINING, noise), DDIM(clip=0.9)
+    with torch.no_grad():
+        loop = sample(*given, step=step, solver=deeppcr.Loop(), keep_states=True)
+        assert loop.states.abs().max() > 1e3
+        with pytest.warns(deeppcr.ConvergenceWarning, match="one step at a time"):
+            found = sample(*given, step=step, jacobian=digits.prior(), solver=Window(max_iterations=20))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert found.exact_steps < 60
+    assert (found.final - loop.final).abs().max() <= 1e-3
+    assert 0 < float(found.residual) < 1e-4 < math.inf
