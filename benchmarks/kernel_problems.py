@@ -19,7 +19,7 @@ from torch import Tensor
 
 import deeppcr
 from deeppcr import linear
-from deeppcr.nn.networks import ACTIVATIONS, Mode
+from deeppcr.nn.network import ACTIVATIONS, Mode
 from deeppcr.paper.mlp import Network
 from deeppcr.paper.timing import relative_error
 from kernel_methods import Method, can_capture, captured, with_captured

@@ -9,7 +9,7 @@ import torch
 
 import deeppcr
 import tape
-from deeppcr.nn.networks import ACTIVATIONS
+from deeppcr.nn.network import ACTIVATIONS
 from deeppcr.paper import (
     mlp,
     mlp_gain,

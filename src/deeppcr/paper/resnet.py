@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import deeppcr
 from deeppcr.gradient import GradientOverflow
-from deeppcr.nn.networks import ACTIVATIONS
+from deeppcr.nn.network import ACTIVATIONS
 
 from .data import Images, digits, mnist
 from .experiment import Context, OutOfTime

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import adjoint, fused, networks  # noqa: E402  (imports Triton)
+from deeppcr.nn import adjoint, fused  # noqa: E402  (imports Triton)
 from deeppcr.nn.fused import Layers  # noqa: E402
 from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # noqa: E402
 
@@ -24,7 +24,7 @@ from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # 
 @pytest.fixture
 def by_kernels(device, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setattr(networks._Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(network.Network, "_has_kernels", lambda self, hidden, mode: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 

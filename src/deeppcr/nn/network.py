@@ -1,0 +1,336 @@
+"""What deep networks of equal layers share: one way in, and the choice how to run the layers.
+
+Shapes: B rows, w the width, L layers (steps of the solve), s layers inside a skip connection.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ..guess import RepeatInitial
+from ..jacobian import GivenJacobian
+from ..linear import Dense
+from ..linear.fused import has_triton
+from ..linear.solve import in_functorch, is_capturing
+from ..newton import Newton
+from ..solution import ConvergenceWarning, Solution
+from ..solve import solve
+from .arguments import Mode, check_mode, check_newton, check_size
+from .choose import choose, looped
+from .cost import Choice
+from .rows import solve_finite_rows
+
+#: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
+#: (without skip connections); and rows, each walked by a program of its own.
+_NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
+#: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
+_MOST_PRODUCTS = 2**30
+
+
+def _relu_slope(z: Tensor) -> Tensor:
+    return (z > 0).to(z.dtype)
+
+
+def _tanh_slope(z: Tensor) -> Tensor:
+    return 1 - torch.tanh(z) ** 2
+
+
+def _sigmoid_slope(z: Tensor) -> Tensor:
+    value = torch.sigmoid(z)
+    return value * (1 - value)
+
+
+#: Activations with their derivatives; any other elementwise function is differentiated automatically.
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    "relu": (torch.relu, _relu_slope),
+    "tanh": (torch.tanh, _tanh_slope),
+    "sigmoid": (torch.sigmoid, _sigmoid_slope),
+}
+
+
+@cache
+def _kernels() -> Any:
+    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
+    from . import fused
+
+    return fused
+
+
+_USUAL, _REPEATED = Newton(), RepeatInitial()
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
+
+
+def _is_usual(newton: Newton) -> bool:
+    """Whether only tolerances and chunk are set: the kernels know no other method."""
+    for name in _SETTINGS:
+        ours, usual = getattr(newton, name), getattr(_USUAL, name)
+        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
+            return False
+    return True
+
+
+#: What ``Network._layers`` found, so that a call only looks it up.
+_made: dict[tuple, tuple[Any, Choice | None]] = {}
+_MOST = 4096
+
+
+class Network(nn.Module):
+    """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
+
+    activations: Tensor  # [L, w], the batch mean of the last training step's states
+    #: The settings that were last asked about, and what ``_is_usual`` said of them.
+    _usual: tuple[Newton | None, bool] = (None, False)
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        steps: tuple[int, ...],
+        out_features: int,
+        activation: str | Callable[[Tensor], Tensor],
+        mode: Mode,
+        newton: Newton | None,
+        guess: Any,
+        warm_start: bool,
+        save_warm_start: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        in_features, width = check_size("in_features", in_features), check_size("width", width)
+        out_features = check_size("out_features", out_features)
+        self.activation, self.newton = activation, check_newton(newton)
+        self.guess, self.warm_start = guess, warm_start
+        self.mode: Mode = check_mode(mode)
+        options = {"device": device, "dtype": dtype}
+        self.input = nn.Linear(in_features, width, **options)
+        self.weight = nn.Parameter(torch.empty(*steps, width, width, **options))
+        self.bias = nn.Parameter(torch.empty(*steps, width, **options))
+        self.output = nn.Linear(width, out_features, **options)
+        self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
+        self._warm = False
+        self.register_load_state_dict_pre_hook(self._note_loading)
+        self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
+        self._looped: tuple[int, str] | None = None  # the rows of a pass that "auto" left to the loop, and why
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear`` does: uniform between plus and minus 1 / sqrt(fan in)."""
+        self.input.reset_parameters()
+        self.output.reset_parameters()
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
+        """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
+        if x.ndim == 0 or x.shape[-1] != self.input.in_features:
+            wanted = f"[*batch, {self.input.in_features}]"
+            raise ValueError(f"x: expected {wanted}, got {list(x.shape)}; images are flattened first: x.flatten(1)")
+        hidden = self.input(x)
+        rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
+        state = self._apply_activation(self._run(rows, mode, last=True))
+        if hidden.ndim != 2:
+            state = state.reshape(hidden.shape)
+        return self.output(state if state.dtype == hidden.dtype else state.to(hidden.dtype))
+
+    def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
+        """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
+        return self._run(hidden, mode, last=False)
+
+    def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
+        """The states after every step, [L, B, w], or after the last one, [B, w]."""
+        chosen, why = check_mode(self.mode if mode is None else mode), ""
+        if hidden.shape[0] == 0:
+            chosen = "sequential"  # nothing to solve
+        elif chosen == "auto":
+            chosen, why = self._choose_mode(hidden)
+            if not torch.compiler.is_compiling():
+                self._looped = (hidden.shape[0], why) if chosen == "sequential" else None
+        # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
+        dtype = self.weight.dtype
+        if hidden.dtype != dtype:
+            hidden = hidden.to(dtype)
+        if self._has_kernels(hidden, chosen):
+            run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
+            return run(hidden, chosen, last)
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
+        return states[-1] if last else states
+
+    def _loop(self, hidden: Tensor) -> Tensor:
+        states, z = [], hidden
+        for x in zip(self.weight.unbind(), self.bias.unbind(), strict=True):
+            z = self._step(z, x)
+            states.append(z)
+        return torch.stack(states)
+
+    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+        if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
+            return False
+        shape, rows = self.weight.shape, hidden.shape[0]
+        steps, width = shape[0], shape[-1]
+        traced = in_functorch() or forward_ad._current_level >= 0
+        if width > (_NARROW if len(shape) == 4 else WIDEST) or traced or not has_triton():
+            return False
+        if mode == "sequential":
+            return 0 < rows <= _MOST_ROWS
+        chunk = self.newton.chunk
+        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
+        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+        if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
+            self._usual = (self.newton, _is_usual(self.newton))
+        return room and chunk != 1 and self._usual[1] and self.guess == _REPEATED
+
+    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
+        fused, weight = _kernels(), self.weight
+        layers, choice = self._layers(weight, hidden, mode)
+        activations = self.activations if self.warm_start and choice is not None else None
+        guess, average = activations if self._warm else None, activations if self.training else None
+        left: list[Any] = []
+        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last, average)
+        if choice is not None:
+            report, x = left
+            finished = report is not None and report.finished
+            if report is None:
+                report = fused.one_chunk(weight.shape[0], x.shape[1], x.device)
+            else:
+                report.note = choice.why
+            warm = self._warm if average is None else not finished or self._can_start_from(average)
+            # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
+            self.__dict__.update(_passed=report, _looped=None, _warm=warm)
+            if finished:
+                warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
+        return states
+
+    def _layers(self, weight: Tensor, hidden: Tensor, mode: Mode) -> tuple[Any, Choice | None]:
+        """What the kernels need to know besides the tensors: ``fused.Layers``; and in parallel the cost model's choice."""
+        newton = self.newton
+        how = (mode, self.activation, newton.chunk, newton.atol, newton.rtol)
+        key = (weight.shape, hidden.shape[0], hidden.device, *how)
+        found = _made.get(key)
+        if found is None:
+            choice = self._priced(hidden) if mode == "parallel" else None
+            atol, rtol = newton.tolerances(hidden.dtype)
+            layers = _kernels().Layers(
+                skip=weight.shape[1] if weight.ndim == 4 else 1,
+                residual=weight.ndim == 4,
+                activation=str(self.activation),
+                atol=float(atol),
+                rtol=float(rtol),
+                chunk=weight.shape[0] if choice is None else choice.chunk,
+            )
+            found = layers, choice
+            if len(_made) >= _MOST:
+                _made.clear()
+            _made[key] = found
+        return found
+
+    def _keep_activations(self, states: Tensor) -> None:
+        # In place: a CUDA graph of the caller reads it again. After a divergence the next pass starts afresh, or in such a
+        # graph, where nobody can look, from what was kept before.
+        if is_capturing(states.device):
+            mean = states.mean(1)
+            self.activations.copy_(torch.where(torch.isfinite(mean).all(), mean, self.activations))
+            self._warm = True
+        else:
+            torch.mean(states, 1, out=self.activations)
+            self._warm = self._can_start_from(self.activations)
+
+    @staticmethod
+    def _can_start_from(activations: Tensor) -> bool:
+        """After a divergence, start afresh."""
+        return bool(torch.isfinite(activations).all())
+
+    @property
+    def solution(self) -> Solution | None:
+        """How the last pass went that was parallel, or the loop by choice of "auto"; its states are not kept."""
+        if self._looped is not None:
+            rows, why = self._looped
+            return looped(self.weight.shape[0], rows, self.weight.device, why)
+        if self._passed is None or isinstance(self._passed, Solution):
+            return self._passed
+        return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
+
+    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
+        guess = self.guess
+        if self.warm_start and self._warm:
+            guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
+        xs = (self.weight, self.bias)
+        solution = solve_finite_rows(
+            lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
+        )
+        if self.warm_start and self.training:
+            self._keep_activations(solution.states.detach())
+        if why:
+            solution.plan.note(why)
+        self._passed, self._looped = replace(solution, states=None), None
+        return solution.states
+
+    def _choose_mode(self, hidden: Tensor) -> tuple[Mode, str]:
+        """Whether in parallel, and why: by the cost model where there are kernels, else by a rule of thumb."""
+        steps, width = self.weight.shape[0], self.weight.shape[-1]
+        if hidden.device.type == "cpu":
+            deep = steps >= 4096 and width <= 16 and hidden.shape[0] <= 4
+            rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
+        elif self._has_kernels(hidden, "sequential"):
+            if not self._has_kernels(hidden, "parallel"):
+                return "sequential", "there are kernels for the loop only"
+            price: Any = torch.compiler.disable(self._priced) if torch.compiler.is_compiling() else self._priced
+            choice = price(hidden)
+            return choice.mode, choice.why
+        else:
+            deep = steps >= 64 and width <= 64
+            rule = "without kernels the loop wins below 64 steps or above width 64"
+        return "parallel" if deep else "sequential", rule
+
+    def _priced(self, hidden: Tensor) -> Choice:
+        """What the cost model says of the kernels."""
+        weight, chunk = self.weight, self.newton.chunk
+        return choose(weight.shape, hidden.shape[0], str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
+
+    def _apply_activation(self, z: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)
+
+    def _slope(self, z: Tensor) -> Tensor:
+        if isinstance(self.activation, str):
+            return ACTIVATIONS[self.activation][1](z)
+        return torch.func.jvp(self.activation, (z,), (torch.ones_like(z),))[1]
+
+    def _layer(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return self._apply_activation(z) @ weight.mT + bias
+
+    def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def _jacobian(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Dense:
+        raise NotImplementedError
+
+    @staticmethod
+    def _note_loading(module: Network, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A warm start helps, but no network depends on it: one that is missing or not asked for is no mistake."""
+        name = f"{prefix}activations"
+        if "activations" in module._non_persistent_buffers_set:
+            state_dict.pop(name, None)
+        elif name in state_dict:
+            module._warm = bool(torch.isfinite(state_dict[name]).all())
+        else:
+            state_dict[name] = module.activations.clone()
+
+    def extra_repr(self) -> str:
+        layers = self.weight.shape[:-2]
+        skip = f"skip={layers[1]}, " if len(layers) == 2 else ""
+        return f"depth={layers.numel()}, {skip}width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
