@@ -11,6 +11,7 @@ Shapes: L steps in N chunks of C, B rows, D the packed state.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ class CudaGraphs(Recorder):
                 self._stream.wait_stream(outer)
                 with torch.cuda.stream(self._stream):
                     self.rehearse(function)
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
+                with no_collection(), torch.cuda.graph(graph, pool=self._pool, **how):
                     function()
         finally:  # a capture that fails does not always leave its stream
             torch.cuda.set_stream(outer)
@@ -97,6 +99,19 @@ class CudaGraphs(Recorder):
 
 #: PyTorch captures one graph at a time.
 RECORDING = threading.Lock()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 #: By type of device. Elsewhere there is nothing to gain.
 RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}

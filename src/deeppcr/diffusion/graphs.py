@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..captured import CLEARED
-from ..recording import RECORDING
+from ..recording import RECORDING, no_collection
 from .denoiser import reachable
 
 #: The settings of precision belong to the process: one thread at a time changes them.
@@ -185,7 +184,7 @@ class Replayed:
             try:
                 with (
                     RECORDING,
-                    _no_collection(),
+                    no_collection(),
                     torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
                 ):
                     function(*key)
@@ -196,18 +195,6 @@ class Replayed:
                 torch.cuda.set_stream(current)
                 current.wait_stream(self._stream)
         self._graphs[key] = graph
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from deeppcr import recording
+
 T = TypeVar("T")
 
 
@@ -130,15 +132,10 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage first, and none inside: what it frees there, another CUDA graph say, would end a capture."""
+    """Collect garbage first, and none inside."""
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with recording.no_collection():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def relative_error(found: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
