@@ -1,5 +1,6 @@
 """The window: what it evaluates, when steps leave it, what happens where it does not get there, and its graphs' keeping."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -24,7 +25,7 @@ from deeppcr.diffusion import (
     sample,
     window,
 )
-from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion.iteration import Iteration, _least_squares
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import start_states
 from deeppcr.solution import Plan
@@ -203,6 +204,100 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
     assert len(seen) < 40  # more than a step an iteration
 
 
+def test_early_steps_are_held_to_less_than_late_ones(net, device):
+    noise = noise_for(1, 60, device=device)
+    problem = Problem(net, DDPM().steps(digits.TRAINING.take(60)), noise)
+    thresholds = Window(tolerance=1e-2, freeze=0.5).thresholds_for(problem)
+    assert thresholds[-1].item() == pytest.approx(5e-3)
+    assert (thresholds[1:] > thresholds[:-1]).all()
+    assert 25 < (thresholds[-1] / thresholds[0]).item() < 30
+    with torch.no_grad():
+        iteration = window.Prepared(Window(tolerance=1e-2, freeze=0.5), problem, digits.prior()).iteration
+        states, _ = start_states(None, problem, digits.prior(), iteration.coupling)
+        iteration.load(problem.initial, problem.shift, states)
+        while iteration.prefix < 60:
+            before, finished = iteration.states.clone(), int(iteration.prefix)
+            iteration.run(problem.network, 60, True)
+            moved = (iteration.states - before)[1:, 0].abs().amax((-2, -1))
+            left = moved[finished + 1 : int(iteration.prefix)]  # the first of them leaves in any case
+            assert (left <= thresholds[finished + 1 : int(iteration.prefix)] + 1e-4).all()
+
+
+class Rough:
+    """Stands for a GPU's two precisions: ``precision`` replaces the settings', ``network`` one that obeys them."""
+
+    def __init__(self, network, monkeypatch):
+        self.exact, self.rough, self.calls = network, False, []
+        monkeypatch.setattr(window, "has_tf32", lambda problem: True)
+        monkeypatch.setattr(window, "full_precision", self.precision)
+
+    @contextlib.contextmanager
+    def precision(self, device, *, tf32=False):
+        before, self.rough = self.rough, tf32
+        yield
+        self.rough = before
+
+    def network(self, z, t):
+        self.calls.append((self.rough, len(z)))
+        found = self.exact(z, t)
+        return found + 1e-2 * torch.sin(1e3 * found) if self.rough else found
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_what_leaves_was_last_seen_in_full_precision(net, samples, device, monkeypatch):
+    """Rough calls come first, on all rows, and end long before all steps are nearly right; then the steps leave."""
+    schedule, noise = digits.TRAINING.take(100), noise_for(samples, 100, device=device)
+    two, calls = Rough(net, monkeypatch), {}
+    with torch.no_grad():
+        loop = sample(net, schedule, noise, solver=deeppcr.Loop())
+        for tf32 in (None, 0.1, 1e-9):
+            two.calls = []
+            solver = Window(size=100, tf32=tf32, max_iterations=40)
+            found = sample(two.network, schedule, noise, jacobian=digits.prior(), solver=solver)
+            assert found.result is Result.CONVERGED
+            assert (found.final - loop.final).abs().max() <= 1e-3
+            assert two.calls.pop(1)[1] == 4  # which compares a row of the first call with the same one beside others
+            rough = sum(rough for rough, _ in two.calls)
+            assert two.calls[:rough] == [(True, 100 * samples)] * rough
+            assert two.calls[rough] == (False, 100 * samples)
+            calls[tf32] = rough, len(two.calls)
+    assert calls[None][0] == 0
+    assert 0 < calls[0.1][0] < 5
+    assert calls[0.1][1] <= calls[None][1] + 2
+    assert 5 < calls[1e-9][0] <= 21  # at most half of the iterations
+
+
+def test_only_the_first_steps_of_a_window_say_whether_it_is_still_rough(net, device):
+    noise = noise_for(2, 64, device=device)
+    problem = Problem(net, DDPM().steps(digits.TRAINING.take(64)), noise)
+    with torch.no_grad():
+        iteration = window.Prepared(Window(size=48, accelerate=False), problem, digits.prior()).iteration
+        states, _ = start_states(None, problem, digits.prior(), iteration.coupling)
+        iteration.load(problem.initial, problem.shift, states)
+        before = iteration.states.clone()
+        iteration.run(problem.network, 96, False)
+        moved = (iteration.states - before)[1:].abs().amax((-2, -1))
+    assert torch.allclose(iteration.peak, moved[:3].amax(0), rtol=1e-4)
+    assert (iteration.peak < 0.7 * moved.amax(0)).all()
+    assert iteration.prefix.tolist() == [0, 0]
+
+
+def test_extrapolation_solves_least_squares():
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, 50, 7, dtype=torch.float64, generator=generator)
+    vectors[1, 10] = 2 * vectors[0, 10]  # parallel
+    vectors[1, 11] = 0
+    vectors[:2, 12] = 0
+    one, two, third = vectors
+    pairs = [(one, one), (one, two), (two, two), (one, third), (two, third)]
+    weights = torch.stack(_least_squares(*((a * b).sum(-1) for a, b in pairs)))
+    best = torch.linalg.lstsq(vectors[:2].permute(1, 2, 0), third.unsqueeze(-1), driver="gelsd").solution.squeeze(-1).T
+    nearest, expected = ((each.unsqueeze(-1) * vectors[:2]).sum(0) for each in (weights, best))
+    assert torch.allclose(nearest, expected, rtol=1e-3, atol=1e-3)
+    assert weights[1, 11] == 0
+    assert (weights[:, 12] == 0).all()
+
+
 class Recorded:
     """Stands for the CUDA graphs: calls the function, and remembers for which counts of rows."""
 
@@ -266,7 +361,7 @@ def test_the_plan_says_what_was_chosen_and_why(net, device):
     assert "start: the path that the prior alone would take" in said
     assert "of 40 steps at a time" in said
     assert "busy" in said
-    assert "tolerance: 0.001 of the final sample; a step leaves at an update of 3e-05" in said
+    assert "tolerance: 0.001 of the final sample; the first step leaves at an update of 1.1e-05, the last at 0.0003" in said
     assert (
         "no CUDA graphs: graphs=False" if device.type == "cuda" else "no CUDA graphs: the noise is on the cpu"
     ) in said

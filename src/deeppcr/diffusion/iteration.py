@@ -4,9 +4,9 @@ Shapes: L steps, B samples, D the flattened sample, K slots, N rows of one call 
 
 The unknowns are the states after all steps. In an iteration the network sees every unfinished pair of step and sample
 as a row; what the steps make of its outputs differs from the states by the residuals; the prior's bidiagonal system
-turns them into an update (``Coupling``). From the last two updates the next is extrapolated, with one coefficient for
-every step and sample that knows of the steps before it alone: so nothing that is exact is ever spoilt by what is not.
-(Anderson's acceleration of depth one, made triangular as in Tang et al. 2024, "Accelerating parallel sampling of
+turns them into an update (``Coupling``). From the last three updates the next is extrapolated, with two coefficients for
+every step and sample that know of the steps before it alone: so nothing that is exact is ever spoilt by what is not.
+(Anderson's acceleration of depth two, made triangular as in Tang et al. 2024, "Accelerating parallel sampling of
 diffusion models".)
 """
 
@@ -23,6 +23,10 @@ from .step import Coefficients
 
 #: where an update is this small against the state, it is rounding: a step may leave with it
 ROUNDING = 32.0
+#: of the extrapolation's least squares, relative: what keeps it solvable where two changes are parallel but for rounding
+RIDGE = 1e-5
+#: the share of a window, from its first step on, that says whether the network's precision still suffices
+_LEAD = 16
 
 
 class Iteration:
@@ -33,7 +37,7 @@ class Iteration:
         coupling: of the L steps
         samples, width: B, D
         size: at most so many steps of a sample are evaluated in an iteration
-        freeze: a step leaves when its update is below this
+        freeze: [L], a step leaves when its update is below this
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
     """
@@ -46,15 +50,17 @@ class Iteration:
         width: int,
         *,
         size: int,
-        freeze: float,
+        freeze: Tensor,
         accelerate: bool,
         adds_noise: bool,
     ):
         self.coefficients, self.coupling = coefficients, coupling
-        self.freeze, self.accelerate = freeze, accelerate
+        self.accelerate = accelerate
         length, slots = len(coefficients.timesteps), coefficients.slots
         self.length, self.samples, self.size = length, samples, min(size, length)
+        self.lead = max(1, self.size // _LEAD)
         like = coefficients.gain
+        self.freeze = freeze.to(like).reshape(length, 1)
         # One row of padding: rows that only fill up a call read and write there.
         self.times = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
         self.scale = None
@@ -63,9 +69,10 @@ class Iteration:
         self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
         self.shift = like.new_zeros(length, samples, width) if adds_noise else None
         if accelerate:
-            self.last_update = like.new_zeros(length, samples, width, slots)
-            self.last_plain = torch.zeros_like(self.last_update)
-            self.last_size = like.new_zeros(length, samples)
+            # Of the last iteration and the one before it: updates, the states they led to, the updates' sizes.
+            self.last_updates = like.new_zeros(2, length, samples, width, slots)
+            self.last_plains = torch.zeros_like(self.last_updates)
+            self.last_sizes = like.new_zeros(2, length, samples)
         whole = {"dtype": torch.long, "device": like.device}
         self.index = torch.arange(length, **whole).unsqueeze(1)  # [L, 1]
         self.numbers = torch.arange(length * samples, **whole)
@@ -99,7 +106,7 @@ class Iteration:
         self.counters.zero_()
         self.measured.zero_()
         if self.accelerate:
-            self.last_size.zero_()  # there is no last update
+            self.last_sizes.zero_()  # there are no last updates
 
     def run(self, network: Callable[[Tensor, Tensor, Tensor], Tensor], count: int, leave: bool) -> None:
         """One iteration.
@@ -160,7 +167,7 @@ class Iteration:
             done = (small | first) & used | (age < 0)
             torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)
         else:
-            torch.amax(torch.where(active, largest, 0), 0, out=self.peak)
+            torch.amax(torch.where(active & (age < self.lead), largest, 0), 0, out=self.peak)
 
     def show(self) -> None:
         """Copy what the host looks at to where it does: a CUDA graph holds the copy too."""
@@ -187,9 +194,9 @@ class Iteration:
         return self.rows[:count]
 
     def _extrapolate(self, update: Tensor, largest: Tensor, plain: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-        """From this update and the last: the states where their combination is smallest, over all steps up to each one.
+        """From this update and the last two: the states where their combination is smallest, over all steps up to each one.
 
-        Where there was no last update, or it was the same, or not finite, nothing is added.
+        Where there was no update before, or it was the same, or not finite, nothing is added.
 
         Args:
             update, plain: [L, B, D, K], and the states that it leads to
@@ -199,17 +206,43 @@ class Iteration:
         Returns:
             the states, and the size of what led to them or of the plain update, whichever is larger
         """
-        known = ((self.last_size > 0) & used)[..., None, None]
-        change = torch.where(known, update - self.last_update, 0)
-        moved = torch.where(known, plain - self.last_plain, 0)
-        self.last_update.copy_(update)
-        self.last_plain.copy_(plain)
-        torch.nan_to_num(largest, 0, 0, 0, out=self.last_size)
-        products = torch.stack([(change * update).sum((-2, -1)), (change * change).sum((-2, -1))])
-        along, length = products.mT.cumsum(-1).mT  # along the last dimension: a GPU goes one by one along others
-        weight = along / length.clamp_min(torch.finfo(length.dtype).tiny)
-        states = torch.addcmul(plain, weight[..., None, None], moved, value=-1)
+        changes, moves = [], []
+        known, newer_update, newer_plain = used, update, plain
+        for older_update, older_plain, size in zip(self.last_updates, self.last_plains, self.last_sizes, strict=True):
+            known = known & (size > 0)
+            changes.append(torch.where(known[..., None, None], newer_update - older_update, 0))
+            moves.append(torch.where(known[..., None, None], newer_plain - older_plain, 0))
+            newer_update, newer_plain = older_update, older_plain
+        one, two = changes
+        pairs = [(one, one), (one, two), (two, two), (one, update), (two, update)]
+        products = torch.stack([(a * b).sum((-2, -1)) for a, b in pairs])
+        weights = _least_squares(
+            *products.mT.cumsum(-1).mT
+        )  # a GPU goes one by one along other dimensions than the last
+        states = plain
+        for weight, moved in zip(weights, moves, strict=True):
+            states = torch.addcmul(states, weight[..., None, None], moved, value=-1)
+        for history, new in ((self.last_updates, update), (self.last_plains, plain)):
+            history[1].copy_(history[0])
+            history[0].copy_(new)
+        self.last_sizes[1].copy_(self.last_sizes[0])
+        torch.nan_to_num(largest, 0, 0, 0, out=self.last_sizes[0])
         return states, torch.maximum(largest, _size(states - self.states[1:]))
+
+
+def _least_squares(
+    one: Tensor, both: Tensor, two: Tensor, along_one: Tensor, along_two: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The multiples of two vectors that are nearest to a third, from all their products; 0 of a vector that is 0."""
+    tiny = torch.finfo(one.dtype).tiny
+    one, two = one.clamp_min(tiny).sqrt(), two.clamp_min(tiny).sqrt()
+    cosine, along_one, along_two = both / (one * two), along_one / one, along_two / two
+    diagonal = 1 + RIDGE
+    determinant = diagonal * diagonal - cosine * cosine
+    return (
+        (diagonal * along_one - cosine * along_two) / (determinant * one),
+        (diagonal * along_two - cosine * along_one) / (determinant * two),
+    )
 
 
 def _size(states: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ are four kernels of programs that each hold a few steps of one sample, a fifth o
     (network)
     judge       what the steps make of the outputs; residuals
     (scan)      updates
-    compare     with the last update: two inner products a pair
+    compare     with the last two updates: five inner products a pair
     move        sums of these over the steps before, the extrapolated states, and which steps are done
     count       the steps that are done from the first on
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..linear.kernels.launch import Launches, aligned
 from .coupling import Coupling
-from .iteration import ROUNDING, Iteration
+from .iteration import RIDGE, ROUNDING, Iteration
 from .step import Coefficients
 
 #: numbers in a program's tile, where a row is not longer; the most steps and columns of a tile
@@ -41,7 +41,7 @@ _TILE, _STEPS, _COLUMNS = 512, 32, 1024
 _SAMPLES, _BLOCK = 16, 1024
 _WARPS = 4
 #: sizes that a kernel is not compiled for anew
-_SIZES = ["count", "length", "samples", "size"]
+_SIZES = ["count", "length", "samples", "size", "lead"]
 
 
 class FusedIteration(Iteration):
@@ -79,7 +79,7 @@ class FusedIteration(Iteration):
         programs = samples * triton.cdiv(length, self.tile[1])
         values, residuals = states.new_empty(length, samples, self.tile[0]), torch.empty_like(states[1:])
         used = torch.empty(samples, length, dtype=torch.int8, device=states.device)
-        verdict, products = states.new_empty(samples, length), states.new_empty(2, samples, length)
+        verdict, products = states.new_empty(samples, length), states.new_empty(5, samples, length)
         with torch.cuda.device_of(states):
             launches = Launches()
             launches.launch(
@@ -96,11 +96,11 @@ class FusedIteration(Iteration):
             update = aligned(self.coupling.spread(residuals).contiguous())
             last = (update, update, update)
             if self.accelerate:
-                last = (self.last_update, self.last_plain, self.last_size)
+                last = (self.last_updates, self.last_plains, self.last_sizes)
                 launches.launch(
                     _compare,
                     programs,
-                    (update, self.last_update, self.last_size, used, products, *sizes),
+                    (update, self.last_updates, self.last_sizes, used, products, *sizes),
                     tile,
                     warps=_WARPS,
                 )
@@ -109,12 +109,14 @@ class FusedIteration(Iteration):
                 programs,
                 (
                     *(states, values, update, *last, used, products, self.counters, verdict),
-                    *(self.freeze, ROUNDING * torch.finfo(states.dtype).eps, *sizes),
+                    *(self.freeze, ROUNDING * torch.finfo(states.dtype).eps, RIDGE, *sizes),
                 ),
                 (self.accelerate, leave, *tile, _BLOCK),
                 warps=_WARPS,
             )
-            launches.launch(_count, samples, (verdict, self.counters, self.peak, *sizes), (leave, _BLOCK), warps=_WARPS)
+            launches.launch(
+                _count, samples, (verdict, self.counters, self.peak, *sizes, self.lead), (leave, _BLOCK), warps=_WARPS
+            )
 
 
 @triton.jit
@@ -233,22 +235,34 @@ def _compare(
     updates, last_updates, last_sizes, used, products, length, samples, size,
     WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The change since the last update, times this one, and times itself."""
+    """The last two changes of updates, times each other, themselves and this update; see ``Iteration``."""
     sample, step, exists = _pairs(length, samples, STEPS)
     pair = step.to(tl.int64) * samples + sample
     at_step = sample.to(tl.int64) * length + step
+    pairs = tl.cast(samples, tl.int64) * length
     known = tl.load(used + at_step, mask=exists, other=0) != 0
     known = known & (tl.load(last_sizes + pair, mask=exists, other=0) > 0)
+    known_before = known & (tl.load(last_sizes + pairs + pair, mask=exists, other=0) > 0)
     place = pair[:, None] * WIDTH
-    along, across = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
+    one, both, two = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
+    along_one, along_two = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
     for at in range(0, WIDTH, COLUMNS):
         column, mask = _columns(at, known, WIDTH, COLUMNS)
+        _, mask_before = _columns(at, known_before, WIDTH, COLUMNS)
         update = tl.load(updates + place + column, mask=mask, other=0)
-        change = update - tl.load(last_updates + place + column, mask=mask, other=0)
-        along += tl.sum(change * update, 1)
-        across += tl.sum(change * change, 1)
-    tl.store(products + at_step, along, mask=exists)
-    tl.store(products + (tl.cast(samples, tl.int64) * length + at_step), across, mask=exists)
+        last = tl.load(last_updates + place + column, mask=mask, other=0)
+        before = tl.load(last_updates + pairs * WIDTH + place + column, mask=mask_before, other=0)
+        change, change_before = update - last, tl.where(mask_before, last - before, 0)
+        one += tl.sum(change * change, 1)
+        both += tl.sum(change * change_before, 1)
+        two += tl.sum(change_before * change_before, 1)
+        along_one += tl.sum(change * update, 1)
+        along_two += tl.sum(change_before * update, 1)
+    tl.store(products + at_step, one, mask=exists)
+    tl.store(products + pairs + at_step, both, mask=exists)
+    tl.store(products + 2 * pairs + at_step, two, mask=exists)
+    tl.store(products + 3 * pairs + at_step, along_one, mask=exists)
+    tl.store(products + 4 * pairs + at_step, along_two, mask=exists)
 
 
 @triton.jit
@@ -262,20 +276,32 @@ def _summed(products, step, begin, first, last, STEPS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _target(state, update, last_plains, at, known, weight, mask, ACCELERATE: tl.constexpr):
-    """The plain state after the update, and the extrapolated one."""
+def _least_squares(one, both, two, along_one, along_two, ridge):
+    """See ``iteration._least_squares``."""
+    one, two = tl.sqrt(tl.maximum(one, 1.1754943508222875e-38)), tl.sqrt(tl.maximum(two, 1.1754943508222875e-38))
+    cosine = both / (one * two)
+    along_one, along_two = along_one / one, along_two / two
+    diagonal = 1 + ridge
+    determinant = diagonal * diagonal - cosine * cosine
+    weight = (diagonal * along_one - cosine * along_two) / (determinant * one)
+    return weight, (diagonal * along_two - cosine * along_one) / (determinant * two)
+
+
+@triton.jit
+def _target(state, update, last, before, known, known_before, weight, weight_before, ACCELERATE: tl.constexpr):
+    """The plain state after the update, and the extrapolated one; ``last`` and ``before``: the plain states before."""
     plain = state + update
     target = plain
     if ACCELERATE:
-        moved = plain - tl.load(last_plains + at, mask=mask, other=0)
-        target = plain - weight[:, None] * tl.where(known[:, None], moved, 0)
+        target = plain - weight[:, None] * tl.where(known[:, None], plain - last, 0)
+        target = target - weight_before[:, None] * tl.where(known_before[:, None], last - before, 0)
     return plain, target
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _move(
     states, values, updates, last_updates, last_plains, last_sizes, used, products, counters, verdict,
-    freeze, rounding, length, samples, size,
+    freezes, rounding, ridge, length, samples, size,
     ACCELERATE: tl.constexpr, LEAVE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -285,18 +311,29 @@ def _move(
     age = step - prefix
     first = age == 0
     pair = step.to(tl.int64) * samples + sample
+    pairs = tl.cast(samples, tl.int64) * length
     at_sample = sample.to(tl.int64) * length
     use = tl.load(used + at_sample + step, mask=exists, other=0) != 0
     place = pair[:, None] * WIDTH
+    place_before = place + pairs * WIDTH
     after = place + tl.cast(samples, tl.int64) * WIDTH
-    known, weight = use, tl.zeros([STEPS], tl.float32)
+    known, known_before = use, use
+    weight, weight_before = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
+    last_size = weight
     if ACCELERATE:
-        known = use & (tl.load(last_sizes + pair, mask=exists, other=0) > 0)
-        begin, last = tl.program_id(0) // samples * STEPS, tl.minimum(prefix + size, length)
-        along = _summed(products + at_sample, step, begin, prefix, last, STEPS, BLOCK)
-        products += tl.cast(samples, tl.int64) * length
-        across = _summed(products + at_sample, step, begin, prefix, last, STEPS, BLOCK)
-        weight = along / tl.maximum(across, 1.1754943508222875e-38)
+        last_size = tl.load(last_sizes + pair, mask=exists, other=0)
+        known = use & (last_size > 0)
+        known_before = known & (tl.load(last_sizes + pairs + pair, mask=exists, other=0) > 0)
+        begin, end = tl.program_id(0) // samples * STEPS, tl.minimum(prefix + size, length)
+        products += at_sample
+        weight, weight_before = _least_squares(
+            _summed(products, step, begin, prefix, end, STEPS, BLOCK),
+            _summed(products + pairs, step, begin, prefix, end, STEPS, BLOCK),
+            _summed(products + 2 * pairs, step, begin, prefix, end, STEPS, BLOCK),
+            _summed(products + 3 * pairs, step, begin, prefix, end, STEPS, BLOCK),
+            _summed(products + 4 * pairs, step, begin, prefix, end, STEPS, BLOCK),
+            ridge,
+        )
 
     plain_size, largest = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
     for at in range(0, WIDTH, COLUMNS):
@@ -305,7 +342,11 @@ def _move(
         update = tl.load(updates + place + column, mask=mask, other=0)
         plain_size = _largest(plain_size, update)
         if ACCELERATE:
-            plain, target = _target(state, update, last_plains, place + column, known, weight, mask, ACCELERATE)
+            last = tl.load(last_plains + place + column, mask=mask, other=0)
+            before = tl.load(last_plains + place_before + column, mask=mask, other=0)
+            plain, target = _target(
+                state, update, last, before, known, known_before, weight, weight_before, ACCELERATE
+            )  # fmt: skip
             largest = _largest(largest, tl.where(mask, target - state, 0))
     largest = tl.maximum(plain_size, largest)
 
@@ -315,18 +356,29 @@ def _move(
         column, mask = _columns(at, exists, WIDTH, COLUMNS)
         state = tl.load(states + after + column, mask=mask, other=0)
         update = tl.load(updates + place + column, mask=mask, other=0)
-        plain, target = _target(state, update, last_plains, place + column, known, weight, mask, ACCELERATE)
+        last, before, last_update = state, state, update
+        if ACCELERATE:
+            last = tl.load(last_plains + place + column, mask=mask, other=0)
+            before = tl.load(last_plains + place_before + column, mask=mask, other=0)
+            last_update = tl.load(last_updates + place + column, mask=mask, other=0)
+        plain, target = _target(
+            state, update, last, before, known, known_before, weight, weight_before, ACCELERATE
+        )  # fmt: skip
         state = tl.where(taken[:, None], target, tl.load(values + place + column, mask=mask, other=0))
         # Of tiles that are smaller than the program, several threads hold the same numbers: all of them have read first.
         tl.debug_barrier()
         tl.store(states + after + column, state, mask=mask)
         height = _largest(height, tl.where(mask, state, 0))
         if ACCELERATE:
+            tl.store(last_updates + place_before + column, last_update, mask=mask)
             tl.store(last_updates + place + column, update, mask=mask)
+            tl.store(last_plains + place_before + column, last, mask=mask)
             tl.store(last_plains + place + column, plain, mask=mask)
     if ACCELERATE:
+        tl.store(last_sizes + pairs + pair, last_size, mask=exists)
         tl.store(last_sizes + pair, tl.where(plain_size < float("inf"), plain_size, 0), mask=exists)
     if LEAVE:
+        freeze = tl.load(freezes + step, mask=exists, other=0)
         small = (largest < float("inf")) & (largest <= freeze + rounding * height)
         done = ((small | first) & use) | (age < 0)
         tl.store(verdict + at_sample + step, tl.where(done, 0.0, 1.0), mask=exists)
@@ -335,8 +387,8 @@ def _move(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _count(verdict, counters, peak, length, samples, size, LEAVE: tl.constexpr, BLOCK: tl.constexpr):
-    """One sample's counters, and the window it has next; without ``LEAVE`` its largest update."""
+def _count(verdict, counters, peak, length, samples, size, lead, LEAVE: tl.constexpr, BLOCK: tl.constexpr):
+    """One sample's counters, and the window it has next; without ``LEAVE`` the largest update of its first steps."""
     sample = tl.program_id(0)
     prefix = tl.load(counters + sample).to(tl.int32)
     end = tl.minimum(prefix + size, length)
@@ -345,7 +397,7 @@ def _count(verdict, counters, peak, length, samples, size, LEAVE: tl.constexpr, 
         step = at + tl.arange(0, BLOCK)
         found = tl.load(verdict + (sample.to(tl.int64) * length + step), mask=step < end, other=0)
         left = tl.minimum(left, tl.where(found > 0, step, end))
-        largest = tl.maximum(largest, found)
+        largest = tl.maximum(largest, tl.where(step < prefix + lead, found, 0))
     if LEAVE:
         tl.store(counters + sample, tl.min(left, 0))
     else:

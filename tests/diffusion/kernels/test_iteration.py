@@ -43,6 +43,7 @@ def made(
         steps = Steps(steps.timesteps.float() / 3, steps.keep, steps.gain, steps.signal, steps.spread,
                       steps.deviation, scale=scale)  # fmt: skip
     coupling = Coupling(prior or GaussianPrior(), steps, width, device, torch.float32)
+    freeze = freeze * (1 + torch.arange(length) / length)  # another one for every step
     settings = {"size": size or length, "freeze": freeze, "accelerate": accelerate, "adds_noise": noise}
     pair = [
         kind(steps.to(device, torch.float32), coupling, samples, width, **settings)
@@ -53,8 +54,8 @@ def made(
     prefix = torch.randint(length, (samples,), generator=generator)
     if samples > 2:
         prefix[1], prefix[2] = 0, length  # the last one has finished
-    last = draw(length, samples, width, 1), draw(length, samples, width, 1)
-    last_size = torch.rand(length, samples, generator=generator).sub_(0.3).clamp_(0)
+    last = draw(2, length, samples, width, 1), draw(2, length, samples, width, 1)
+    last_sizes = torch.rand(2, length, samples, generator=generator).sub_(0.3).clamp_(0)
     measured = torch.rand(length, samples, generator=generator)
     for iteration in pair:
         iteration.load(initial, shift, start)
@@ -63,9 +64,9 @@ def made(
         iteration.evaluations.fill_(11)
         iteration.measured.copy_(measured)
         if accelerate:
-            iteration.last_update.copy_(last[0])
-            iteration.last_plain.copy_(last[1])
-            iteration.last_size.copy_(last_size)
+            iteration.last_updates.copy_(last[0])
+            iteration.last_plains.copy_(last[1])
+            iteration.last_sizes.copy_(last_sizes)
     return pair
 
 
@@ -91,7 +92,7 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
             assert one == other
             assert total == pytest.approx(other_total, rel=1e-3, abs=1e-3)
         assert fused.counters.tolist() == reference.counters.tolist()
-        names = ["states", "measured"] + ["last_update", "last_plain", "last_size"] * reference.accelerate
+        names = ["states", "measured"] + ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
         for name in names + ["peak"] * (not leave):
             found, expected = getattr(fused, name), getattr(reference, name)
             assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True), name
@@ -176,7 +177,7 @@ def test_updates_that_overflow(device):
         return network(rows.clamp(-9, 9), t, who)
 
     compare(pair, bounded, rounds=1)
-    assert not torch.isfinite(pair[1].last_update[20:]).any()
+    assert not torch.isfinite(pair[1].last_updates[0, 20:]).any()
     compare(pair, bounded, rounds=2, tolerance=1e-4)
     assert torch.isfinite(pair[1].states).all()
 
