@@ -77,15 +77,31 @@ class Compiled:
     def __init__(self, kernel, run, arguments):
         self.kernel, self.interpret = kernel, run
         self.pointers = {at: each.dtype for at, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
+        self.compiled_for = self.specialised(arguments)
 
     def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
         assert launch_metadata is enter is leave is None
         self[(programs, 1, 1)](*arguments)
 
+    def specialised(self, arguments):
+        """What Triton compiles a kernel for."""
+        free, found = self.kernel.kwargs.get("do_not_specialize") or (), []
+        for at, (name, value) in enumerate(zip(self.kernel.arg_names, arguments, strict=True)):
+            if isinstance(value, torch.Tensor) or at in self.pointers:
+                place = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                assert place >= 0
+                found.append(place % 16 == 0)
+            elif isinstance(value, int):
+                found.append((-(2**31) <= value < 2**31, name in free or (value == 1, value % 16 == 0)))
+            else:
+                found.append(value)
+        return found
+
     def __getitem__(self, grid):
         def launch(*arguments):
             Compiled.launches += 1
             arguments = list(arguments)
+            assert self.specialised(arguments) == self.compiled_for, self.kernel.fn.__name__
             for at, dtype in self.pointers.items():
                 if isinstance(arguments[at], int):
                     buffer = (ctypes.c_byte * 8).from_address(arguments[at])

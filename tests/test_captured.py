@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -677,3 +678,27 @@ def test_the_precision_of_convolutions_is_part_of_the_kind(flag, device):
         assert not is_replayed(solve())  # the first of another kind
     finally:
         settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("stop", [UpdateTest(), PaperTest(), FixedIterations(9)], ids=["update", "paper", "fixed"])
+def test_a_replay_that_no_longer_fits_the_step_is_noticed(stop, device, monkeypatch):
+    """Whatever a trace cannot see: the adjoint evaluates the step as it is now."""
+    make = Generator(0)
+    problem = mlp(make, 9, 2, activation=torch.tanh)
+    z0 = problem.z0.to(device).requires_grad_()
+    xs = tuple(x.to(device) for x in problem.xs)
+    solver, true = Newton(chunk=1, stop=stop), plain_loop(problem.step, z0, xs, 9)
+    original = graphs.solve
+
+    def stale(*arguments):
+        found = original(*arguments)
+        if found is None:
+            return None
+        outcome, residual = found
+        return replace(outcome, states=outcome.states + 0.1), residual
+
+    monkeypatch.setattr(graphs, "solve", stale)
+    for _ in range(3):
+        solution = deeppcr.solve(problem.step, z0, xs, solver=solver)
+    assert "another result" in " ".join(solution.plan.notes)
+    assert relative_error(solution.states, true) < 1e-4

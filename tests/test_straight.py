@@ -139,6 +139,30 @@ def test_a_product_of_blocks_that_overflows_is_not_taken_for_an_update():
     assert solution.exact_steps.tolist() == [0, 24]
 
 
+def test_a_guess_that_is_not_finite_spoils_its_row():
+    """Eagerly it is refused, which takes a look."""
+    make = Generator(0)
+    guess = make.normal(12, 2, 3)
+    problem = Problem(lambda z, x: torch.tanh(z) * x[0], make.normal(2, 3), (make.normal(12, 2, 3),))
+    solver = fixed(3, linear=linear.ForwardSubstitution())
+    captured = Captured(problem, lambda states: states[:, 1].sum(), solver=solver, guess=guess)
+    before = captured.replay()[0].states.clone()
+    guess[5, 0, 1] = math.nan
+    solution, _ = captured.replay()
+    assert solution.exact_steps.tolist() == [0, 12]
+    assert solution.states[:, 0].isnan().all()
+    assert torch.equal(solution.states[:, 1], before[:, 1])
+
+
+def test_no_more_iterations_than_can_change_anything():
+    make = Generator(0)
+    problem = Problem(lambda z, x: torch.tanh(z) * x[0], make.normal(2, 3), (make.normal(12, 2, 3),))
+    captured = Captured(problem, lambda states: states.sum(), solver=fixed(200, chunk=2))
+    solution, _ = captured.replay()
+    assert len(solution.updates) == 6
+    assert relative_error(solution.states, problem.solve(solver=fixed(200, chunk=2)).states) < 1e-12
+
+
 def test_an_iterate_that_strays_is_cut_off_as_ever():
     """A guess from which some steps overflow, though from the true states they do not."""
     make = Generator(0)

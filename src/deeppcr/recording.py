@@ -133,7 +133,9 @@ class Recording:
         self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
     ):
         self.structure, self.misses = structure, 0
-        self._fixed = newton.stop.count if isinstance(newton.stop, FixedIterations) else None
+        # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
+        chunks = -(-sequence.length // chunk)
+        self._fixed = min(newton.stop.count, chunks) if isinstance(newton.stop, FixedIterations) else None
         self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
         if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
             newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))

@@ -105,7 +105,8 @@ def _solve(
             return _solution(sequence, outcome, plan, residual)
         adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
         # Its values come from the step as it is now: what a trace cannot see shows here.
-        if _measure(sequence, outcome, solver, adjoint.values)[1].results == outcome.results:
+        measured, checked = _measure(sequence, outcome, solver, adjoint.values)
+        if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
             return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         plan.note("not captured: the step gives another result than when it was recorded")
 
@@ -238,6 +239,13 @@ def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tenso
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
     exact = torch.where(changed, 0, outcome.exact_steps)
     return residual, replace(outcome, results=results, exact_steps=exact)
+
+
+def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:
+    """Whether a residual [B], measured anew, is what it was, but for rounding."""
+    atol, rtol = solver.tolerances(states.dtype)
+    allowed = 2 * residual + atol + rtol * states.abs().amax((0, 2))
+    return bool((measured <= allowed).all())
 
 
 def _loop_on(sequence: Sequence, outcome: Outcome, rows: Tensor, stop: int) -> Tensor:

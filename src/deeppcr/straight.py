@@ -65,7 +65,10 @@ class Masking(Iteration):
 
     def run(self) -> Outcome:
         assert isinstance(self.newton.stop, FixedIterations)
-        for _ in range(self.newton.stop.count):
+        # A guess that is not finite spoils its row from the start.
+        self.progress.finish(~torch.isfinite(self.ends).all(-1).all(0), Result.NOT_CONVERGED)
+        # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
+        for _ in range(min(self.newton.stop.count, self.progress.chunks)):
             self.update(*self.linearise())
         self.progress.finish(self.progress.active, Result.ITERATIONS_DONE)
         return self.outcome()

@@ -361,7 +361,10 @@ def test_the_plan_says_what_was_chosen_and_why(net, device):
     assert "start: the path that the prior alone would take" in said
     assert "of 40 steps at a time" in said
     assert "busy" in said
-    assert "tolerance: 0.001 of the final sample; the first step leaves at an update of 1.1e-05, the last at 0.0003" in said
+    assert (
+        "tolerance: 0.001 of the final sample; the first step leaves at an update of 1.1e-05, the last at 0.0003"
+        in said
+    )
     assert (
         "no CUDA graphs: graphs=False" if device.type == "cuda" else "no CUDA graphs: the noise is on the cpu"
     ) in said

@@ -354,3 +354,9 @@ def test_data_parallel_training(tmp_path):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_another_layer_in_the_place_of_the_first(device):
+    net = MLP(4, 4, 3, 2, device=device)
+    net.input = nn.Sequential(nn.Flatten(1), nn.Linear(8, 4)).to(device)
+    assert net(torch.zeros(5, 2, 4, device=device)).shape == (5, 2)

@@ -49,6 +49,8 @@ class Fused:
         refusal = self.refusal(couplings)
         if refusal is not None:
             raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")
+        if couplings.data.is_neg() or rhs.is_neg():  # kernels read memory as it is
+            couplings, rhs = type(couplings)(couplings.data.resolve_neg()), rhs.resolve_neg()
         kernels = _kernels(type(couplings))
         if rhs.device.index == torch.cuda.current_device():  # to change it takes as long as a launch
             return kernels.solve_coupled(couplings, rhs, reverse=reverse)

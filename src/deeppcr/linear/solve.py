@@ -145,7 +145,9 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
         prepared = _prepared.get(_key(blocks, rhs, reverse, solver))
     except (AttributeError, TypeError, RuntimeError):  # no tensors, sizes that are symbols, or tensors without strides
         return None
-    if prepared is None or _is_observed(blocks.data, rhs) or torch.cuda.current_device() != rhs.device.index:
+    if prepared is None or _is_observed(blocks.data, rhs) or not (_is_plain(blocks.data) and _is_plain(rhs)):
+        return None
+    if torch.cuda.current_device() != rhs.device.index:
         return None
     launches, offset = prepared
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
@@ -155,13 +157,16 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
 
 def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
     """After a call: note for ``_solve_again`` what it has launched."""
-    if type(solver) not in (Auto, Fused) or _is_traced(rhs):
+    if type(solver) not in (Auto, Fused) or _is_traced(rhs) or len(couplings) == 0:
+        return
+    key = _key(blocks, rhs, reverse, solver)
+    if key in _prepared:  # and was passed by, since the tensors are observed
         return
     launches = Fused().noted(couplings, rhs, reverse=reverse)
     if launches is not None:
         if len(_prepared) >= _MOST:
             _prepared.clear()
-        _prepared[_key(blocks, rhs, reverse, solver)] = launches, couplings.data.data_ptr() - blocks.data.data_ptr()
+        _prepared[key] = launches, couplings.data.data_ptr() - blocks.data.data_ptr()
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:
@@ -202,6 +207,11 @@ def _is_observed(data: Tensor, rhs: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
     transformed = forward_ad._current_level >= 0 or in_functorch()
     return differentiated or transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its numbers lie in memory as they are."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg()
 
 
 _checked: dict[tuple, torch.Size] = {}

@@ -135,8 +135,9 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
         """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
-        if x.ndim == 0 or x.shape[-1] != self.input.in_features:
-            wanted = f"[*batch, {self.input.in_features}]"
+        features = getattr(self.input, "in_features", None)  # which another layer in its place may not have
+        if x.ndim == 0 or (features is not None and x.shape[-1] != features):
+            wanted = f"[*batch, {features or 'in_features'}]"
             raise ValueError(f"x: expected {wanted}, got {list(x.shape)}; images are flattened first: x.flatten(1)")
         hidden = self.input(x)
         rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])

@@ -249,6 +249,15 @@ def test_calls_of_a_solve(length, width, launches, uncomputed):
     assert calls.launches == launches
 
 
+def test_blocks_that_begin_anywhere_are_copied_once(uncomputed):
+    """Those of an odd width do, but for the first."""
+    blocks, rhs = linear.Dense(torch.zeros(1001, 3, 3)), torch.zeros(1001, 3)
+    for _ in range(2):
+        with Calls() as calls:
+            linear.solve(blocks, rhs)
+        assert calls.operations.count("clone.default") == 1
+
+
 def test_calls_of_a_solve_with_gradients(uncomputed):
     blocks, rhs = linear.Dense(torch.zeros(64, 4, 4)), torch.zeros(64, 4, requires_grad=True)
     for _ in range(2):

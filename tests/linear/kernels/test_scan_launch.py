@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 import torch
 
@@ -107,6 +110,55 @@ def test_public_calls_wherever_the_tensors_begin(structure, reverse, compiled, d
         found = linear.solve(structure(place(data)), place(rhs), reverse=reverse)
         assert_right(found, couplings, rhs, reverse)
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("length", [33, 64, 2000])
+def test_two_chunks_have_no_coupling_between_them(length, uncomputed):
+    """The couplings between the chunks are then an empty tensor, which lies nowhere: it gets the place of the whole."""
+    linear.solve(linear.BlockDiagonal(torch.zeros(length, 2, 4, 4)), torch.zeros(length, 8))
+    (launches,) = block_diagonal._noted.values()
+    places = [place for *_, places in launches.noted for place in places]
+    assert len(places) > 10
+    assert all(offset >= 0 for _, _, offset in places)
+
+
+def test_what_is_launched_is_what_was_compiled(uncomputed):
+    """Systems of all kinds, places and orders of dimensions; the stand-in for Triton looks at the arguments."""
+    choose = random.Random(0)
+
+    def somewhere(shape):
+        order = choose.sample(range(len(shape)), len(shape)) if choose.random() < 0.3 else list(range(len(shape)))
+        shift = choose.choice([0, 0, 1, 2, 3, 4])
+        room = torch.zeros(math.prod(shape) + shift)[shift:].view([shape[at] for at in order])
+        return room.permute([order.index(at) for at in range(len(shape))])
+
+    for _ in range(400):
+        structure = choose.choice([linear.Diagonal, linear.Scalar, linear.BlockDiagonal, linear.Dense])
+        length, count, size = (choose.choice(each) for each in ([1, 2, 3, 16, 17, 40, 64], [1, 2, 4], [1, 2, 4]))
+        width = count * size if structure is linear.BlockDiagonal else choose.choice([1, 2, 3, 4, 16])
+        core = {linear.Scalar: (), linear.Diagonal: (width,), linear.Dense: (width, width)}
+        batch = [choose.choice([1, 2, 4, 16]) for _ in range(choose.choice([0, 1, 2, 3]))]
+        shared = [each if choose.random() < 0.7 else 1 for each in batch]
+        data = somewhere([length, *shared, *core.get(structure, (count, size, size))])
+        rhs, reverse = somewhere([length, *batch, width]), choose.random() < 0.5
+        for _ in range(choose.choice([1, 2])):
+            linear.solve(structure(data), rhs, reverse=reverse)
+
+
+@pytest.mark.parametrize("structure", [linear.Diagonal, linear.Dense])
+def test_numbers_that_are_stored_negated(structure, compiled, device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    shape = (5, 4) if structure is linear.Diagonal else (5, 4, 4)
+    data, rhs = (0.4 * torch.randn(each, dtype=torch.complex64, device=device) for each in (shape, (5, 4)))
+    plain = linear.solve(structure(data.imag.contiguous()), rhs.imag.contiguous())
+    for blocks, right in ((data.conj().imag, -rhs.imag), (-data.imag, rhs.conj().imag)):
+        assert blocks.is_neg() or right.is_neg()
+        for _ in range(2):
+            found = linear.solve(structure(blocks), right)
+            assert_right(found, structure(blocks[1:].resolve_neg()), right.resolve_neg(), False, rtol=1e-4)
+    assert torch.isfinite(plain).all()
 
 
 # What a call needs of PyTorch, besides launches: see test_launch.py.

@@ -18,13 +18,14 @@ pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.nn import adjoint, fused  # noqa: E402  (imports Triton)
 from deeppcr.nn.fused import Layers  # noqa: E402
+from deeppcr.nn.network import Network  # noqa: E402
 from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # noqa: E402
 
 
 @pytest.fixture
 def by_kernels(device, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setattr(network.Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(Network, "_has_kernels", lambda self, hidden, mode: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 

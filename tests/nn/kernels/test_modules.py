@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import calibrate, fused, network  # noqa: E402  (imports Triton)
+from deeppcr.nn import calibrate, fused  # noqa: E402  (imports Triton)
+from deeppcr.nn.network import Network, choose  # noqa: E402
 
 TOLERANCE = 5e-5
 
@@ -28,7 +29,7 @@ TOLERANCE = 5e-5
 def by_kernels(device, monkeypatch):
     """Modules use the kernels: on a GPU they do, elsewhere they are told to."""
     if device.type == "cpu":
-        monkeypatch.setattr(network.Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(Network, "_has_kernels", lambda self, hidden, mode: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return device
 
@@ -58,7 +59,7 @@ def assert_like_float64(net, x, tolerance=TOLERANCE):
     twin = in_float64(net)
     out, gradients = outputs_and_gradients(net, x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network.Network, "_has_kernels", lambda *_: False)
+        patch.setattr(Network, "_has_kernels", lambda *_: False)
         expected, expected_gradients = outputs_and_gradients(twin, x.cpu().double())
     assert error(out.cpu(), expected) <= tolerance
     largest = max(float(g.norm()) for g in expected_gradients)
@@ -428,7 +429,7 @@ def test_the_plan_says_why(by_kernels):
     plan = net.solution.plan
     assert (plan.evaluation, plan.chunk) == (
         "fused kernels",
-        network.choose(net.weight.shape, 2, "relu", "auto", 2**30, x.device).chunk,
+        choose(net.weight.shape, 2, "relu", "auto", 2**30, x.device).chunk,
     )
     (note,) = plan.notes
     assert note.startswith("expected: ")

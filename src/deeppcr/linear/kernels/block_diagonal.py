@@ -20,6 +20,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks
-from .channels import Channels, as_channels, key_of, launch, multiprocessors, repeat_solve
+from .channels import Channels, as_channels, key_of, kind_of, launch, multiprocessors, repeat_solve
 from .launch import Launches
 
 LARGEST = 8
@@ -52,6 +53,7 @@ class Plan:
     stages: int = STAGES
 
 
+@lru_cache
 def plan(length: int, channels: int, processors: int = 132) -> Plan:
     """Chunks as long as the channels alone can keep all multiprocessors busy, but not short ones.
 
@@ -85,14 +87,14 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
     if size > LARGEST:
         raise ValueError(f"blocks: this kernel takes blocks up to {LARGEST} x {LARGEST}, got {size} x {size}")
 
-    def make(states: Tensor, alignment: tuple[bool, bool], launches: Launches) -> None:
+    def make(states: Tensor, launches: Launches) -> None:
         data = couplings.data.expand(-1, *rhs.shape[1:-1], count, size, size)
         terms = rhs.unflatten(-1, (count, size))
         inner, (c, b) = as_channels([data, terms], terms.ndim - 2)
         launches.part(couplings.data, c.tensor)
         launches.part(rhs, b.tensor)
         flat = launches.part(states, states.view(states.shape[0], -1, size))
-        _solve(c, b, flat, inner, reverse, plan, launches, (rhs.dtype, *alignment), outermost=True)
+        _solve(c, b, flat, inner, reverse, plan, launches, outermost=True)
 
     return repeat_solve(_noted, plan, couplings, rhs, reverse, make)
 
@@ -108,12 +110,12 @@ def _solve(
     reverse: bool,
     plan_: Plan,
     launches: Launches,
-    kind: tuple,
     *,
     outermost: bool = False,
 ) -> None:
     """Fill ``states`` [L, channels, P] from c [L - 1, *channels, P, P] (its first dimension may be longer) and b [L, *channels, P]."""
     length, channels, size = states.shape
+    kind = kind_of(c.tensor, b.tensor)
     c_step, b_step, z_step = c.tensor.stride(0), b.tensor.stride(0), channels * size
     # Time 0 has no coupling: the address of one before the first is only ever computed.
     c_start, b_start, z_start = -c_step, 0, 0
@@ -145,8 +147,7 @@ def _solve(
         between = launches.part(products, products[1:])
         outer_plan = plan(chunks - 1, channels, multiprocessors(states.device))
         inside = Channels(between, 0, size * size), Channels(sums, 0, size)
-        alignment = kind[0], between.data_ptr() % 16 == 0, True
-        _solve(*inside, starts, channels, False, outer_plan, launches, alignment)
+        _solve(*inside, starts, channels, False, outer_plan, launches)
     lanes = chunks * channels
     marks = launches.empty((lanes,), states, torch.int8)
     arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, plan_.chunk, lanes)

@@ -56,15 +56,14 @@ def repeat_solve(
     couplings: Blocks,
     rhs: Tensor,
     reverse: bool,
-    make: Callable[[Tensor, tuple[bool, bool], Launches], None],
+    make: Callable[[Tensor, Launches], None],
 ) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``: the launches that were noted for such tensors, made again.
 
     Args:
         noted: where launches are noted
         plan: what they depend on besides the tensors
-        make: makes them for the first time: gets the states to fill, whether the data of the couplings and ``rhs`` begin at
-            a multiple of 16 bytes, and what makes launches
+        make: makes them for the first time: gets the states to fill, and what makes launches
     """
     data = couplings.data
     # Not as rhs is laid out: the kernels write rows.
@@ -72,16 +71,21 @@ def repeat_solve(
     if states.numel() == 0:
         return states
     key = key_of(plan, couplings, rhs, reverse)
-    repeat(noted, key, (data, rhs, states), lambda launches: make(states, key[:2], launches))
+    repeat(noted, key, (data, rhs, states), lambda launches: make(states, launches))
     return states
 
 
 def key_of(plan: Any, couplings: Blocks, rhs: Tensor, reverse: bool) -> tuple:
-    """What the launches of a solve depend on; first, whether the tensors begin at multiples of 16 bytes."""
+    """What the launches of a solve depend on."""
     data = couplings.data
-    alignment = data.data_ptr() % 16 == 0, rhs.data_ptr() % 16 == 0
-    layout = data.shape, data.stride(), rhs.shape, rhs.stride(), rhs.dtype, rhs.device
-    return (*alignment, type(couplings), plan, reverse, *layout)
+    layout = data.shape, data.stride(), rhs.shape, rhs.stride(), rhs.device
+    return (type(couplings), plan, reverse, *layout, *kind_of(data, rhs))
+
+
+def kind_of(*tensors: Tensor) -> tuple:
+    """What kernels are compiled for besides constants and integers: a dtype, and which tensors begin at multiples of 16
+    bytes."""
+    return (tensors[-1].dtype, *(tensor.data_ptr() % 16 == 0 for tensor in tensors))
 
 
 def launch(

@@ -24,6 +24,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ def _choose(rhs: Tensor) -> Plan | lookback.Plan:
     return choose(rhs.shape[0], max(1, rhs[0].numel()), multiprocessors(rhs.device), rhs.dtype)
 
 
+@lru_cache
 def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
     """Which way, and how it is cut up."""
     if dtype == torch.float32 and lookback.pays(length, channels):

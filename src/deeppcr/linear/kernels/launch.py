@@ -55,7 +55,8 @@ class Launches:
         """``part``, which begins in the tensor ``of`` unless it is a copy: known if that one is."""
         if id(of) in self._places and part.untyped_storage()._cdata == of.untyped_storage()._cdata:
             slot, offset = self._places[id(of)]
-            self._places[id(part)] = slot, offset + part.data_ptr() - of.data_ptr()
+            further = part.data_ptr() - of.data_ptr() if part.numel() else 0  # an empty tensor lies nowhere
+            self._places[id(part)] = slot, offset + further
             self._alive.append(part)
         return part
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import Blocks, Scalar
-from .channels import Channels, as_channels, launch, repeat_solve
+from .channels import Channels, as_channels, kind_of, launch, repeat_solve
 from .launch import Launches
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
@@ -48,17 +48,17 @@ def solve(
 ) -> Tensor:
     """See ``ForwardSubstitution.solve_coupled``; ``make`` makes the launches of the ``plan`` on the first call of a kind."""
 
-    def make_first(states: Tensor, alignment: tuple[bool, bool], launches: Launches) -> None:
+    def make_first(states: Tensor, launches: Launches) -> None:
         data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
         inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
         launches.part(couplings.data, a.tensor)
         launches.part(rhs, b.tensor)
-        make(_as_system(a, b, states, inner, reverse, (rhs.dtype, *alignment)), launches)
+        make(_as_system(a, b, states, inner, reverse), launches)
 
     return repeat_solve(noted, plan, couplings, rhs, reverse, make_first)
 
 
-def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bool, kind: tuple) -> System:
+def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bool) -> System:
     length, channels = states.shape[0], states[0].numel()
     a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
     # Time 0 has no coupling: the address of one before the first is only ever computed.
@@ -70,6 +70,8 @@ def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bo
         *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
         *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
     )
+    # Of what the kernels read, which may be copies.
+    kind = kind_of(a.tensor, b.tensor)
     return System(equations, (states, z_start, z_step), length, channels, inner, kind)
 
 
