@@ -217,6 +217,7 @@ HIDDEN = {
     "batch norm": (lambda: nn.BatchNorm1d(6), "rows must not influence each other"),
     "attention over the batch": (lambda: Mixed(lambda z: torch.softmax(z @ z.mT, -1) @ z), "rows must not influence"),
     "the mean of the rows": (lambda: Mixed(lambda z: z.mean(0, keepdim=True)), "rows must not influence each other"),
+    "the row before": (lambda: Mixed(lambda z: z.roll(1, 0) * (torch.arange(len(z)) > 0)[:, None]), "rows must not"),
     "one NaN for all": (lambda: Mixed(lambda z: z.amax() - z.amax()), "rows must not influence each other"),
 }
 
@@ -255,11 +256,11 @@ def test_a_network_that_is_random_or_mixes_rows_is_found_out(name, samples):
 
 def test_a_network_that_takes_no_few_rows():
     def denoiser(z, t):
-        if len(z) < 8:
+        if len(z) < 10:
             raise RuntimeError("too few")
         return torch.sin(z)
 
-    with torch.no_grad(), pytest.raises(ValueError, match="it took 40 and not 4 of them: too few"):
+    with torch.no_grad(), pytest.raises(ValueError, match="it took 40 and not 9 of them: too few"):
         run(denoiser)
 
 
@@ -275,3 +276,10 @@ def test_rounding_that_depends_on_the_number_of_rows_is_no_coupling(dtype):
 
     with torch.no_grad():
         run(denoiser, solver=Window(tolerance=0.1))
+
+
+def test_a_start_that_is_not_finite():
+    schedule, start = Schedule.linear(20), torch.zeros(20, 2, 6)
+    start[3, 1, 2] = float("nan")
+    with pytest.raises(ValueError, match="start: holds values that are not finite"):
+        sample(lambda z, t: torch.sin(z), schedule, torch.randn(2, 6), step=DDIM(), start=start)

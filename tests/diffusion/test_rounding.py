@@ -108,3 +108,27 @@ def test_residuals_are_of_the_states_that_are_returned(net, device):
     assert found.exact_steps < 60
     assert (found.final - loop.final).abs().max() <= 1e-3
     assert 0 < float(found.residual) < 1e-4 < math.inf
+
+
+def test_a_prior_that_is_too_narrow_promises_no_more(device):
+    """It would have errors wiped out that are not; then more would be certified than float32 can hold."""
+    generator = torch.Generator().manual_seed(0)
+    schedule, drawn = Schedule.linear(200), Noise.draw((64, 2), steps=200, generator=generator)
+    noise = Noise(drawn.initial.to(device), drawn.steps.to(device))
+    means = 4 * torch.randn(6, 2, generator=generator).to(device)
+
+    def denoiser(z, t):  # the ideal one, of six Gaussians of variance 4
+        a = schedule.alphas_bar.to(z)[t.long()].unsqueeze(-1)
+        variance = 4 * a + 1 - a
+        off = z.unsqueeze(1) - a.sqrt().unsqueeze(1) * means
+        weights = torch.softmax(-off.square().sum(-1) / (2 * variance), 1)
+        return (1 - a).sqrt() * (weights.unsqueeze(-1) * off).sum(1) / variance
+
+    solver = Window(tolerance=1e-5, tf32=None)
+    with torch.no_grad():
+        loop = sample(denoiser, schedule, noise, solver=deeppcr.Loop())
+        found = sample(denoiser, schedule, noise, jacobian=GaussianPrior(1e-3), solver=solver)
+    wrong = ((found.final - loop.final).abs().amax(1) > 1e-5).tolist()
+    assert any(wrong)  # rounding leaves more
+    claimed = [result is Result.CONVERGED for result in found.results]
+    assert not any(a and b for a, b in zip(wrong, claimed, strict=True))

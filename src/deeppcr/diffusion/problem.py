@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..steps import has_tangent
 from .denoiser import Denoiser
+from .graphs import full_precision
 from .noise import Noise
 from .step import Coefficients, Steps
 
@@ -107,33 +108,33 @@ class Problem:
                     "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
                 )
             self.rows_checked, seen = True, self.rows_seen
-            self._check_rows((samples, times, index), outputs[:1])
+            with full_precision(self.device):
+                self._check_rows((samples, times, index), outputs)
             self.rows_seen = seen
         return outputs
 
-    def _check_rows(self, call: tuple[Tensor, Tensor, Tensor], found: Tensor) -> None:
-        """Compare the first row of a call with the same row beside three others that are unlike those of the call.
-
-        A row by itself would do, but compiled networks treat the number 1 as a case of its own.
-        """
+    def _check_rows(self, call: tuple[Tensor, Tensor, Tensor], outputs: Tensor) -> None:
+        """Compare the last, the middle and the first row of a call with the same rows in another order, beside others."""
         samples, times, index = call
-        row = samples[:1]
-        rows = torch.cat([row, -row, 2 * row, row.roll(1, -1)])
+        picked = sorted({0, len(samples) // 2, len(samples) - 1}, reverse=True)
+        rows, place = samples[picked], picked * 3
         try:
-            apart = self.network(rows, times[:1].expand(4), index[:1].expand(4))[:1]
+            apart = self.network(torch.cat([rows, -rows, 2 * rows]), times[place], index[place])[: len(picked)]
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"denoiser: any number of rows may come, but it took {len(samples)} and not 4 of them: {error}"
+                f"denoiser: any number of rows may come, but it took {len(samples)} and not {len(place)} of them: {error}"
             ) from error
+        found = (self.network(*call) if samples.is_cuda else outputs)[picked]  # which may be of TF32
         # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
-        allowed = 3 * self.denoiser.eps(samples) ** 0.5 * apart.abs().amax()
+        sizes = torch.nan_to_num(apart.abs(), 0, 0, 0).amax(-1, keepdim=True)
+        allowed = 3 * self.denoiser.eps(samples) ** 0.5 * sizes
 
         def differs(one: Tensor, other: Tensor) -> bool:
             return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
 
         if not differs(apart, found):
             return
-        if differs(found, self.network(*call)[:1]):
+        if differs(found, self.network(*call)[picked]):
             raise ValueError(
                 "denoiser: gives another result each time it is called: is it in train mode, with dropout?"
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .coupling import Coupling
+from .prior import GaussianPrior
 from .problem import Problem
 
 #: A step leaves with an update of several roundings. For denoisers of digits the error of the final sample was up to 7.4
@@ -34,7 +35,9 @@ class Rounding:
         if coarse > eps:  # its outputs are about as large as its inputs
             gain = coefficients.slope[:, 0, 0].abs().amax(-1)
             self.weights = self.weights + coarse * gain * coefficients.scale.abs()
-        self.weights = self.weights * _amplification(coupling)
+        # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
+        unit = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
+        self.weights = self.weights * torch.maximum(_amplification(coupling), _amplification(unit))
         self.limit = coefficients.limit
 
     def least(self, size: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ..solve import refuse_gradients, solve
 from ..steps import has_tangent
 from .coupling import Coupling
 from .describe import jacobian_in_words, start_in_words
+from .graphs import full_precision
 from .implicit import Rotated, attach
 from .noise import Noise
 from .prior import GaussianPrior
@@ -172,7 +173,8 @@ def _by_window(
     message = _describe(problem, outcome)
     if failed:
         if on_failure == "loop":
-            outcome = _finish_by_loop(problem, outcome, failed)
+            with full_precision(problem.device):
+                outcome = _finish_by_loop(problem, outcome, failed)
         message = _describe(problem, outcome)
         if on_failure == "raise":
             raise ConvergenceError(message)
@@ -180,7 +182,7 @@ def _by_window(
     if any(result is not Result.CONVERGED for result in outcome.results):
         plan.note(message)
     states = outcome.states
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and problem.needs_gradients:
         coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
     return Samples(
@@ -201,8 +203,6 @@ def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, mess
     states, bad = outcome.states, [result in _WORTHLESS for result in outcome.results]
     if not any(bad):
         return attach(problem, coupling, states)
-    if not problem.needs_gradients:
-        return states
     lost = torch.tensor(bad, device=problem.device)
     good, lost = (~lost).nonzero().flatten(), lost.nonzero().flatten()
     parts = [refuse_gradients(states[:, lost], message)]

@@ -92,6 +92,8 @@ def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: C
     expected = (problem.length, problem.samples, *problem.shape)
     if start.shape != expected:
         raise ValueError(f"start: expected states [L, B, *shape] = {expected}, got {tuple(start.shape)}")
+    if not torch.isfinite(start).all():
+        raise ValueError("start: holds values that are not finite")
     return _widen(problem, start), 0
 
 

@@ -66,7 +66,7 @@ class Window:
 
     tolerance: float | None = None
     size: int | None = None
-    freeze: float = 0.3
+    freeze: float = 0.1
     accelerate: bool = True
     max_iterations: int = 200
     tf32: float | None = 0.1
@@ -165,8 +165,9 @@ def kind_for(problem: Problem) -> type[Iteration]:
 
 def has_tf32(problem: Problem) -> bool:
     """Whether the network multiplies faster where it may round its factors to TF32."""
-    single = problem.network_dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-    return problem.device.type == "cuda" and single
+    if problem.device.type != "cuda" or problem.network_dtype != torch.float32 or torch.is_autocast_enabled("cuda"):
+        return False
+    return torch.cuda.get_device_capability(problem.device) >= (8, 0)
 
 
 class Prepared:
@@ -289,7 +290,8 @@ class Prepared:
     def outcome(self, problem: Problem, tolerance: float) -> Outcome:
         iteration = self.iteration
         states = iteration.states[1:].clone()
-        self.rounding = self.rounding or Rounding(problem, self.coupling)
+        with full_precision(problem.device):  # in which every step was last evaluated
+            self.rounding = self.rounding or Rounding(problem, self.coupling)
         height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
         least = self.rounding.least(height)
         results = []

@@ -75,6 +75,7 @@ class Plan:
         return self.steps, self.groups, self.channels, self.stages
 
 
+@lru_cache
 def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool = False) -> Plan:
     """Choose tiles and chunks: wide rows first, then enough programs to keep all multiprocessors busy.
 
@@ -119,7 +120,6 @@ def _choose(rhs: Tensor) -> Plan | lookback.Plan:
     return choose(rhs.shape[0], max(1, rhs[0].numel()), multiprocessors(rhs.device), rhs.dtype)
 
 
-@lru_cache
 def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
     """Which way, and how it is cut up."""
     if dtype == torch.float32 and lookback.pays(length, channels):
