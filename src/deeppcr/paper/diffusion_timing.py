@@ -97,13 +97,14 @@ def _auto(sampling: Sampling, draws: list[Draw], reference: torch.Tensor, settin
 def _printed(sampling: Sampling, draws: list[Draw], reference: torch.Tensor, settings: Settings) -> dict[str, Any]:
     """Where the blocks do not fit, that is what is recorded."""
     try:
-        seconds, found, phases = sampling.time_printed(draws, settings.budget)
+        runs = sampling.time_printed(draws, settings.budget)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         release(sampling.device)
         return {"status": "out of memory"}
-    return {"status": "ok", "seconds": seconds, "phases": phases, **certificate(found, reference)}
+    found = {"status": "ok", "seconds": runs.seconds, "phases": runs.phases, **runs.remark}
+    return {**found, **certificate(runs.found, reference)}
 
 
 def certificate(found: list[Samples], reference: torch.Tensor) -> dict[str, Any]:
