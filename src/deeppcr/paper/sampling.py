@@ -82,16 +82,15 @@ class Sampling:
     Args:
         scalar: whether the states are whitened, so that the prior on the Jacobian is a scalar; else it is that of the
             training set's covariance
-        tolerance: of the final sample in parallel
-        tf32: see ``deeppcr.diffusion.Window``
+        tolerance: of the final sample in parallel; all else of the window is as the library has it
     """
 
-    def __init__(self, model: Model, length: int, *, scalar: bool, tolerance: float, tf32: float | None):
+    def __init__(self, model: Model, length: int, *, scalar: bool, tolerance: float):
         self.model, self.length, self.device = model, length, model.train.device
         self.schedule = Schedule.linear(length)
         self.denoiser = AtSteps(model.network, self.schedule.alphas_bar).eval()
         self.prior = GaussianPrior() if scalar else GaussianPrior.from_data(model.train)
-        self.window = Window(tolerance=tolerance, tf32=tf32)
+        self.window = Window(tolerance=tolerance)
         steps = DDPM().steps(self.schedule)
         assert steps.deviation is not None
         self.keep, self.gain, self.deviation = (
