@@ -443,6 +443,51 @@ def test_fixed_iterations_are_what_was_asked_for(images, context):
         assert set(curves["iterations"]) == {count}
 
 
+@pytest.mark.parametrize("guess", ["batch-mean", "random"])
+def test_three_passes_before_anything_is_timed_leave_no_trace(guess, images):
+    """The second solve of a kind is recorded: it must not be one of the two in a hundred steps that are timed."""
+    runner = resnet.Runner(TRAINING, 16, 0, images, "parallel", resnet.newton(TRAINING, 3), guess)
+    forward, calls = runner.forward, []
+    runner.forward = lambda x: calls.append(1) or forward(x)
+    for passes in (0, 5):
+        before = [each.clone() for each in (*runner.network.parameters(), runner.network.activations)]
+        warm, runner.passes = runner.network._warm, passes
+        runner.warm_up(images, TRAINING.batch)
+        after = (*runner.network.parameters(), runner.network.activations)
+        assert all(torch.equal(*each) for each in zip(before, after, strict=True))
+        assert all(each.grad is None for each in runner.network.parameters())
+        assert (runner.network._warm, runner.passes) == (warm, passes)
+        assert len(calls) >= 3
+        calls.clear()
+        runner.step(images.train[:4], images.train_labels[:4], 0)
+        calls.clear()
+
+
+def test_one_slow_step_changes_no_time():
+    """A mean would be ten times as long, of a run with the clock on few of its steps."""
+
+    def run(slowest):
+        return {
+            "curves": {"forward_seconds": [1.0] * 9 + [slowest], "loss": [1.0], "accuracy": [1.0], "iterations": [3.0]},
+            "test_accuracy": [],
+            "diverged": None,
+        }
+
+    about = {"L": 16, "guess": "zeros", "seed": 0}
+    records = [{**about, "iterations": count, "runs": {"parallel": run(1 + 90 * count)}} for count in (0, 1)]
+    assert [entry["speedup_over_tested"] for entry in resnet_ablations.summarise(records)] == [1.0, 1.0]
+
+    timed = [{"L": 16, "timing": each, "forward_seconds": [2.0, 2.0, 9.0]} for each in ("eager", "printed")]
+    timed[1]["iterations"] = [3.0]
+    runs = [
+        {"L": 16, "seed": seed, "runs": {"sequential": run(91.0), "parallel": run(1.0)}, "parameter_distance": []}
+        for seed in range(2)
+    ]
+    (entry,) = resnet_training.summarise([*timed, *runs])
+    assert entry["eager_forward_seconds"] == entry["printed_forward_seconds"] == 2.0
+    assert (entry["speedup_over_eager"], entry["speedup_over_fastest_loop"]) == (2.0, 1.0)
+
+
 def test_a_training_that_diverges_ends_there(images, context):
     settings = replace(TRAINING, rate=1e30)
     runner = resnet.Runner(settings, 16, 0, images, "sequential")
