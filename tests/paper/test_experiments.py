@@ -23,11 +23,12 @@ from deeppcr.paper import (
     resnet_training,
 )
 from deeppcr.paper.data import Images
-from deeppcr.paper.experiment import Context, OutOfTime, checkpoint_path, is_out_of_memory, name_of
+from deeppcr.paper.experiment import Context, OutOfTime, is_out_of_memory, name_of
 from deeppcr.paper.figures.mlp_gain import caption
 from deeppcr.paper.memory import peak_bytes
 from deeppcr.paper.mlp import LAYERS, Network
 from deeppcr.paper.mlp_summary import break_even, lines, summarise, threshold
+from deeppcr.paper.store import checkpoint_path
 from deeppcr.paper.table import table
 from deeppcr.paper.timing import relative_error
 
