@@ -106,26 +106,31 @@ def last_states(network: Network, cell: Cell, sample: int, context: Context) -> 
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every activation and guess: the most iterations, the largest error, and how many did not converge."""
+    """For every activation and guess: the most iterations, the largest error, how many did not converge, of how many cells.
+
+    What was read off no cell is None.
+    """
     found = []
     for activation, guess in sorted({(record["activation"], record["guess"]) for record in records}):
-        mine = [r for r in records if (r["activation"], r["guess"]) == (activation, guess) and r["status"] == "ok"]
-        if mine:
-            found.append(
-                {
-                    "activation": activation,
-                    "guess": guess,
-                    "most_iterations": max(max(record["iterations"]) for record in mine),
-                    "largest_error": _largest([error for record in mine for error in record["error"]]),
-                    "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
-                }
-            )
+        every = [record for record in records if (record["activation"], record["guess"]) == (activation, guess)]
+        mine = [record for record in every if record["status"] == "ok"]
+        found.append(
+            {
+                "activation": activation,
+                "guess": guess,
+                "most_iterations": max((max(record["iterations"]) for record in mine), default=None),
+                "largest_error": _largest([error for record in mine for error in record["error"]]),
+                "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
+                "cells": len(mine),
+                "cells_in_all": len(every),
+            }
+        )
     return found
 
 
-def _largest(errors: list[float | str]) -> float:
+def _largest(errors: list[float | str]) -> float | None:
     """Files name the errors that are not finite, and those are larger than any number."""
-    return max((value if math.isfinite(value := float(error)) else math.inf) for error in errors)
+    return max((value if math.isfinite(value := float(error)) else math.inf for error in errors), default=None)
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
@@ -135,8 +140,9 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
                 "activation": entry["activation"],
                 "guess": entry["guess"],
                 "iterations at most": entry["most_iterations"],
-                "output error at most": f"{float(entry['largest_error']):.1e}",
+                "output error at most": None if (error := entry["largest_error"]) is None else f"{float(error):.1e}",
                 "not converged": entry["not_converged"],
+                "cells": f"{entry['cells']} of {entry['cells_in_all']}",
             }
             for entry in summary
         ]

@@ -201,7 +201,7 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
         "resnet-training-time",
         "Time of the forward pass during training",
         "fig. 4",
-        "Mean of a forward pass over seeds and timed steps. " + "; ".join(said) + ".",
+        "Median of a forward pass over seeds and timed steps. " + "; ".join(said) + ".",
         figure,
     )
 
