@@ -382,8 +382,8 @@ def test_the_worst_gain_may_be_one_that_does_not_amplify():
     assert (entry["positive_from_gain"], entry["overflow_from_gain"]) == (2.8, 3.2)
     text = caption(records)
     for part in (
-        "at gain 2.6 (exponent -0.01)",
-        "11, 45 iterations at L = 16, 64",
+        "at gain 2.6 (exponent −0.01)",
+        "11 and 45 iterations at L = 16",
         "the largest 50",
         "from gain 3.2 on",
     ):
