@@ -1,5 +1,6 @@
 """The diffusion experiments: the loop is the loop, trained networks are kept, distances and curves are what they say."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("sklearn")
 import deeppcr
 import made_up_diffusion
-from deeppcr.diffusion import sample
+from deeppcr.diffusion import Window, sample
 from deeppcr.paper import (
     denoisers,
     diffusion_guess,
@@ -18,12 +19,14 @@ from deeppcr.paper import (
     latent_diffusion,
     pixel_diffusion,
 )
+from deeppcr.paper import sampling as sampling_module
 from deeppcr.paper.denoisers import Source, latent_model, pixel_model
 from deeppcr.paper.experiment import Context
 from deeppcr.paper.report.collect import Finished
 from deeppcr.paper.report.diffusion_claims import CLAIMS
 from deeppcr.paper.sampling import Draw, Sampling, errors, pack, paper_newton, timed, unpack
 from deeppcr.paper.store import PaperError
+from deeppcr.paper.table import times
 from small_results import TINY
 
 SOURCE = Source("tiny", seed=0)
@@ -60,6 +63,40 @@ def test_every_way_to_sample_finds_the_same(sampling):
     assert max(errors(parts, reference)) < 1e-4
 
 
+def test_in_parallel_means_as_the_library_has_it(sampling, monkeypatch):
+    assert sampling.window == Window(tolerance=diffusion_timing.Settings().tolerance)
+    monkeypatch.setattr(sampling, "window", replace(sampling.window, freeze=0.25, size=8))
+    solvers, parallel = [], sampling.parallel
+    monkeypatch.setattr(
+        sampling, "parallel", lambda draw, **more: solvers.append(more["solver"]) or parallel(draw, **more)
+    )
+    draw = sampling.draw(1, seed=1)
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        diffusion_iterations.window_errors(sampling, draw, sampling.loop(draw), 2)
+    assert solvers == [replace(sampling.window, max_iterations=count, graphs=False) for count in (1, 2)]
+
+
+def test_batches_are_timed_once_everything_is_set_up():
+    """Graphs of the parallel solve are recorded in its second and third call."""
+    calls = {"loop": 0, "parallel": 0}
+
+    class Counted:
+        def draw(self, samples, seed):
+            return seed
+
+        def loop(self, draw):
+            calls["loop"] += 1
+            time.sleep(0.05 if calls["loop"] == 1 else 0)
+
+        def parallel(self, draw):
+            calls["parallel"] += 1
+            time.sleep(0.05 if calls["parallel"] <= 3 else 0)
+
+    found = diffusion_timing._batch(Counted(), diffusion_timing.Settings(), Context(torch.device("cpu")))
+    assert {name: len(each) for name, each in found["seconds"].items()} == {"loop": 1, "auto": 3}
+    assert max(found["seconds"]["loop"] + found["seconds"]["auto"]) < 0.05
+
+
 def test_a_captured_loop_takes_new_noise(sampling):
     if sampling.device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
@@ -79,16 +116,39 @@ def test_phases_are_parts_of_the_whole(sampling):
 @pytest.mark.parametrize("sampling", ["latent"], indirect=True)
 def test_the_paper_method_is_timed_within_a_budget(sampling, monkeypatch):
     draws = sampling.draw(2, seed=0).split(1)
-    seconds, found, phases = sampling.time_printed(draws, budget=60)
-    assert len(seconds) == len(found) == 2
-    assert phases["total"] < 60
+    found = sampling.time_printed(draws, budget=60)
+    assert len(found.seconds) == len(found.found) == 2
+    assert found.phases["total"] < 60
+    assert found.remark == {}
     runs = []
     printed = Sampling.printed
     monkeypatch.setattr(Sampling, "printed", lambda self, *a, **k: runs.append(1) or printed(self, *a, **k))
-    seconds, found, phases = sampling.time_printed(draws, budget=1e-6)
-    assert len(runs) == 1  # neither a warm-up nor another for the phases
-    assert seconds == [phases["total"]]
-    assert max(errors(found[0].final, sampling.loop(draws[0]))) < 1e-2
+    for set_up, count, remark in ((0.0, 1, "first run took far too long"), (60.0, 2, "second run took too long, too")):
+        monkeypatch.setattr(sampling_module, "SET_UP", set_up)
+        runs.clear()
+        found = sampling.time_printed(draws, budget=1e-6)
+        assert len(runs) == count  # none for the phases beside the one that is kept
+        assert found.seconds == [found.phases["total"]]
+        assert remark in found.remark["repeats"]
+        assert max(errors(found.found[0].final, sampling.loop(draws[0]))) < 1e-2
+    record = diffusion_timing._printed(sampling, draws, sampling.loop(draws[0]), diffusion_timing.Settings(budget=1e-6))
+    assert record["repeats"] == found.remark["repeats"]
+
+
+@pytest.mark.parametrize("sampling", ["latent"], indirect=True)
+def test_a_first_run_that_sets_up_is_not_the_one_that_counts(sampling, monkeypatch):
+    draws = sampling.draw(2, seed=0).split(1)
+    phases, taken = Sampling.phases, [5.0]  # of the first run; the others as they are
+
+    def slow_at_first(self, *arguments):
+        found, samples = phases(self, *arguments)
+        return {**found, "total": taken.pop() if taken else found["total"]}, samples
+
+    monkeypatch.setattr(Sampling, "phases", slow_at_first)
+    found = sampling.time_printed(draws, budget=4.0)
+    assert len(found.seconds) == 2
+    assert max(*found.seconds, found.phases["total"]) < 4
+    assert found.remark == {}
 
 
 def test_runs_end_with_the_budget_and_not_before_the_fewest():
@@ -257,9 +317,10 @@ def test_claims_are_answered_from_the_records(tmp_path):
     latent = Finished(tmp_path / "none.json", made["latent-diffusion"])
     summary = {(entry["data"], entry["w"], entry["L"]): entry for entry in latent.summary}
     first = CLAIMS[0].ours(latent)
-    assert len(first) == 4 * 3  # widths; as printed, the defaults over both loops
-    assert first[1].value == f"{summary['mnist', 16, 1024]['auto']['over_loop']:.0f}×"
-    assert "MNIST, w = 16, L = 1,024" in first[1].where
+    assert len(first) == 3  # as printed, the defaults over both loops; each a line for all widths
+    ratios = [summary["mnist", width, 1024]["auto"]["over_loop"] for width in (16, 32, 64, 128)]
+    assert first[1].value == ", ".join(map(times, ratios))
+    assert "MNIST, w = 16, 32, 64, 128, L = 1,024" in first[1].where
     assert latent.images == "MNIST and CIFAR-10"
     assert latent.remark == ""
 

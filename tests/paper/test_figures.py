@@ -7,7 +7,7 @@ import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -345,7 +345,7 @@ def test_fixed_iterations(results, drawings):
             curves = record["runs"]["parallel"]["curves"]
             ends[record["iterations"]] = (
                 sum(curves["loss"][-10:]) / 10,
-                sum(curves["forward_seconds"]) / len(curves["forward_seconds"]),
+                median(curves["forward_seconds"]),
             )
     x, y = line(panel(drawing, "loss at the end"), "L=64")
     assert (x, y) == ([1, 3], [None, pytest.approx(ends[3][0])]), "one iteration diverged"

@@ -16,13 +16,14 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
+import made_up
 import made_up_diffusion
 from deeppcr import cli
-from deeppcr.paper import diffusion_iterations, latent_diffusion, mlp_timing, store
+from deeppcr.paper import diffusion_iterations, latent_diffusion, mlp_memory, mlp_newton, mlp_timing, store
 from deeppcr.paper.catalogue import EXPERIMENTS
 from deeppcr.paper.experiment import Context
 from deeppcr.paper.figures import Figure
-from deeppcr.paper.report import claims, page, speedup_map
+from deeppcr.paper.report import claims, diffusion_claims, page, speedup_map
 from deeppcr.paper.report.collect import Finished, collect
 from deeppcr.paper.table import times
 from small_results import timing_content, write
@@ -51,6 +52,64 @@ def finished(content, tmp_path):
 
 def kept(*folders):
     return [(each.path.name, each.quick) for each in collect(folders)]
+
+
+def test_numbers_from_some_of_the_cells_say_so(tmp_path):
+    """Where the largest networks ran out of memory, a number over the grid is one over the rest of it."""
+    newton, memory = made_up.mlp_newton_result(), made_up.mlp_memory_result()
+    for activation in ("relu", "sigmoid"):
+        mine = [r for r in newton["records"] if (r["activation"], r["guess"]) == (activation, "random")]
+        left = f"{sum(r['status'] == 'ok' for r in mine)} of {len(mine)} cells"
+        label = f"{claims.activation_name(activation)}, random guess; {left}"
+        for ours in (claims.newton_iterations, claims.output_error):
+            assert sum(each.where.startswith(label) for each in ours(finished(newton, tmp_path))) == 1, ours
+        assert any(left.removesuffix(" cells") in line for line in mlp_newton.lines(mlp_newton.summarise(mine)))
+    fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
+    printed, *others = claims.memory_ratio(finished(memory, tmp_path))
+    assert f"; {fits} of {len(memory['records'])} cells; median" in printed.where
+    assert not any("cells" in each.where for each in others)
+    assert any(
+        f"{fits} of {len(memory['records'])}" in line
+        for line in mlp_memory.lines(mlp_memory.summarise(memory["records"]))
+    )
+
+    for record in newton["records"]:
+        if record["activation"] == "relu":
+            record["status"] = "not measured: it took 9.0 s at L = 2"
+    for record in memory["records"]:
+        record["peaks"]["printed"] = {"status": "out of memory"}
+    newton["records"][-1]["error"] = ["nan"]
+    newton["records"][-1] |= {"status": "ok", "iterations": [15], "results": ["NON_FINITE"]}
+    none, *_ = claims.newton_iterations(finished(newton, tmp_path))
+    assert (none.value, none.where[:4]) == ("not measured", "ReLU")
+    assert claims.output_error(finished(newton, tmp_path))[0].value == "not measured"
+    assert "not finite in 1 of " in claims.output_error(finished(newton, tmp_path))[-1].where
+    assert claims.memory_ratio(finished(memory, tmp_path))[0].value == "not measured"
+    assert len(mlp_newton.lines(mlp_newton.summarise(newton["records"]))) == 5
+    assert mlp_memory.lines(mlp_memory.summarise(memory["records"]))[1].split()[1:3] == ["–", "–"]
+
+
+def test_diffusion_says_where_cells_or_samples_are_missing(tmp_path):
+    latent, iterations = made_up_diffusion.latent_result(), made_up_diffusion.iterations_result()
+    timed = [record for record in latent["records"] if "loop" in record]
+    fits = sum(record["printed"]["status"] == "ok" for record in timed)
+    printed, auto = diffusion_claims.sampling_error(finished(latent, tmp_path))
+    assert printed.where.endswith(f"; {fits} of {len(timed)} cells")
+    assert fits < len(timed)
+    assert "cells" not in auto.where
+    assert not any(
+        "samples" in each.where for each in diffusion_claims.small_error_after(finished(iterations, tmp_path))
+    )
+    wanted = iterations["settings"]["samples"]
+    mine = [record for record in iterations["records"] if record["space"] == "pixel"]
+    mine[0]["errors"]["printed"] = mine[0]["errors"]["printed"][: wanted - 1]
+    few = [
+        each.where
+        for each in diffusion_claims.small_error_after(finished(iterations, tmp_path))
+        if "samples" in each.where
+    ]
+    assert len(few) == 1
+    assert few[0].endswith(f"; fewer than {wanted} samples in 1 of {len(mine)} cells")
 
 
 # Which results

@@ -4,12 +4,27 @@ import errno
 import json
 import math
 import os
+import re
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from deeppcr.paper import store as store_module
-from deeppcr.paper.store import PARTIAL, SCHEMA, PaperError, Store, as_json, file_name, read, write
+from deeppcr.paper.experiment import Context, Experiment
+from deeppcr.paper.store import (
+    PARTIAL,
+    SCHEMA,
+    PaperError,
+    Store,
+    as_json,
+    checkpoint_path,
+    file_name,
+    read,
+    read_checkpoint,
+    write,
+)
 
 CPU = torch.device("cpu")
 
@@ -126,6 +141,88 @@ def test_parts_of_several_machines_become_one(tmp_path, always_saved):
     expected = [f"{stem}{PARTIAL}", *(f"{stem}.{number}{store_module.CHECKPOINT}" for number in range(2))]
     assert sorted(path.name for path in together.iterdir()) == sorted(expected)
     assert store.finish().name.removesuffix(".json") == part.path.name.removesuffix(PARTIAL)  # not mlp-timing-0-...
+
+
+def parts(folder, *contents):
+    """Partial files of one run, one for each dictionary: ``keys`` that are finished, ``steps`` of checkpoints by key."""
+    folder.mkdir()
+    for number, content in enumerate(contents):
+        part = opened(folder / str(number))
+        for key in content.get("keys", ""):
+            part.add(key, {})
+        part.save()
+        path = part.path.replace(folder / f"mlp-timing-{number}{PARTIAL}")
+        (folder / str(number)).rmdir()
+        for key, step in content.get("steps", {}).items():
+            torch.save({"step": step}, checkpoint_path(path, key))
+        written = read(path)
+        written["sessions"][0] |= content.get("session", {})
+        write(path, written)
+
+
+def test_of_two_checkpoints_the_one_that_has_come_further_is_kept(tmp_path, always_saved):
+    parts(tmp_path / "a", {"steps": {"x": 5000, "y": 100}}, {"steps": {"x": 100, "y": 5000, "z": 7}})
+    checkpoint_path(tmp_path / "a" / f"mlp-timing-0{PARTIAL}", "w").write_bytes(b"spoilt")
+    torch.save({"step": 1}, checkpoint_path(tmp_path / "a" / f"mlp-timing-1{PARTIAL}", "w"))
+    store = opened(tmp_path / "a")
+    found = {key: read_checkpoint(checkpoint_path(store.path, key)) for key in "wxyz"}
+    assert found == {"w": {"step": 1}, "x": {"step": 5000}, "y": {"step": 5000}, "z": {"step": 7}}
+    assert len(list((tmp_path / "a").iterdir())) == 5
+
+
+def test_checkpoints_of_finished_cells_are_gone(tmp_path, always_saved):
+    parts(tmp_path / "a", {"keys": "x", "steps": {"y": 1}}, {"keys": "y", "steps": {"x": 1}})
+    store = opened(tmp_path / "a")
+    assert store.done == {"x", "y"}
+    assert list((tmp_path / "a").iterdir()) == [store.path]
+
+
+def test_a_session_ends_when_it_did(tmp_path, always_saved):
+    ends = [f"2001-01-0{day}T00:00:00+00:00" for day in (1, 2)]
+    parts(tmp_path / "a", *({"session": {"end": end}} for end in ends))
+    store = opened(tmp_path / "a")
+    assert [each["end"] for each in read(store.path)["sessions"]] == ends
+    store.save()
+    assert [each["end"] for each in read(store.path)["sessions"]][:2] == ends
+
+
+def test_several_versions_in_one_file_are_named(tmp_path, always_saved):
+    versions = {"python": "3.12.0", "torch": "0.1", "deeppcr": "0.1.0"}
+    other = {"session": {"commit": "abc1234", "versions": versions}}
+    parts(tmp_path / "a", {"keys": "x"}, {"keys": "y", **other})
+    with pytest.warns(
+        UserWarning, match=rf"torch {re.escape(torch.__version__)}.*commit abc1234 on torch 0.1"
+    ) as caught:
+        opened(tmp_path / "a")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts(tmp_path / "b", {"keys": "x"}, {"keys": "y"}, other)  # the last has measured nothing
+        opened(tmp_path / "b")
+
+
+def test_cells_that_are_no_longer_measured_are_left_out(tmp_path):
+    @dataclass(frozen=True)
+    class Settings:
+        seed: int = 0
+
+    def experiment(*values):
+        return Experiment(
+            name="x-y",
+            paper="",
+            what="",
+            full=Settings(),
+            quick=Settings(),
+            cells=lambda settings, context: [{"a": value} for value in values],
+            measure=lambda cell, settings, context: {},
+            summarise=len,
+        )
+
+    experiment(1, 2, 3).run(Context(CPU), tmp_path, only=["a=1,3"])
+    with pytest.warns(UserWarning, match="does not measure are left out: a=1$"):
+        path, summary = experiment(3, 2).run(Context(CPU), tmp_path)
+    assert summary == 2
+    assert [record["key"] for record in read(path)["records"]] == ["a=3", "a=2"]
 
 
 def test_a_second_run_overwrites_nothing(tmp_path):

@@ -160,6 +160,34 @@ def test_table_3_says_what_the_runs_as_printed_use():
     assert newton.stop != FixedIterations(3)
 
 
+def test_findings_from_some_of_the_cells_say_so(tmp_path):
+    newton, memory = made_up.mlp_newton_result(), made_up.mlp_memory_result()
+    mine = [record for record in newton["records"] if record["activation"] == "relu"]
+    measured = f"{sum(record['status'] == 'ok' for record in mine)} of {len(mine)} cells"
+    assert f"; {measured})" in findings.iterations(Finished(tmp_path, newton))
+    first = [record for record in mine if record["guess"] == "repeat-initial"]
+    measured = f"{sum(record['status'] == 'ok' for record in first)} of {len(first)} cells"
+    iterations, *others = networks.newton(Finished(tmp_path, newton))
+    assert f"({measured})" in iterations.ours
+    assert sum("cells" in check.ours for check in others) == 1  # the error of the output, of both activations
+    fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
+    measured = f"{fits} of {len(memory['records'])} cells"
+    assert f"as printed ({measured})," in findings.memory(Finished(tmp_path, memory))
+    printed, *others = networks.memory(Finished(tmp_path, memory))
+    assert printed.ours.endswith(f"; {measured}")
+    assert not any("cells" in check.ours for check in others)
+
+    for record in newton["records"]:
+        record["status"] = "out of memory"
+        record.pop("iterations", None)
+    for record in memory["records"]:
+        record["peaks"]["loop"] = {"status": "out of memory"}
+    assert findings.iterations(Finished(tmp_path, newton)).endswith("ReLU not measured; sigmoid not measured.")
+    assert [check.ours for check in networks.newton(Finished(tmp_path, newton))] == ["not measured"]
+    assert findings.memory(Finished(tmp_path, memory)) is None
+    assert {check.ours for check in networks.memory(Finished(tmp_path, memory))} == {"not measured"}
+
+
 # Which results
 
 

@@ -98,8 +98,8 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
             "auto": {"seconds": parallel, **certificate(found, reference)},
         }
         if cell["side"] in settings.printed_sides:
-            printed, newton, _ = sampling.time_printed(single[WARM_UP:], settings.budget, start)
-            record["printed"] = {"seconds": printed, **certificate(newton, reference)}
+            runs = sampling.time_printed(single[WARM_UP:], settings.budget, start)
+            record["printed"] = {"seconds": runs.seconds, **runs.remark, **certificate(runs.found, reference)}
     return record
 
 

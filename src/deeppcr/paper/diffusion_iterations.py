@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import deeppcr
-from deeppcr.diffusion import Window
 from deeppcr.diffusion.graphs import full_precision
 
 from . import latent_diffusion, pixel_diffusion
@@ -125,7 +124,7 @@ def window_errors(sampling: Sampling, draw: Draw, reference: torch.Tensor, itera
     """This library's, ended early; after it has converged it stays where it is."""
     found = [errors(sampling.model.mean.unsqueeze(0), reference)[0]]
     for count in range(1, iterations + 1):
-        window = Window(tolerance=sampling.window.tolerance, max_iterations=count, graphs=False)
+        window = replace(sampling.window, max_iterations=count, graphs=False)  # few of each: not worth recording
         samples = sampling.parallel(draw, solver=window, start=sampling.mean, on_failure="return")
         found += errors(samples.final, reference)
         if int(samples.iterations.max()) < count:

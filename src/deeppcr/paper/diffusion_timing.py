@@ -37,7 +37,6 @@ class Settings:
         batch: samples at a time where throughput is timed
         images: shown side by side
         tolerance: of the final sample in parallel, absolute
-        tf32: on a GPU, in parallel, multiply in TF32 until the largest update is below this; none: never
     """
 
     steps: tuple[int, ...] = (256, 512, 1024)
@@ -50,7 +49,6 @@ class Settings:
     batch: int = 64
     images: int = 8
     tolerance: float = 1e-3
-    tf32: float | None = None
     seed: int = 0
 
     @property
@@ -97,13 +95,14 @@ def _auto(sampling: Sampling, draws: list[Draw], reference: torch.Tensor, settin
 def _printed(sampling: Sampling, draws: list[Draw], reference: torch.Tensor, settings: Settings) -> dict[str, Any]:
     """Where the blocks do not fit, that is what is recorded."""
     try:
-        seconds, found, phases = sampling.time_printed(draws, settings.budget)
+        runs = sampling.time_printed(draws, settings.budget)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         release(sampling.device)
         return {"status": "out of memory"}
-    return {"status": "ok", "seconds": seconds, "phases": phases, **certificate(found, reference)}
+    found = {"status": "ok", "seconds": runs.seconds, "phases": runs.phases, **runs.remark}
+    return {**found, **certificate(runs.found, reference)}
 
 
 def certificate(found: list[Samples], reference: torch.Tensor) -> dict[str, Any]:
@@ -119,15 +118,17 @@ def certificate(found: list[Samples], reference: torch.Tensor) -> dict[str, Any]
 
 def _batch(sampling: Sampling, settings: Settings, context: Context, runs: int = 3) -> dict[str, Any]:
     """Throughput: so many samples at a time."""
-    draws = [sampling.draw(settings.batch, settings.seed + 1 + number) for number in range(runs + 1)]
+    draws = [sampling.draw(settings.batch, settings.seed + 1 + number) for number in range(WARM_UP + runs)]
     columns: dict[str, Any] = {"loop": sampling.loop}
     if context.device.type == "cuda":
         columns["graph"] = sampling.captured_loop(draws[0])
     columns["auto"] = sampling.parallel
-    # The eager loop is as slow as with one sample, and has nothing to set up.
-    inputs = {name: draws[:1] if name == "loop" else draws for name in columns}
-    seconds = {name: timed(call, inputs[name], context.device)[0] for name, call in columns.items()}
-    seconds = {name: each if name == "loop" else each[1:] for name, each in seconds.items()}
+    seconds = {}
+    for name, call in columns.items():
+        # The eager loop is as slow as with one sample, and its first call sets up all there is.
+        before, counted = (1, 1) if name == "loop" else (WARM_UP, runs)
+        timed(call, draws[:before], context.device)
+        seconds[name], _ = timed(call, draws[WARM_UP:][:counted], context.device)
     return {"samples": settings.batch, "seconds": seconds}
 
 

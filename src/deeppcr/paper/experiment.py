@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +16,7 @@ import torch
 
 from .lock import only_run
 from .settings import override, show
-from .store import CHECKPOINT, PARTIAL, PaperError, Store, as_json, disk_error, finished
+from .store import PaperError, Store, as_json, checkpoint_path, disk_error, finished, read_checkpoint
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
 Cell = dict[str, Any]
@@ -95,13 +95,8 @@ class Context:
             raise disk_error(self.checkpoint, cause) from error
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The state that ``save_checkpoint`` kept; one that cannot be read is as good as none."""
-        if self.checkpoint is None or not self.checkpoint.exists():
-            return None
-        try:
-            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except Exception:  # spoilt bytes make the unpickler raise anything, an IndexError for one
-            return None
+        """The state that ``save_checkpoint`` kept; None where there is none that can be read."""
+        return None if self.checkpoint is None else read_checkpoint(self.checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +176,11 @@ class Experiment:
             if not store.done.issuperset(names):
                 store.save()
                 return store.path, None
+            others = [name for name in store.done if name not in names]
+            if others:
+                left_out = f"cells that this version does not measure are left out: {', '.join(sorted(others))}"
+                warnings.warn(f"{store.path.name}: {left_out}", stacklevel=2)
+                store.keep(names)
             store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
             summary = self.summarise(store.records)
             return store.finish(summary), summary
@@ -246,12 +246,6 @@ def _frozen_garbage() -> Iterator[None]:
 def name_of(cell: Cell) -> str:
     """``L=256 w=4``: names the cell in files and on the screen."""
     return " ".join(f"{name}={value}" for name, value in cell.items())
-
-
-def checkpoint_path(partial: Path, name: str) -> Path:
-    """Beside the partial file, and ending as it does not: it is never taken for results."""
-    slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)
-    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.{slug}{CHECKPOINT}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Settings(Shared):
     draws: int = 200
 
 
-FULL = Settings(tf32=0.03)
+FULL = Settings()
 QUICK = Settings(
     data=("digits",),
     widths=(4, 8),
@@ -86,7 +86,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
 
 def latent_sampling(model: Model, length: int, settings: Shared) -> Sampling:
     """The latents are whitened: the prior is a scalar."""
-    return Sampling(model, length, scalar=True, tolerance=settings.tolerance, tf32=settings.tf32)
+    return Sampling(model, length, scalar=True, tolerance=settings.tolerance)
 
 
 def distances(sampling: Sampling, settings: Settings) -> dict[str, Any]:
@@ -115,11 +115,6 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
     return table(rows)
 
 
-def adapt(settings: Settings, context: Context) -> Settings:
-    """On a CPU nothing is multiplied in TF32."""
-    return replace(settings, tf32=None) if context.device.type == "cpu" else settings
-
-
 EXPERIMENT = Experiment(
     name="latent-diffusion",
     paper="figs. 1, 6, 7, 17 and 18, table 2",
@@ -130,5 +125,4 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
-    adapt=adapt,
 )

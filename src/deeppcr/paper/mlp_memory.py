@@ -76,9 +76,15 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
         if device.type == "cuda":
             release(device)
         try:
-            bytes_, seconds = clocked(lambda run=run: peak_bytes(run, device, *network.tensors), device)
-            note(context, ("mlp-memory", width, name), depth, seconds / 2)  # of two calls
-            peaks[name] = {"status": "ok", "bytes": bytes_}
+            seconds: list[float] = []
+
+            def clocked_run(run: Callable[[], Any] = run, seconds: list[float] = seconds) -> Any:
+                found, took = clocked(run, device)
+                seconds.append(took)
+                return found
+
+            peaks[name] = {"status": "ok", "bytes": peak_bytes(clocked_run, device, *network.tensors)}
+            note(context, ("mlp-memory", width, name), depth, min(seconds))  # the first call sets up
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -87,27 +93,38 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The paper's ratio: memory of the loop over that of the parallel pass, the network included in both."""
+    """The paper's ratio: memory of the loop over that of the parallel pass, the network included in both.
+
+    Where either was not measured the ratio is None, and the status says why.
+    """
     ratios: dict[str, list[dict[str, Any]]] = {}
     for record in records:
-        totals = {
-            name: record["network_bytes"] + peak["bytes"]
-            for name, peak in record["peaks"].items()
-            if peak["status"] == "ok"
-        }
-        for name, total in totals.items():
-            if name != "loop" and "loop" in totals:
-                entry = {"L": record["L"], "w": record["w"], "ratio": totals["loop"] / total}
-                ratios.setdefault(name, []).append(entry)
+        loop, network = record["peaks"]["loop"], record["network_bytes"]
+        for name, peak in record["peaks"].items():
+            if name == "loop":
+                continue
+            status = next((each["status"] for each in (loop, peak) if each["status"] != "ok"), "ok")
+            ratio = (network + loop["bytes"]) / (network + peak["bytes"]) if status == "ok" else None
+            ratios.setdefault(name, []).append({"L": record["L"], "w": record["w"], "ratio": ratio, "status": status})
     return ratios
+
+
+def known_ratios(entries: list[dict[str, Any]]) -> list[float]:
+    """Of the cells in which both were measured."""
+    return [entry["ratio"] for entry in entries if entry["ratio"] is not None]
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
     rows = []
     for name, entries in summary.items():
-        ratios = [entry["ratio"] for entry in entries]
+        ratios = known_ratios(entries)
         rows.append(
-            {"memory of the loop over that of": name, "least": f"{min(ratios):.2f}", "most": f"{max(ratios):.2f}"}
+            {
+                "memory of the loop over that of": name,
+                "least": f"{min(ratios):.2f}" if ratios else None,
+                "most": f"{max(ratios):.2f}" if ratios else None,
+                "cells": f"{len(ratios)} of {len(entries)}",
+            }
         )
     return table(rows) + foot(summary)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,10 @@ import deeppcr
 from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .mlp import LAYERS, Network
 from .mlp_timing import check_room, release, solver
-from .patience import note, too_long
+from .patience import note, too_long, without_set_up
 from .settings import setting
 from .table import table
+from .timing import clocked
 
 GUESSES = ("repeat-initial", "random")
 
@@ -28,7 +28,8 @@ class Settings:
 
     Attributes:
         samples: networks of a cell, with seeds seed, seed + 1, ...
-        patience: a cell that takes more seconds than this takes no further network, and deeper ones are not tried
+        patience: a cell whose solves take more seconds than this takes no further network; where one solve does, without
+            what is set up once, deeper ones are not tried
     """
 
     depths: tuple[int, ...] = tuple(2**k for k in range(1, 15))
@@ -61,29 +62,35 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     why = too_long(context, place, cell["L"], settings.patience)
     if why:
         return {"status": f"not measured: it took {why}"}
-    begun = time.monotonic()
+    seconds: list[float] = []
     try:
         check_room(cell["L"], cell["w"], context.device)
         for sample in range(settings.seed, settings.seed + settings.samples):
             network = Network.make(cell["L"], cell["w"], context.device, sample, cell["activation"])
             random = deeppcr.Random(seed=sample)
             guess = random if cell["guess"] == "random" else deeppcr.RepeatInitial()
-            solution = network.parallel(solver(network, "printed", capture=False), guess)  # few: not worth a CUDA graph
+
+            def solve(network: Network = network, guess: Any = guess) -> deeppcr.Solution:
+                return network.parallel(solver(network, "printed", capture=False), guess)  # few: not worth a CUDA graph
+
+            solution, took = clocked(solve, context.device)
             output = solution.states[-1].double()
             found["iterations"].append(int(solution.iterations.max()))
             found["results"].append(solution.result.name)
             loop, exact = last_states(network, cell, sample, context)
             found["error"].append((output - loop).norm().item())
             found["error_float64"].append((output - exact).norm().item())
-            del network, solution
-            if time.monotonic() - begun > settings.patience:
+            del solution
+            seconds.append(without_set_up(solve, took, settings.patience, context.device))
+            del network, solve
+            if sum(seconds) > settings.patience:
                 break
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         release(context.device)
         return {"status": "out of memory"}
-    note(context, place, cell["L"], (time.monotonic() - begun) / len(found["results"]))
+    note(context, place, cell["L"], min(seconds))
     return found
 
 
@@ -99,26 +106,31 @@ def last_states(network: Network, cell: Cell, sample: int, context: Context) -> 
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every activation and guess: the most iterations, the largest error, and how many did not converge."""
+    """For every activation and guess: the most iterations, the largest error, how many did not converge, of how many cells.
+
+    What was read off no cell is None.
+    """
     found = []
     for activation, guess in sorted({(record["activation"], record["guess"]) for record in records}):
-        mine = [r for r in records if (r["activation"], r["guess"]) == (activation, guess) and r["status"] == "ok"]
-        if mine:
-            found.append(
-                {
-                    "activation": activation,
-                    "guess": guess,
-                    "most_iterations": max(max(record["iterations"]) for record in mine),
-                    "largest_error": _largest([error for record in mine for error in record["error"]]),
-                    "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
-                }
-            )
+        every = [record for record in records if (record["activation"], record["guess"]) == (activation, guess)]
+        mine = [record for record in every if record["status"] == "ok"]
+        found.append(
+            {
+                "activation": activation,
+                "guess": guess,
+                "most_iterations": max((max(record["iterations"]) for record in mine), default=None),
+                "largest_error": _largest([error for record in mine for error in record["error"]]),
+                "not_converged": sum(name != "CONVERGED" for record in mine for name in record["results"]),
+                "cells": len(mine),
+                "cells_in_all": len(every),
+            }
+        )
     return found
 
 
-def _largest(errors: list[float | str]) -> float:
+def _largest(errors: list[float | str]) -> float | None:
     """Files name the errors that are not finite, and those are larger than any number."""
-    return max((value if math.isfinite(value := float(error)) else math.inf) for error in errors)
+    return max((value if math.isfinite(value := float(error)) else math.inf for error in errors), default=None)
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
@@ -128,8 +140,9 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
                 "activation": entry["activation"],
                 "guess": entry["guess"],
                 "iterations at most": entry["most_iterations"],
-                "output error at most": f"{float(entry['largest_error']):.1e}",
+                "output error at most": None if (error := entry["largest_error"]) is None else f"{float(error):.1e}",
                 "not converged": entry["not_converged"],
+                "cells": f"{entry['cells']} of {entry['cells_in_all']}",
             }
             for entry in summary
         ]

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from .experiment import Context
+from .timing import clocked
 
 _KEY = "what took long"
+
+
+def without_set_up(call: Callable[[], Any], first: float, patience: float, device: torch.device) -> float:
+    """Seconds of a call by which it may be judged: the first one's or, where those are too many, a second one's.
+
+    Only a first call compiles kernels, which can take longer than all that is timed.
+    """
+    return first if first <= patience else clocked(call, device)[1]
 
 
 def note(context: Context, what: tuple, depth: int, seconds: float) -> None:

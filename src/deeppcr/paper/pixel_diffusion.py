@@ -69,7 +69,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
 
 def pixel_sampling(model: Model, length: int, settings: Shared) -> Sampling:
     """The prior is that of the training set's covariance: pixels are anything but alike."""
-    return Sampling(model, length, scalar=False, tolerance=settings.tolerance, tf32=settings.tf32)
+    return Sampling(model, length, scalar=False, tolerance=settings.tolerance)
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:

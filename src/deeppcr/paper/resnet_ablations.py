@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from .experiment import Cell, Context, Experiment
@@ -48,12 +48,15 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every run its end; with a fixed number of iterations also the speed-up over the run with the paper's test."""
+    """For every run its end; with a fixed number of iterations also the speed-up over the run with the paper's test.
+
+    Times are medians over the points of a curve.
+    """
     found = []
     for record in records:
         run = record["runs"]["parallel"]
         curves = run["curves"]
-        seconds = fmean(curves["forward_seconds"]) if curves else None
+        seconds = median(curves["forward_seconds"]) if curves else None
         entry = {
             **{name: record[name] for name in ("L", "guess", "iterations", "seed")},
             "loss": last(curves["loss"]) if curves else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from torch import nn
@@ -86,7 +86,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
     difference in a step (files of earlier versions do not have it). ``loop`` is how the layers were taken one by one:
-    "fused" (one kernel), "graph" or "loop". Times are means over seeds and all steps that were timed.
+    "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and over seeds.
     """
     found = []
     for depth in sorted({record["L"] for record in records}):
@@ -95,14 +95,14 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         runs = [record for record in mine if "runs" in record]
         entry: dict[str, Any] = {"L": depth}
         for name in ("eager", "printed"):
-            entry[f"{name}_forward_seconds"] = fmean(timed[name]["forward_seconds"]) if name in timed else None
+            entry[f"{name}_forward_seconds"] = median(timed[name]["forward_seconds"]) if name in timed else None
         entry["loop"] = next((run["runs"]["sequential"].get("method") for run in runs), None)
         entry["printed_iterations"] = fmean(timed["printed"]["iterations"]) if "printed" in timed else None
         for mode in ("sequential", "parallel"):
             curves = [run["runs"][mode]["curves"] for run in runs]
-            passes = [fmean(curve["forward_seconds"]) for curve in curves if curve]
+            passes = [median(curve["forward_seconds"]) for curve in curves if curve]
             entry[mode] = {
-                "forward_seconds": fmean(passes) if passes else None,
+                "forward_seconds": median(passes) if passes else None,
                 "loss": [last(curve["loss"]) for curve in curves if curve],
                 "accuracy": [last(curve["accuracy"]) for curve in curves if curve],
                 "test_accuracy": [run["runs"][mode]["test_accuracy"] for run in runs],

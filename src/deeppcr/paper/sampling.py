@@ -27,6 +27,8 @@ from .timing import capture, clocked, synchronise
 
 #: Calls before the clock starts: libraries set themselves up, and graphs are captured.
 WARM_UP = 4
+#: Seconds that a first run may take for that, beside its work.
+SET_UP = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,22 +59,38 @@ class Draw:
         return Draw(noise, torch.cat(classes) if classes else None)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Runs of the paper's method.
+
+    Attributes:
+        seconds: of each run
+        found: its sample
+        phases: seconds of one run in Jacobians and values, in linear systems, and in all
+        remark: fields of a record that say why there is but one run; empty where there was time for more
+    """
+
+    seconds: list[float]
+    found: list[Samples]
+    phases: dict[str, float]
+    remark: dict[str, str]
+
+
 class Sampling:
     """DDPM in L steps of the linear schedule, rescaled to L.
 
     Args:
         scalar: whether the states are whitened, so that the prior on the Jacobian is a scalar; else it is that of the
             training set's covariance
-        tolerance: of the final sample in parallel
-        tf32: see ``deeppcr.diffusion.Window``
+        tolerance: of the final sample in parallel; all else of the window is as the library has it
     """
 
-    def __init__(self, model: Model, length: int, *, scalar: bool, tolerance: float, tf32: float | None):
+    def __init__(self, model: Model, length: int, *, scalar: bool, tolerance: float):
         self.model, self.length, self.device = model, length, model.train.device
         self.schedule = Schedule.linear(length)
         self.denoiser = AtSteps(model.network, self.schedule.alphas_bar).eval()
         self.prior = GaussianPrior() if scalar else GaussianPrior.from_data(model.train)
-        self.window = Window(tolerance=tolerance, tf32=tf32)
+        self.window = Window(tolerance=tolerance)
         steps = DDPM().steps(self.schedule)
         assert steps.deviation is not None
         self.keep, self.gain, self.deviation = (
@@ -153,19 +171,22 @@ class Sampling:
         samples, total = clocked(lambda: self.printed(draw, newton, start), self.device)
         return {**clock.seconds, "total": total}, samples
 
-    def time_printed(
-        self, draws: Sequence[Draw], budget: float, start: Any = None
-    ) -> tuple[list[float], list[Samples], dict[str, float]]:
-        """The paper's method on these samples one by one, within so many seconds: those of each run, what they found, phases.
+    def time_printed(self, draws: Sequence[Draw], budget: float, start: Any = None) -> Runs:
+        """The paper's method on these samples one by one, within so many seconds.
 
-        A run that takes longer than all of that is the only one: it has neither a warm-up nor one for the phases beside it.
+        A run that takes longer than all of that is the only one. It is a second run, for the first one sets up what is not
+        set up yet, unless the first took so long that the second would, too.
         """
         phases, first = self.phases(draws[0], start)
+        remark = "none: the first run took far too long; what is set up once is included"
+        if budget < phases["total"] <= budget + SET_UP:
+            phases, first = self.phases(draws[0], start)
+            remark = "none: the second run took too long, too"
         if phases["total"] > budget:
-            return [phases["total"]], [first], phases
+            return Runs([phases["total"]], [first], phases, {"repeats": remark})
         seconds, found = timed(lambda draw: self.printed(draw, start=start), draws, self.device, budget=budget)
         phases, _ = self.phases(draws[0], start)
-        return seconds, found, phases
+        return Runs(seconds, found, phases, {})
 
 
 def paper_newton(**more: Any) -> deeppcr.Newton:

@@ -16,6 +16,8 @@ import re
 import subprocess
 import tempfile
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -193,6 +195,7 @@ class Store:
             for other in others:
                 first.take_in(other)
             first.content["sessions"].append(here)
+            first.warn_of_versions()
             return first
         content = {
             "schema": SCHEMA,
@@ -213,17 +216,39 @@ class Store:
         return Store(_free(folder, _stem(content), PARTIAL), content)
 
     def take_in(self, other: Store) -> None:
-        """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
+        """The records of another partial file of the same run, and its checkpoints; that file is then gone.
+
+        Of two checkpoints of a cell the one that has come further is kept; of a cell that either has finished, none.
+        """
         first, done = len(self.content["sessions"]), self.done
         self.content["sessions"] += other.content["sessions"]
         for record in other.records:
             if record["key"] not in done:
                 self.content["records"].append({**record, "session": first + record["session"]})
-        self.save()
+        write(self.path, self.content)  # not ``save``: the last session is another's, and ended when it did
         mine, theirs = (each.path.name.removesuffix(PARTIAL) for each in (self, other))
         for path in other.path.parent.glob(f"{theirs}.*{CHECKPOINT}"):
-            os.replace(path, path.with_name(mine + path.name.removeprefix(theirs)))
+            here = path.with_name(mine + path.name.removeprefix(theirs))
+            if here.exists() and _step_of(here) >= _step_of(path):
+                path.unlink()
+            else:
+                os.replace(path, here)
+        for key in self.done:
+            checkpoint_path(self.path, key).unlink(missing_ok=True)
         other.path.unlink()
+
+    def warn_of_versions(self) -> None:
+        """Times of two commits, or of two versions of PyTorch, need not belong together: the file says so, and so do we."""
+        sessions = self.content["sessions"]
+        busy = sorted(
+            {record["session"] for record in self.records} | {len(sessions) - 1}
+        )  # in which cells were measured
+        found = dict.fromkeys(
+            f"commit {each.get('commit')} on torch {each.get('versions', {}).get('torch')}"
+            for each in (sessions[number] for number in busy)
+        )
+        if len(found) > 1:
+            warnings.warn(f"{self.path.name}: cells of several versions in one file: {'; '.join(found)}", stacklevel=4)
 
     @property
     def done(self) -> set[str]:
@@ -241,6 +266,10 @@ class Store:
         self.content["records"].append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
         if time.monotonic() - self._saved >= max(INTERVAL, SHARE * self._took):
             self.save()
+
+    def keep(self, keys: Sequence[str]) -> None:
+        """Of the records those of these cells."""
+        self.content["records"] = [record for record in self.records if record["key"] in keys]
 
     def save(self) -> None:
         self.content["sessions"][-1]["end"] = now()
@@ -277,6 +306,28 @@ def finished(
         if content["complete"] and _is_of(content, experiment, settings, device, name):
             found.append((path, content))
     return max(found, key=lambda pair: str(pair[1].get("end")), default=None)
+
+
+def checkpoint_path(partial: Path, name: str) -> Path:
+    """Of a cell, beside the partial file, and ending as it does not: it is never taken for results."""
+    slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)
+    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.{slug}{CHECKPOINT}")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The state of a long cell; one that cannot be read is as good as none."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # spoilt bytes make the unpickler raise anything, an IndexError for one
+        return None
+
+
+def _step_of(checkpoint: Path) -> int:
+    """How far it has come."""
+    found = read_checkpoint(checkpoint)
+    return found.get("step", -1) if isinstance(found, dict) else -1
 
 
 def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torch.device, name: str) -> bool:

@@ -35,3 +35,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
         right = all(cell[:1].isdigit() or cell[:1] in "-+–" for cell in cells) and any(c != NOTHING for c in cells)
         columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in (heading, *cells)])
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
+def of_cells(known: int, every: int) -> str:
+    """How many cells a number was read off, where some were left out; empty where all count.
+
+    >>> of_cells(3, 4), of_cells(4, 4)
+    ('3 of 4 cells', '')
+    """
+    return f"{known:,} of {every:,} cells" if known < every else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def _end(run: Run) -> float:
 
 def _seconds(run: Run) -> float:
     values = finite(run.curve("forward_seconds"))
-    return fmean(values) if values else math.nan
+    return median(values) if values else math.nan
 
 
 def _loss_curves(axes: Axes, runs: list[Run], colours: dict[Any, str], label: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     first = min(pair.seed for pair in pairs)
     shown = [pair for pair in pairs if pair.seed == first]
     eager = {
-        record["L"]: fmean(record["forward_seconds"])
+        record["L"]: median(record["forward_seconds"])
         for record in result["records"]
         if record.get("timing") == "eager" and record["forward_seconds"]
     }
@@ -201,7 +201,7 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
         "resnet-training-time",
         "Time of the forward pass during training",
         "fig. 4",
-        "Mean of a forward pass over seeds and timed steps. " + "; ".join(said) + ".",
+        "Median of a forward pass over seeds and timed steps. " + "; ".join(said) + ".",
         figure,
     )
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..figures.style import plain, signed, span
 from ..figures.style import seconds as in_words
+from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
-from ..table import times
+from ..table import of_cells, times
 from .claim import Claim, Ours
 from .collect import Finished
 from .diffusion_claims import CLAIMS as DIFFUSION
@@ -97,6 +98,9 @@ def leaves_log_regime(result: Finished) -> list[Ours]:
 def newton_iterations(result: Finished) -> list[Ours]:
     found = []
     for entry, records in _newton(result):
+        if not records:
+            found.append(Ours("not measured", entry))
+            continue
         most = max(max(record["iterations"]) for record in records)
         at = next(record for record in records if max(record["iterations"]) == most)
         missed = sum(name != "CONVERGED" for record in records for name in record["results"])
@@ -129,18 +133,27 @@ def iterations_by_gain(result: Finished) -> list[Ours]:
 def output_error(result: Finished) -> list[Ours]:
     found = []
     for entry, records in _newton(result):
-        errors = [error for record in records for error in record["error"] if finite(error)]
-        if errors:
-            where = f"{entry}; median, and at most {error_size(max(errors))}"
-            found.append(Ours(error_size(median(errors)), where))
+        errors = [error for record in records for error in record["error"]]
+        known = [error for error in errors if finite(error)]
+        if not known:
+            found.append(Ours("not finite" if errors else "not measured", entry))
+            continue
+        wrong = (
+            f"; not finite in {len(errors) - len(known)} of {len(errors)} solves" if len(known) < len(errors) else ""
+        )
+        where = f"{entry}; median, and at most {error_size(max(known))}{wrong}"
+        found.append(Ours(error_size(median(known)), where))
     return found
 
 
 def memory_ratio(result: Finished) -> list[Ours]:
     found = []
     for name, entries in result.summary.items():
-        ratios = [entry["ratio"] for entry in entries]
-        label = METHODS.get(name, f"DeepPCR, {name}")
+        ratios = known_ratios(entries)
+        label = _with_cells(METHODS.get(name, f"DeepPCR, {name}"), len(ratios), len(entries))
+        if not ratios:
+            found.append(Ours("not measured", label))
+            continue
         middle = median(ratios)
         where = f"{label}; median, {span(ratios, '.2f')} over the grid; so {times(1 / middle)} the memory"
         found.append(Ours(f"{middle:.2f}", where))
@@ -230,14 +243,19 @@ def _pairs(
 
 
 def _newton(result: Finished) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The records of every activation and guess that were measured."""
-    known = [record for record in result.records if record["status"] == "ok"]
-    for activation, guess in dict.fromkeys((record["activation"], record["guess"]) for record in known):
+    """The records of every activation and guess that were measured, and how to call them."""
+    every: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in result.records:
+        every.setdefault((record["activation"], record["guess"]), []).append(record)
+    for (activation, guess), records in every.items():
         label = "first layer repeated" if guess == "repeat-initial" else f"{guess} guess"
-        yield (
-            f"{activation_name(activation)}, {label}",
-            [record for record in known if (record["activation"], record["guess"]) == (activation, guess)],
-        )
+        known = [record for record in records if record["status"] == "ok"]
+        yield _with_cells(f"{activation_name(activation)}, {label}", len(known), len(records)), known
+
+
+def _with_cells(label: str, known: int, every: int) -> str:
+    """Where cells were left out, how many were not."""
+    return "; ".join(filter(None, [label, of_cells(known, every)]))
 
 
 def _deepest(result: Finished) -> dict[str, Any]:

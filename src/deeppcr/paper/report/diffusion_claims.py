@@ -8,7 +8,7 @@ from typing import Any
 
 from ..figures.diffusion import DATA
 from ..figures.style import seconds as in_words
-from ..table import times
+from ..table import of_cells, times
 from .claim import Claim, Ours
 from .collect import Finished
 from .words import BASELINES, METHODS, error_size
@@ -79,6 +79,8 @@ def sampling_error(result: Finished) -> list[Ours]:
         if mine:
             worst = max(mine, key=lambda entry: entry[method]["error"])
             where = f"{METHODS[method]}; the largest, at {_sizes([worst])}, L = {worst['L']:,}"
+            if missed := of_cells(len(mine), len(result.summary)):
+                where += f"; {missed}"
             found.append(Ours(error_size(worst[method]["error"]), where))
     return found
 
@@ -131,8 +133,17 @@ def small_error_after(result: Finished) -> list[Ours]:
             )
             if counts:
                 value = f"at most {max(known)}" if known else "not reached"
-                found.append(Ours(value, f"{METHODS[method]}, {space} space{missed if known else ''}"))
+                few = _fewer_samples(result, space, method)
+                found.append(Ours(value, f"{METHODS[method]}, {space} space{missed if known else ''}{few}"))
     return found
+
+
+def _fewer_samples(result: Finished, space: str, method: str) -> str:
+    """The largest error of a cell is that of fewer samples where these took too long."""
+    counts = [len(record["errors"][method]) for record in result.records if record["space"] == space]
+    wanted = result.content["settings"]["samples"]
+    few = sum(count < wanted for count in counts)
+    return f"; fewer than {wanted} samples in {few} of {len(counts)} cells" if few else ""
 
 
 def class_mean_gain(result: Finished) -> list[Ours]:

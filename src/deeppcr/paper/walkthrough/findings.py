@@ -9,10 +9,11 @@ from typing import Any
 
 from ..figures.ablations import GUESSES
 from ..figures.style import plain
+from ..mlp_memory import known_ratios
 from ..mlp_summary import seconds, threshold
 from ..report.collect import Finished
 from ..report.words import activation_name
-from ..table import times
+from ..table import of_cells, times
 from . import diffusion, trainings
 from .choice import Results, command, smaller
 from .networks import BreakEven
@@ -88,10 +89,16 @@ def iterations(result: Finished) -> str:
     """Of the passes as printed that were timed, the same networks as those of ``mlp-newton``."""
     counts: dict[str, dict[int, list[int]]] = {}
     for record in result.records:
+        by_depth = counts.setdefault(record["activation"], {})
         for each in _iterations(record):
-            counts.setdefault(record["activation"], {}).setdefault(record["L"], []).append(each)
+            by_depth.setdefault(record["L"], []).append(each)
     said = []
     for name, by_depth in counts.items():
+        if not by_depth:
+            said.append(f"{activation_name(name)} not measured")
+            continue
+        every = [record for record in result.records if record["activation"] == name]
+        left = of_cells(sum(bool(_iterations(record)) for record in every), len(every))
         shallow, deep = min(by_depth), max(by_depth)
         most = max(max(each) for each in by_depth.values())
         ends = (
@@ -99,7 +106,7 @@ def iterations(result: Finished) -> str:
         )
         grown = abs(fmean(by_depth[deep]) - fmean(by_depth[shallow]))
         good = most <= 6 and grown < 1.5
-        said.append(f"{activation_name(name)} {'yes' if good else 'no'}, at most {most} ({ends})")
+        said.append(f"{activation_name(name)} {'yes' if good else 'no'}, at most {most} ({ends}{left and f'; {left}'})")
     return f"Under the paper's test: {'; '.join(said)}."
 
 
@@ -155,13 +162,16 @@ def size_limit(result: Finished) -> str:
     )
 
 
-def memory(result: Finished) -> str:
-    ratios = {name: median(entry["ratio"] for entry in entries) for name, entries in result.summary.items()}
-    said = [
-        f"{ratio:.2f} {'as printed' if name == 'printed' else f'with {name}'}"
-        for name, ratio in ratios.items()
-        if name in ("printed", "chunk auto")
-    ]
+def memory(result: Finished) -> str | None:
+    said = []
+    for name in ("printed", "chunk auto"):
+        entries = result.summary.get(name, [])
+        if ratios := known_ratios(entries):
+            left = of_cells(len(ratios), len(entries))
+            how = "as printed" if name == "printed" else f"with {name}"
+            said.append(f"{median(ratios):.2f} {how}{left and f' ({left})'}")
+    if not said:
+        return None
     return f"Memory of the loop over that of the parallel pass, the network included, median: {', '.join(said)}."
 
 

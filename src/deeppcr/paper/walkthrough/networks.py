@@ -9,10 +9,11 @@ from typing import Any
 
 from ..figures.style import plain
 from ..figures.style import seconds as in_words
+from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
 from ..report.collect import Finished
 from ..report.words import METHODS, activation_name, columns, error_size, finite
-from ..table import times
+from ..table import of_cells, times
 from .reading import DEPTH, NO, OPEN, SPEED_UP, Check, holds, listed, span
 
 Record = dict[str, Any]
@@ -236,11 +237,15 @@ def memory(result: Finished) -> list[Check]:
     """Fig. 14: the memory of the loop over that of the parallel pass."""
     checks = []
     for name, entries in result.summary.items():
-        ratios = [entry["ratio"] for entry in entries]
-        middle = median(ratios)
+        ratios = known_ratios(entries)
+        if not ratios:
+            checks.append(Check("as printed" if name == "printed" else name, "", "not measured", OPEN))
+            continue
+        middle, left = median(ratios), of_cells(len(ratios), len(entries))
         ours = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), so {times(1 / middle)} the memory"
+        ours += left and f"; {left}"
         if name == "printed":
-            why = _why_memory(entries)
+            why = _why_memory([entry for entry in entries if entry["ratio"] is not None])
             checks.insert(0, Check("as printed", "about 0.6", ours, holds(0.5 <= middle <= 0.7), why))
         else:
             label = "the library's own chunk" if name == "chunk auto" else f"chunks of {name.removeprefix('chunk ')}"
@@ -262,12 +267,19 @@ def newton(result: Finished) -> list[Check]:
     """Fig. 8 left: iterations over depths and widths, and the error of the output."""
     known = [record for record in result.records if record["status"] == "ok"]
     first = [record for record in known if record["guess"] == "repeat-initial"] or known
+    if not first:
+        return [Check("Newton iterations, at most", "6", "not measured", OPEN)]
     by_activation: dict[str, list[Record]] = {}
     for record in first:
         by_activation.setdefault(record["activation"], []).append(record)
     most = {name: max(max(r["iterations"]) for r in mine) for name, mine in by_activation.items()}
-    said = listed([f"{activation_name(name)} {count}" for name, count in most.items()])
-    checks = [Check("Newton iterations, at most", "6", said, holds(max(most.values()) <= 6))]
+    guesses = {record["guess"] for record in first}
+    tried = [record for record in result.records if record["guess"] in guesses]
+    each = []
+    for name, mine in by_activation.items():
+        left = of_cells(len(mine), sum(record["activation"] == name for record in tried))
+        each.append(f"{activation_name(name)} {most[name]}{left and f' ({left})'}")
+    checks = [Check("Newton iterations, at most", "6", listed(each), holds(max(most.values()) <= 6))]
     missed = sum(name != "CONVERGED" for record in first for name in record["results"])
     if missed:
         checks.append(Check("solves that did not converge", "none", str(missed), NO))
@@ -284,6 +296,8 @@ def newton(result: Finished) -> list[Check]:
     errors = [error for record in first for error in record["error"] if finite(error)]
     if errors:
         ours = f"median {error_size(median(errors))}, at most {error_size(max(errors))}"
+        left = of_cells(len(first), len(tried))
+        ours += left and f"; {left}"
         checks.append(
             Check("error of the output", "almost always machine precision", ours, holds(median(errors) <= 1e-5))
         )

@@ -84,7 +84,7 @@ def _whole_training(result: Finished, entry: Entry) -> Check:
         "with the defaults": entry["parallel"]["forward_seconds"],
     }
     said = [f"{steps * value / 60:.3g} min {name}" for name, value in each.items() if value]
-    what = f"all forward passes of {steps:,} steps, L = {entry['L']:,} (mean of a pass, times the steps)"
+    what = f"all forward passes of {steps:,} steps, L = {entry['L']:,} (median of a pass, times the steps)"
     return Check(what, "3.2 h and 30 min", ", ".join(said))
 
 
