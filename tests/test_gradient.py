@@ -394,3 +394,17 @@ def test_loss_scaling_skips_a_step_whose_gradients_overflow(depth, device):
     assert scaler.get_scale() < 2.0**120
     for parameter, old in zip(layers.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
+
+
+def test_a_derivative_that_is_not_finite_is_called_that(device):
+    """The trap of torch.where: the branch that is not taken has the derivative NaN, and 0 times that is NaN."""
+    z0, far = torch.full((2, 1), 0.5, device=device, requires_grad=True), torch.zeros(9, 2, 1, device=device)
+    far[5, 1] = 100.0  # in the sixth step
+
+    def step(z, x):
+        return torch.where(torch.ones_like(z) > 0, 0.5 * torch.cos(z), torch.sqrt(z - x))
+
+    states = deeppcr.solve(step, z0, far).states
+    assert torch.isfinite(states).all()
+    with pytest.raises(RuntimeError, match=r"the derivative of step 6 is not finite \(row 1\)"):
+        states.sum().backward()

@@ -228,6 +228,11 @@ class Adjoint:
             return adjoint.where(~wrong.any(0).unsqueeze(-1), torch.nan)
         if wrong.any():
             index, row = (int(i) for i in wrong.nonzero()[-1])
+            if not torch.isfinite(error[index, row]).all():
+                raise RuntimeError(
+                    f"the derivative of step {index + 2} is not finite (row {row}), though its value is: as of a "
+                    "square root at 0, or of torch.where over a branch that is not taken; the loop's gradient would be NaN"
+                )
             raise RuntimeError(
                 f"the adjoint does not hold at step {index + 1} (row {row}): the step's own vector-Jacobian product disagrees. Either "
                 "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or the step is "

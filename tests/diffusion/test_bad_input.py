@@ -283,3 +283,10 @@ def test_a_start_that_is_not_finite():
     start[3, 1, 2] = float("nan")
     with pytest.raises(ValueError, match="start: holds values that are not finite"):
         sample(lambda z, t: torch.sin(z), schedule, torch.randn(2, 6), step=DDIM(), start=start)
+
+
+def test_noise_of_the_steps_that_is_not_finite():
+    noise = Noise.draw((2, 6), steps=20)
+    noise.steps[7, 1, 2] = float("nan")
+    with pytest.raises(ValueError, match="noise: steps holds values that are not finite"):
+        sample(lambda z, t: torch.sin(z), Schedule.linear(20), noise)

@@ -82,3 +82,5 @@ class Noise:
             raise ValueError(
                 f"noise: initial is {initial.dtype} on {initial.device}, steps {steps.dtype} on {steps.device}"
             )
+        if not torch.isfinite(steps).all():
+            raise ValueError("noise: steps holds values that are not finite")

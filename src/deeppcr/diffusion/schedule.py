@@ -65,7 +65,8 @@ class Schedule:
 
     @staticmethod
     def linear(training_steps: int = 1000, *, start: float = 1e-4, end: float = 0.02) -> Schedule:
-        """DDPM's: betas grow linearly. Those of 1,000 steps are rescaled, so that any T destroys as much signal.
+        """DDPM's: betas grow linearly. Those of 1,000 steps are rescaled, so that every T from 21 on destroys as much signal;
+        with fewer steps the largest betas are cut at 0.999, and nearly all signal is lost at once.
 
         >>> Schedule.linear(250).alphas_bar.shape
         torch.Size([250])

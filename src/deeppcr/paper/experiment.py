@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from .lock import only_run
 from .settings import override, show
 from .store import PaperError, Store, as_json, checkpoint_path, disk_error, finished, read_checkpoint
+from .timing import single_thread
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
 Cell = dict[str, Any]
@@ -170,7 +171,8 @@ class Experiment:
         quick = quick or self.from_quick(context)
         with only_run(folder, self.name, asdict(settings), context.device.type):
             store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
-            with _frozen_garbage():
+            # Quick ones are small; and sums by one thread are the same in every run.
+            with _frozen_garbage(), single_thread() if quick else nullcontext():
                 self._measure_all(wanted, settings, context, store)
             names = [name_of(cell) for cell in cells]
             if not store.done.issuperset(names):

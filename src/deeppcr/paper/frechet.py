@@ -6,13 +6,13 @@ The Fréchet distance of generated images, taken between latents. Shapes: N samp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .timing import single_thread
 
 
 class Reference:
@@ -57,7 +57,7 @@ def compare(data: Tensor, sequential: Tensor, parallel: Tensor, *, draws: int, s
     both = {"sequential": sequential.cpu(), "parallel": parallel.cpu()}
     count = len(sequential)
     rows = [torch.randint(count, (count,), generator=generator) for _ in range(draws)]
-    with _single_threads(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with single_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
         drawn = {
             name: list(pool.map(lambda picked, of=samples: reference.distance(of[picked]), rows))
             for name, samples in both.items()
@@ -71,17 +71,6 @@ def compare(data: Tensor, sequential: Tensor, parallel: Tensor, *, draws: int, s
         **{f"{name}_interval": _interval(values) for name, values in drawn.items()},
         "difference_interval": _interval(apart),
     }
-
-
-@contextmanager
-def _single_threads() -> Iterator[None]:
-    """Small matrices: many at a time, each by one thread, take less time than one at a time by many."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _interval(values: list[float]) -> list[float]:

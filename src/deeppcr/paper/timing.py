@@ -131,6 +131,17 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def single_thread() -> Iterator[None]:
+    """PyTorch works with one thread on a CPU: for small tensors, which many threads only wait for each other over."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def no_collection() -> Iterator[None]:
     """Collect garbage first, and none inside."""
     gc.collect()
