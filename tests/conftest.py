@@ -21,7 +21,6 @@ settings.load_profile("deeppcr")
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the tests put their tensors: cpu (the default) or cuda")
-    parser.addoption("--long", action="store_true", help="deep networks are trained for as many steps as shallow ones")
 
 
 def pytest_configure(config):

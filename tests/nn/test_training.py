@@ -6,8 +6,7 @@ from torch import nn
 
 from deeppcr.nn import MLP, ResNet
 
-#: of training; on a CPU those of the deepest networks take half a minute each, and --long asks for them
-STEPS, FEWER, DEEP = 200, 40, 200
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +16,11 @@ def digits(device):
     return images, torch.tensor(data.target, device=device)
 
 
-def losses(net, digits, rows, rate, steps):
+def losses(net, digits, rows, rate):
     """Of every step of plain gradient descent, and of the last network on all images."""
     images, labels = digits
     optimiser, found = torch.optim.SGD(net.parameters(), lr=rate), []
-    for step in range(steps):
+    for step in range(STEPS):
         picked = slice(rows * step, rows * (step + 1))
         loss = nn.functional.cross_entropy(net(images[picked]), labels[picked])
         optimiser.zero_grad()
@@ -42,22 +41,19 @@ def losses(net, digits, rows, rate, steps):
         *(("resnet", depth, skip) for depth, skip in ((1, 1), (5, 5), (64, 4), (256, 4))),
     ],
 )
-def test_the_loss_is_the_same_at_every_step(kind, depth, skip, activation, rows, digits, device, pytestconfig):
+def test_the_loss_is_the_same_at_every_step(kind, depth, skip, activation, rows, digits, device):
     """From the first state repeated with one row, and from the last step's activations with eight."""
     found, images, labels = {}, *digits
-    whole = depth < DEEP or device.type == "cuda" or pytestconfig.getoption("--long")
-    steps = STEPS if whole else FEWER
     for mode in ("sequential", "parallel"):
         torch.manual_seed(0)
         options = {"activation": activation, "mode": mode, "warm_start": rows > 1, "device": device}
         net = MLP(64, 8, depth, 10, **options) if kind == "mlp" else ResNet(64, 8, depth, 10, skip, **options)
         with torch.no_grad():
             before = nn.functional.cross_entropy(net(images, mode="sequential"), labels)
-        found[mode], after = losses(net, digits, rows, rate=0.05, steps=steps)
+        found[mode], after = losses(net, digits, rows, rate=0.05)
         assert (net.solution is None) == (mode == "sequential")
     assert (found["parallel"] - found["sequential"]).abs().max() < 1e-3
-    if whole:
-        # The layers of a deep perceptron forget their input: it learns no more than how frequent each digit is.
-        assert after < before - 0.02
+    # The layers of a deep perceptron forget their input: it learns no more than how frequent each digit is.
+    assert after < before - 0.02
     if kind == "resnet" and depth <= 5 and activation != "sigmoid":
         assert after < 1.7
