@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from deeppcr import cli
@@ -72,6 +74,15 @@ def test_lists_every_experiment():
     for each in EXPERIMENTS:
         assert each.name in output
     assert {each.name for each in EXPERIMENTS} == TINY.keys()
+
+
+@pytest.mark.parametrize("command", [cli.reproduce, cli.report], ids=lambda command: command.__name__)
+def test_every_option_says_its_name(command):
+    """Typer 0.27 takes none from a parameter whose option has a metavar."""
+    options = [each.__metadata__[0] for each in get_type_hints(command, include_extras=True).values() if get_args(each)]
+    options = [each for each in options if isinstance(each, OptionInfo)]
+    assert options
+    assert all(str(each.default).startswith("--") for each in options)  # the first argument, before typer sorts it out
 
 
 def test_help_says_how_to_begin():

@@ -66,26 +66,33 @@ def reproduce(
         bool, typer.Option("--quick", help="Small sizes, about 20 seconds on a laptop: shows that it works.")
     ] = False,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one."
+        ),
     ] = "",
     data_dir: Annotated[
         Path | None,
         typer.Option(
+            "--data-dir",
             metavar="DIR",
             help="Folder with the four files of MNIST as they are published, gzipped or not; diffusion also takes "
             "cifar-10-batches-bin/ and celeba/ in it. Default: the folder in DEEPPCR_DATA, else MNIST is downloaded. Quick "
             "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the result file.")] = Path("results"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the result file.")] = Path("results"),
     models: Annotated[
         Path | None,
         typer.Option(
+            "--models",
             metavar="DIR",
             help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Seed of all random numbers.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of all random numbers.")
+    ] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,6 +104,7 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
+            "--only",
             metavar="NAME=VALUE",
             help="Measure only the cells with this value, such as w=16,32 or part=training; may be given several times. "
             "The file stays partial; the same command with other cells, or without --only, goes on.",
@@ -104,7 +112,12 @@ def reproduce(
     ] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(metavar="MIN", min=0, help="Stop after so many minutes; the same command goes on from there."),
+        typer.Option(
+            "--time-limit",
+            metavar="MIN",
+            min=0,
+            help="Stop after so many minutes; the same command goes on from there.",
+        ),
     ] = None,
 ) -> None:
     """Run one experiment of the paper and write its results to one JSON file.
@@ -191,9 +204,11 @@ def everything(context: Callable[[], Context], out: Path, watcher: Bars, *, quic
 def report(
     results: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Folder with result files; may be given several times. Default: results."),
+        typer.Option(
+            "--results", metavar="DIR", help="Folder with result files; may be given several times. Default: results."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page that is written.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page that is written.")] = Path("report.html"),
 ) -> None:
     """Build one HTML page from the results: the paper's claims and our figures, and a map of the speed-up.
 
