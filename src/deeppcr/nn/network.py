@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,22 @@ def _is_usual(newton: Newton) -> bool:
     return True
 
 
-#: What ``Network._layers`` found, so that a call only looks it up.
-_made: dict[tuple, tuple[Any, Choice | None]] = {}
+class _Way(NamedTuple):
+    """How the kernels run a network.
+
+    Attributes:
+        layers: ``fused.Layers``, what they need to know besides the tensors
+        choice: the cost model's, in parallel
+        why: "auto" took the loop, where it did
+    """
+
+    layers: Any
+    choice: Choice | None
+    why: str = ""
+
+
+#: What ``Network._way`` found, so that a call only looks it up.
+_ways: dict[tuple, _Way | None] = {}
 _MOST = 4096
 
 
@@ -155,17 +169,19 @@ class Network(nn.Module):
         chosen, why = check_mode(self.mode if mode is None else mode), ""
         if hidden.shape[0] == 0:
             chosen = "sequential"  # nothing to solve
-        elif chosen == "auto":
-            chosen, why = self._choose_mode(hidden)
-            if not torch.compiler.is_compiling():
-                self._looped = (hidden.shape[0], why) if chosen == "sequential" else None
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
         dtype = self.weight.dtype
         if hidden.dtype != dtype:
             hidden = hidden.to(dtype)
-        if self._has_kernels(hidden, chosen):
+        if self._may_use_kernels(hidden):
             run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
-            return run(hidden, chosen, last)
+            states = run(hidden, chosen, last)
+            if states is not None:
+                return states
+        if chosen == "auto":
+            chosen, why = self._choose_without_kernels(hidden)
+            if not torch.compiler.is_compiling():
+                self._looped = (hidden.shape[0], why) if chosen == "sequential" else None
         with torch.autocast(hidden.device.type, enabled=False):
             states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
@@ -177,31 +193,70 @@ class Network(nn.Module):
             states.append(z)
         return torch.stack(states)
 
-    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
-        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+    def _may_use_kernels(self, hidden: Tensor) -> bool:
+        """Whether there are fused kernels for such a call, as far as that may change from one call to the next."""
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
-        shape, rows = self.weight.shape, hidden.shape[0]
+        return not in_functorch() and forward_ad._current_level < 0 and has_triton()
+
+    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether the fused kernels do what is asked."""
+        return self._may_use_kernels(hidden) and self._way(hidden, mode) is not None
+
+    def _way(self, hidden: Tensor, mode: Mode) -> _Way | None:
+        """How the fused kernels do what is asked; None where they do not: the paper's own method, say."""
+        newton, weight = self.newton, self.weight
+        if newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
+            self._usual = (newton, _is_usual(newton))
+        usual = self._usual[1] and self.guess == _REPEATED
+        how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol)
+        key = (weight.shape, hidden.shape[0], hidden.device, *how)
+        if key in _ways:
+            return _ways[key]
+        found = self._find_way(hidden, mode, usual)
+        if len(_ways) >= _MOST:
+            _ways.clear()
+        _ways[key] = found
+        return found
+
+    def _find_way(self, hidden: Tensor, mode: Mode, usual: bool) -> _Way | None:
+        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
         steps, width = shape[0], shape[-1]
-        traced = in_functorch() or forward_ad._current_level >= 0
-        if width > (_NARROW if len(shape) == 4 else WIDEST) or traced or not has_triton():
-            return False
-        if mode == "sequential":
-            return 0 < rows <= _MOST_ROWS
-        chunk = self.newton.chunk
         chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
-            self._usual = (self.newton, _is_usual(self.newton))
-        return room and chunk != 1 and self._usual[1] and self.guess == _REPEATED
+        narrow = width <= (_NARROW if len(shape) == 4 else WIDEST)
+        in_loop, in_parallel = narrow and 0 < rows <= _MOST_ROWS, narrow and room and usual and chunk != 1
+        choice, why = None, ""
+        if in_parallel and mode != "sequential" and (in_loop or mode == "parallel"):
+            choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
+            if mode == "auto" and choice.mode == "sequential":
+                choice, why = None, choice.why
+        elif mode == "auto":
+            why = "there are kernels for the loop only"
+        if choice is None and (mode == "parallel" or not in_loop):
+            return None
+        atol, rtol = self.newton.tolerances(hidden.dtype)
+        layers = _kernels().Layers(
+            skip=shape[1] if len(shape) == 4 else 1,
+            residual=len(shape) == 4,
+            activation=str(self.activation),
+            atol=float(atol),
+            rtol=float(rtol),
+            chunk=steps if choice is None else choice.chunk,
+        )
+        return _Way(layers, choice, why)
 
-    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
-        fused, weight = _kernels(), self.weight
-        layers, choice = self._layers(weight, hidden, mode)
+    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
+        """By the fused kernels; None where they do not do what is asked."""
+        way = self._way(hidden, mode)
+        if way is None:
+            return None
+        fused, weight, choice = _kernels(), self.weight, way.choice
         activations = self.activations if self.warm_start and choice is not None else None
         guess, average = activations if self._warm else None, activations if self.training else None
         left: list[Any] = []
-        states = fused.apply(weight, self.bias, hidden, guess, layers, left, last, average)
+        states = fused.apply(weight, self.bias, hidden, guess, way.layers, left, last, average)
+        # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
         if choice is not None:
             report, x = left
             finished = report is not None and report.finished
@@ -210,34 +265,12 @@ class Network(nn.Module):
             else:
                 report.note = choice.why
             warm = self._warm if average is None else not finished or self._can_start_from(average)
-            # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
             self.__dict__.update(_passed=report, _looped=None, _warm=warm)
             if finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
+        elif way.why:
+            self.__dict__["_looped"] = hidden.shape[0], way.why
         return states
-
-    def _layers(self, weight: Tensor, hidden: Tensor, mode: Mode) -> tuple[Any, Choice | None]:
-        """What the kernels need to know besides the tensors: ``fused.Layers``; and in parallel the cost model's choice."""
-        newton = self.newton
-        how = (mode, self.activation, newton.chunk, newton.atol, newton.rtol)
-        key = (weight.shape, hidden.shape[0], hidden.device, *how)
-        found = _made.get(key)
-        if found is None:
-            choice = self._priced(hidden) if mode == "parallel" else None
-            atol, rtol = newton.tolerances(hidden.dtype)
-            layers = _kernels().Layers(
-                skip=weight.shape[1] if weight.ndim == 4 else 1,
-                residual=weight.ndim == 4,
-                activation=str(self.activation),
-                atol=float(atol),
-                rtol=float(rtol),
-                chunk=weight.shape[0] if choice is None else choice.chunk,
-            )
-            found = layers, choice
-            if len(_made) >= _MOST:
-                _made.clear()
-            _made[key] = found
-        return found
 
     def _keep_activations(self, states: Tensor) -> None:
         # In place: a CUDA graph of the caller reads it again. After a divergence the next pass starts afresh, or in such a
@@ -281,27 +314,16 @@ class Network(nn.Module):
         self._passed, self._looped = replace(solution, states=None), None
         return solution.states
 
-    def _choose_mode(self, hidden: Tensor) -> tuple[Mode, str]:
-        """Whether in parallel, and why: by the cost model where there are kernels, else by a rule of thumb."""
+    def _choose_without_kernels(self, hidden: Tensor) -> tuple[Mode, str]:
+        """Whether in parallel, and why: by a rule of thumb."""
         steps, width = self.weight.shape[0], self.weight.shape[-1]
         if hidden.device.type == "cpu":
             deep = steps >= 4096 and width <= 16 and hidden.shape[0] <= 4
             rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
-        elif self._has_kernels(hidden, "sequential"):
-            if not self._has_kernels(hidden, "parallel"):
-                return "sequential", "there are kernels for the loop only"
-            price: Any = torch.compiler.disable(self._priced) if torch.compiler.is_compiling() else self._priced
-            choice = price(hidden)
-            return choice.mode, choice.why
         else:
             deep = steps >= 64 and width <= 64
             rule = "without kernels the loop wins below 64 steps or above width 64"
         return "parallel" if deep else "sequential", rule
-
-    def _priced(self, hidden: Tensor) -> Choice:
-        """What the cost model says of the kernels."""
-        weight, chunk = self.weight, self.newton.chunk
-        return choose(weight.shape, hidden.shape[0], str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
 
     def _apply_activation(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)

@@ -25,7 +25,7 @@ from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # 
 @pytest.fixture
 def by_kernels(device, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setattr(Network, "_has_kernels", lambda self, hidden, mode: True)
+        monkeypatch.setattr(Network, "_may_use_kernels", lambda self, hidden: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
