@@ -28,6 +28,25 @@ def plain_resnet(network: deeppcr.nn.ResNet, x: Tensor) -> Tensor:
     return network.output(torch.relu(z))
 
 
+class _NoLayers(torch.autograd.Function):
+    """The state as it is; the layers' parameters get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, z: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, bias)
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        weight, bias = ctx.saved_tensors
+        return torch.zeros_like(weight), torch.zeros_like(bias), gradients[0]
+
+
+def without_layers(network: deeppcr.nn.ResNet, x: Tensor) -> Tensor:
+    """All of a step but the layers: what no kernel of theirs can save."""
+    return network.output(torch.relu(_NoLayers.apply(network.weight, network.bias, network.input(x))))
+
+
 class Training:
     """A network in training on the batches of a list, one after the other."""
 
@@ -82,21 +101,25 @@ def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, devic
         first.run()
     first.optimiser.zero_grad(set_to_none=True)
 
-    # The same step in float64, by the plain loop on the CPU.
-    double = copy.deepcopy(network).cpu().double()
-    x, y = (each.cpu() for each in batches[0])
-    loss = nn.functional.cross_entropy(plain_resnet(double, x.double()), y)
-    exact = torch.autograd.grad(loss, list(double.parameters()))
+    def exact(plain: Callable[..., Tensor]) -> tuple[float, tuple[Tensor, ...]]:
+        """Loss and gradients of the same step in float64, on the CPU."""
+        double = copy.deepcopy(network).cpu().double()
+        x, y = (each.cpu() for each in batches[0])
+        loss = nn.functional.cross_entropy(plain(double, x.double()), y)
+        return loss.item(), torch.autograd.grad(loss, list(double.parameters()))
 
-    def method(forward: Callable[..., Tensor], **options: Any) -> Method:
-        train = Training(copy.deepcopy(network), batches, forward)
+    by_loop = exact(plain_resnet)
+
+    def method(forward: Callable[..., Tensor], expected: tuple = by_loop, **options: Any) -> Method:
+        train, (loss, gradients) = Training(copy.deepcopy(network), batches, forward), expected
 
         def error(loss_found: Tensor) -> float:
             # By norms: a unit whose value is nearly zero may be on in one precision and off in the other.
-            errors = [abs(loss_found.item() - loss.item()) / abs(loss.item())]
-            for parameter, reference in zip(train.network.parameters(), exact, strict=True):
+            errors = [abs(loss_found.item() - loss) / abs(loss)]
+            for parameter, reference in zip(train.network.parameters(), gradients, strict=True):
                 assert parameter.grad is not None
-                errors.append(((parameter.grad.double().cpu() - reference).norm() / reference.norm()).item())
+                difference = (parameter.grad.double().cpu() - reference).norm()
+                errors.append((difference / (reference.norm() or 1.0)).item())
             return max(math.inf if math.isnan(each) else each for each in errors)
 
         if options.pop("graph", False):
@@ -108,6 +131,7 @@ def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, devic
     in_parallel, in_kernel = (lambda net, x: net(x)), (lambda net, x: net(x, mode="sequential"))
     methods = {"call": method(in_parallel), "fused loop": method(in_kernel)}
     methods["eager loop"] = method(plain_resnet, kernels=False)
+    methods["all but the layers"] = method(without_layers, exact(without_layers), kernels=False)
     if can_capture(device):
         methods["captured"] = method(in_parallel, graph=True, optional=True)
         methods["loop in a CUDA graph"] = method(plain_resnet, graph=True, kernels=False, optional=True)
