@@ -340,7 +340,8 @@ class _Wide:
         deltas = torch.zeros_like(self.starts)
         # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.
         deltas[1:] = self.ends[:-1] - self.starts[1:]
-        dense.solve_in_place(self.products, deltas, launches)
+        # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
+        dense.solve_in_place(self.products, deltas, launches, refined=False)
         arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
         launches.launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)

@@ -239,10 +239,10 @@ class Chain:
         return self.tensor[-1 if self.reverse else 0]
 
 
-def solve_in_place(products: Tensor, vectors: Tensor, launches: Launches) -> None:
+def solve_in_place(products: Tensor, vectors: Tensor, launches: Launches, *, refined: bool = True) -> None:
     """``vectors`` [N, B, w] become the states of the chain with blocks ``products`` [N - 1, B, w, w], both contiguous."""
     chain = Chain(vectors, 1, False)
-    solve_chain(Chain(products, 0, False), chain, chain, launches=launches)
+    solve_chain(Chain(products, 0, False), chain, chain, launches=launches, refined=refined)
 
 
 def solve_chain(
@@ -253,6 +253,7 @@ def solve_chain(
     scales: Chain | None = None,
     *,
     launches: Launches,
+    refined: bool = True,
 ) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
 
@@ -262,6 +263,7 @@ def solve_chain(
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
         launches: makes the launches
+        refined: to float32 proper; else up to what products on the matrix units lose
     """
     steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
     shape = Shape(width)
@@ -275,8 +277,8 @@ def solve_chain(
     else:
         starts = launches.empty((chunks, rows, width), rhs.tensor)
         products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales, launches)
-        solve_in_place(products, starts, launches)
-        if shape.precision == "tf32x3":
+        solve_in_place(products, starts, launches, refined=refined)
+        if refined and shape.precision == "tf32x3":
             _refine(blocks, rhs, starts, products, chunk, shape, scales, launches)
     rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
