@@ -54,7 +54,7 @@ def test_no_more_than_its_size_is_evaluated_and_every_row_once(net, size, device
             digits.TRAINING.take(100),
             noise,
             jacobian=digits.prior(),
-            solver=Window(size=size, max_iterations=300),
+            solver=Window(size=size, max_iterations=300, tf32=None),
         )
     assert len(seen.pop(1)) == 9  # whether rows influence each other
     assert max(len(t) for t in seen) == 3 * size
@@ -90,8 +90,13 @@ def amplifying(z, t):
     return 5 * torch.sin(40 * z)
 
 
+def amplified_noise(device):
+    drawn = Noise.draw((2, 4), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return Noise(drawn.initial.to(device), drawn.steps.to(device))
+
+
 def test_where_it_does_not_converge_the_loop_finishes_and_it_says_so(device):
-    noise = Noise.draw((2, 4), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = amplified_noise(device)
     given = (amplifying, Schedule.linear(50), noise)
     solver = Window(max_iterations=5)
     with torch.no_grad():
@@ -117,7 +122,7 @@ def test_where_it_does_not_converge_the_loop_finishes_and_it_says_so(device):
 
 def test_it_reaches_the_loops_result_however_slowly(device):
     """Every iteration finishes a step at least."""
-    noise = Noise.draw((2, 4), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = amplified_noise(device)
     with torch.no_grad():
         loop = sample(amplifying, Schedule.linear(50), noise, solver=deeppcr.Loop())
         found = sample(amplifying, Schedule.linear(50), noise)
@@ -133,8 +138,8 @@ def test_only_the_samples_that_failed_are_finished_by_the_loop(device):
         rows.append(len(z))
         return torch.where(classes[:, None] == 1, amplifying(z, t), 0.9 * z)
 
-    noise = Noise.draw((3, 4), 40, dtype=torch.float64)
-    classes = torch.tensor([0, 1, 0])
+    noise = Noise.draw((3, 4), 40, dtype=torch.float64, device=device)
+    classes = torch.tensor([0, 1, 0], device=device)
     with torch.no_grad(), pytest.warns(deeppcr.ConvergenceWarning, match="sample 1; 1 of 3 samples"):
         found = sample(mixed, Schedule.linear(40), noise, classes=classes, solver=Window(max_iterations=20))
     assert found.fell_back == [False, True, False]
@@ -207,7 +212,7 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
 def test_early_steps_are_held_to_less_than_late_ones(net, device):
     noise = noise_for(1, 60, device=device)
     problem = Problem(net, DDPM().steps(digits.TRAINING.take(60)), noise)
-    thresholds = Window(tolerance=1e-2, freeze=0.5).thresholds_for(problem)
+    thresholds = Window(tolerance=1e-2, freeze=0.5).thresholds_for(problem).to(device)
     assert thresholds[-1].item() == pytest.approx(5e-3)
     assert (thresholds[1:] > thresholds[:-1]).all()
     assert 25 < (thresholds[-1] / thresholds[0]).item() < 30
@@ -234,7 +239,8 @@ class Rough:
     @contextlib.contextmanager
     def precision(self, device, *, tf32=False):
         before, self.rough = self.rough, tf32
-        yield
+        with graphs.full_precision(device):
+            yield
         self.rough = before
 
     def network(self, z, t):
@@ -265,6 +271,38 @@ def test_what_leaves_was_last_seen_in_full_precision(net, samples, device, monke
     assert 0 < calls[0.1][0] < 5
     assert calls[0.1][1] <= calls[None][1] + 2
     assert 5 < calls[1e-9][0] <= 21  # at most half of the iterations
+
+
+def test_a_start_that_may_be_good_is_never_rounded(net, device, monkeypatch):
+    """In TF32 it would move away from the solution, and no step might leave meanwhile."""
+    schedule, noise = digits.TRAINING.take(60), noise_for(3, 60, device=device)
+    two = Rough(net, monkeypatch)
+
+    def run(start, size=60):
+        two.calls = []
+        solver = Window(size=size)
+        found = sample(
+            two.network, schedule, noise, jacobian=digits.prior(), start=start, solver=solver, keep_states=True
+        )
+        return found, [rough for rough, _ in two.calls]
+
+    with torch.no_grad():
+        first, rough = run(None)
+        assert rough[0]
+        for start in (first, first.states):
+            found, rough = run(start)
+            assert not any(rough)
+            assert found.iterations.tolist() == [1, 1, 1]
+        mixed = first.states.clone()
+        mixed[:, [0, 2]] = 0
+        found, _ = run(mixed)
+        assert found.iterations[1] == 1
+        assert (found.final - first.final).abs().max() <= 1e-3
+        assert not any(run(CoarseStart(stride=8))[1])
+        assert run(MeanStart(torch.zeros(1, 8, 8)))[1][0]
+        found, rough = run(None, size=1)  # the plain loop, in effect
+        assert not any(rough)
+        assert found.iterations.tolist() == [60] * 3
 
 
 def test_only_the_first_steps_of_a_window_say_whether_it_is_still_rough(net, device):
@@ -337,7 +375,8 @@ def test_the_host_looks_only_where_a_window_may_not_be_full(net, device, monkeyp
     monkeypatch.setattr(Iteration, "look", lambda self: looks.append(self.iterations.tolist()) or look(self))
     noise = noise_for(2, 100, device=device)
     with torch.no_grad():
-        found = sample(net, digits.TRAINING.take(100), noise, jacobian=digits.prior(), solver=Window(size=10))
+        solver = Window(size=10, tf32=None)  # in TF32 it looks at the updates, too
+        found = sample(net, digits.TRAINING.take(100), noise, jacobian=digits.prior(), solver=solver)
     assert found.result is Result.CONVERGED
     assert looks[0] == [10, 10]
     iterations = int(found.iterations.max())

@@ -66,6 +66,11 @@ class CoarseStart:
 Start = GaussianStart | MeanStart | CoarseStart | Samples | Tensor
 
 
+def knows_the_network(start: Any) -> bool:
+    """Whether a start may be near the solution already: the network, or the caller, had a part in it."""
+    return not (start is None or isinstance(start, (GaussianStart, MeanStart)))
+
+
 def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: Coupling) -> tuple[Tensor, int]:
     """States [L, B, D, K], and how many rows of each sample the network saw for them.
 

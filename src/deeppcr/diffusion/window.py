@@ -22,7 +22,7 @@ from .iteration import Iteration
 from .prior import GaussianPrior
 from .problem import Problem
 from .rounding import Rounding
-from .start import start_states
+from .start import knows_the_network, start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
@@ -53,7 +53,8 @@ class Window:
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
         tf32: until the updates of the first sixteenth of the window are below this, a GPU multiplies in TF32, and no step
-            leaves: what has left was last seen in full precision. None: never
+            leaves: what has left was last seen in full precision. Not where the start is earlier samples, given states or
+            a coarse sampler's: these may be better than TF32 can tell. None: never
         graphs: replay iterations from CUDA graphs
 
     >>> import torch
@@ -251,7 +252,9 @@ class Prepared:
             states, rows = start_states(start, problem, self.prior, self.start_coupling)
         iteration.load(problem.initial, problem.shift, states)
         iteration.evaluations += rows
-        rough = window.tf32 is not None and has_tf32(problem)
+        # TF32 would move a good start away from the solution; and of one step there is nothing to learn in advance.
+        gains = iteration.size > 1 and not knows_the_network(start)
+        rough = window.tf32 is not None and gains and has_tf32(problem)
         enough = window.tf32 or 0.0
         left, full = iteration.most_rows, iteration.length // iteration.size
         for number in range(window.max_iterations):

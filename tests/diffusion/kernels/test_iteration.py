@@ -6,15 +6,17 @@ On a CPU the kernels are interpreted, and so the problems are small; ``--device=
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample, window
+from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, iteration, sample, window
 from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion.iteration import _least_squares as least_squares
 from deeppcr.diffusion.step import Steps
 
 pytest.importorskip("triton")
@@ -57,16 +59,16 @@ def made(
     last = draw(2, length, samples, width, 1), draw(2, length, samples, width, 1)
     last_sizes = torch.rand(2, length, samples, generator=generator).sub_(0.3).clamp_(0)
     measured = torch.rand(length, samples, generator=generator)
-    for iteration in pair:
-        iteration.load(initial, shift, start)
-        iteration.prefix.copy_(prefix)
-        iteration.iterations.fill_(3)
-        iteration.evaluations.fill_(11)
-        iteration.measured.copy_(measured)
+    for each in pair:
+        each.load(initial, shift, start)
+        each.prefix.copy_(prefix)
+        each.iterations.fill_(3)
+        each.evaluations.fill_(11)
+        each.measured.copy_(measured)
         if accelerate:
-            iteration.last_updates.copy_(last[0])
-            iteration.last_plains.copy_(last[1])
-            iteration.last_sizes.copy_(last_sizes)
+            each.last_updates.copy_(last[0])
+            each.last_plains.copy_(last[1])
+            each.last_sizes.copy_(last_sizes)
     return pair
 
 
@@ -74,9 +76,39 @@ def network(rows, times, who):
     return torch.sin(2 * rows + 0.01 * times[:, None] + who[:, None])
 
 
+def shaken(reference, network, count, leave, names, trials=4):
+    """By how much the reference's results change where what it extrapolates from is rounded otherwise.
+
+    Where states are one number, the two changes of updates are parallel at the first step that extrapolates, for they are
+    numbers. There the ridge alone, 1e-5, makes their multiples unique: rounding comes out 1e5 times as large, in float32 up
+    to 1e-2 of them. All other numbers change by less than 2e-5.
+    """
+    generator, eps = torch.Generator(reference.states.device).manual_seed(0), torch.finfo(torch.float32).eps
+
+    def shake(values):
+        return values * (1 + eps * torch.randint(-1, 2, values.shape, generator=generator, device=values.device))
+
+    def solve(*products):
+        return least_squares(*map(shake, products))
+
+    expected = copy.deepcopy(reference)
+    expected.run(network, count, leave)
+    most = {name: torch.zeros_like(getattr(expected, name)) for name in names}
+    for _ in range(trials):
+        trial = copy.deepcopy(reference)
+        with mock.patch.object(iteration, "_least_squares", solve):
+            trial.run(lambda *rows: shake(network(*rows)), count, leave)
+        for name, change in most.items():
+            now = (getattr(trial, name) - getattr(expected, name)).abs()
+            torch.maximum(change, now.nan_to_num(0, 0, 0), out=change)
+    return most
+
+
 def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance=2e-5):
-    """Both take so many iterations; how far each sample has got afterwards."""
+    """Both take so many iterations, each from where the reference is; how far each sample has got afterwards."""
     reference, fused = pair
+    kept = ["states", "measured"] + ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
+    names = kept + ["peak"] * (not leave)
     for _ in range(rounds):
         rest = [min(reference.length - each, reference.size) for each in reference.prefix.tolist()]
         count = min(sum(rest) + padding, reference.most_rows)
@@ -86,16 +118,19 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
             asked.append(sorted(zip(times.tolist(), who.tolist(), rows.sum(1).tolist(), strict=True)))
             return network(rows, times, who)
 
-        for iteration in pair:
-            iteration.run(watched, count, leave)
+        changes = shaken(reference, network, count, leave, names)
+        for each in pair:
+            each.run(watched, count, leave)
         for (*one, total), (*other, other_total) in zip(*asked, strict=True):
             assert one == other
             assert total == pytest.approx(other_total, rel=1e-3, abs=1e-3)
         assert fused.counters.tolist() == reference.counters.tolist()
-        names = ["states", "measured"] + ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
-        for name in names + ["peak"] * (not leave):
+        for name in names:
             found, expected = getattr(fused, name), getattr(reference, name)
-            assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True), name
+            same = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert (same | ((found - expected).abs() <= 2 * changes[name])).all(), name
+        for name in kept:
+            getattr(fused, name).copy_(getattr(reference, name))
     return reference.prefix.tolist()
 
 
@@ -169,9 +204,9 @@ def test_outputs_that_are_not_finite(value, device):
 def test_updates_that_overflow(device):
     """States so large that updates are not finite: those steps take the plain values, and no step extrapolates them."""
     pair = made(50, 1, 5, device)
-    for iteration in pair:
-        iteration.prefix.zero_()
-        iteration.states[20], iteration.states[21] = 2.5e38, -2.5e38
+    for each in pair:
+        each.prefix.zero_()
+        each.states[20], each.states[21] = 2.5e38, -2.5e38
 
     def bounded(rows, t, who):
         return network(rows.clamp(-9, 9), t, who)
@@ -195,9 +230,9 @@ def test_rows_are_filled_up_with_the_last_state_of_the_first_sample(device):
 def test_the_same_again_bit_by_bit(device):
     _, fused = made(257, 2, 5, device, size=100)
     again = copy.deepcopy(fused)
-    for iteration in (fused, again):
+    for each in (fused, again):
         for _ in range(3):
-            iteration.run(network, 200, True)
+            each.run(network, 200, True)
     assert torch.equal(fused.states, again.states)
     assert torch.equal(fused.counters, again.counters)
 
