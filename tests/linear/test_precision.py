@@ -97,7 +97,10 @@ def up_and_down(device):
 def test_products_may_overflow_where_the_solution_does_not(up_and_down, solver):
     blocks, rhs, initial = up_and_down
     expected = one_after_the_other(blocks.data.double(), rhs.double(), initial.double())
-    assert not torch.isfinite(solver.solve_coupled(blocks[1:], expected.float())).all()
+    chosen = solver.choose(blocks[1:])[0] if isinstance(solver, linear.Auto) else solver
+    naive = chosen.solve_coupled(blocks[1:], expected.float())
+    # The kernels find out by themselves; for the others linear.solve looks at what comes out.
+    assert torch.isfinite(naive).all() == isinstance(chosen, linear.Fused)
     assert_same_steps(linear.solve(blocks, rhs, initial, solver=solver), expected, 1e-4)
 
 

@@ -24,6 +24,7 @@ from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
 
 #: small tiles and chunks, so that short systems have many of them
 SMALL = diagonal.Plan(steps=4, groups=4, channels=16, tiles=2, warps=1)
+#: many lanes, so that the interpreter has few programs: more than fit the shared memory of a GPU for blocks beyond 4 x 4
 SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
 STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
 
@@ -98,7 +99,8 @@ def test_every_number_of_channels(channels, reverse, device):
 @pytest.mark.parametrize(("size", "count"), [*((size, 3) for size in range(1, 9)), (2, 1), (3, 17)])
 def test_every_size_of_block(size, count, reverse, device):
     couplings, rhs = system(linear.BlockDiagonal, 12, (), size * count, size, device=device, reverse=reverse)
-    assert_right(block_diagonal.run(couplings, rhs, reverse, SMALL_BLOCKS), couplings, rhs, reverse)
+    plan = block_diagonal.Plan(chunk=8)  # short chunks; lanes, warps and stages as in every plan of the library
+    assert_right(block_diagonal.run(couplings, rhs, reverse, plan), couplings, rhs, reverse)
 
 
 def test_larger_blocks_are_refused():
@@ -285,3 +287,11 @@ class TestPlan:
         assert block_diagonal.plan(16_384, 1).chunk == block_diagonal.SHORTEST_CHUNK
         assert block_diagonal.plan(16_384, 10**6).chunk == 16_384
         assert block_diagonal.plan(3, 1).chunk == 3
+
+    @pytest.mark.parametrize(("length", "channels"), [(1, 1), (16_384, 1), (2**20, 10**6)])
+    def test_the_largest_blocks_fit_any_shared_memory(self, length, channels):
+        """Each stage reads a block and a term to a lane ahead; the last of them makes room for changes of layout."""
+        chosen = block_diagonal.plan(length, channels)
+        repair = block_diagonal.REPAIR_LANES * block_diagonal.REPAIR_STAGES
+        numbers = block_diagonal.LARGEST * (block_diagonal.LARGEST + 1)
+        assert 4 * numbers * max(chosen.lanes * chosen.stages, repair) <= 64 * 1024  # a Turing's, the smallest
