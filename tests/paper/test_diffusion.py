@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("sklearn")
 import deeppcr
 import made_up_diffusion
-from deeppcr.diffusion import Window, sample
+from deeppcr.diffusion import Window, models, sample
 from deeppcr.paper import (
     denoisers,
     diffusion_guess,
@@ -22,6 +22,7 @@ from deeppcr.paper import (
 from deeppcr.paper import sampling as sampling_module
 from deeppcr.paper.denoisers import Source, latent_model, pixel_model
 from deeppcr.paper.experiment import Context
+from deeppcr.paper.pictures import Pictures
 from deeppcr.paper.report.collect import Finished
 from deeppcr.paper.report.diffusion_claims import CLAIMS
 from deeppcr.paper.sampling import Draw, Sampling, errors, pack, paper_newton, timed, unpack
@@ -202,6 +203,46 @@ def test_networks_are_kept_and_shared(context, monkeypatch):
     assert first.training == second.training
     with pytest.raises(pytest.fail.Exception, match="trained again"):
         latent_model(Source("tiny", seed=1), "digits", 4, Context(context.device, models=context.models))
+
+
+def dark_pictures(device) -> Pictures:
+    """A bright square in one of four corners, and black."""
+    squares = torch.full((256, 1, 8, 8), -1.0)
+    for i in range(256):
+        top, left = 4 * (i % 2), 4 * (i // 2 % 2)
+        squares[i, 0, top : top + 3, left : left + 3] = 1.0
+    labels = torch.zeros(256, dtype=torch.long)
+    return Pictures(squares, labels, squares, labels, 1).to(device)
+
+
+def autoencoding(device, rate: float) -> denoisers.Autoencoding:
+    preset = replace(denoisers.PRESETS["short"], autoencoder_batch=64, autoencoder_rate=rate)
+    torch.manual_seed(0)
+    task = denoisers.Autoencoding(
+        dark_pictures(device), preset, lambda: models.Autoencoder(8, side=8, base=8, hidden=64)
+    )
+    task.prepare(device)
+    return task
+
+
+def test_dark_images_are_learnt(context):
+    """From grey, they drove every pixel to black for good."""
+    task, generator = autoencoding(context.device, rate=1e-3), torch.Generator(context.device).manual_seed(0)
+    first = task.step(generator)[0]
+    for _ in range(60):
+        last = task.step(generator)[0]
+    assert last < 0.5 * first
+    task.finish(generator)
+    images = task.autoencoder.decode(task.autoencoder.encode(task.images))
+    assert images.std() > 0.1
+
+
+def test_an_autoencoder_that_learnt_nothing_is_no_good(context):
+    task = autoencoding(context.device, rate=0.0)
+    with torch.no_grad():
+        task.autoencoder.decoder.layers[-2].bias.fill_(-20.0)
+    with pytest.raises(PaperError, match="has learnt nothing"):
+        task.finish(torch.Generator(context.device).manual_seed(0))
 
 
 def test_a_network_that_was_cut_short(context, tmp_path):

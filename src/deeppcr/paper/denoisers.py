@@ -22,7 +22,7 @@ from torch.nn import functional
 from ..diffusion import models
 from .experiment import Context
 from .pictures import Pictures, pictures
-from .store import as_json
+from .store import PaperError, as_json
 from .trainer import Trainer, adamw
 
 EPOCH = 60_000
@@ -62,7 +62,7 @@ PRESETS = {
     "paper": Preset(),
     "short": Preset(
         autoencoder_batch=1024,
-        autoencoder_epochs=40,
+        autoencoder_epochs=24,
         autoencoder_rate=5e-4,
         latent_epochs=170,
         latent_rate=3e-4,
@@ -217,6 +217,7 @@ class Autoencoding:
 
     def prepare(self, device: torch.device) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
         self.autoencoder = self.make().to(device)
+        self.autoencoder.begin_at(self.images)
         adversary = models.Discriminator(channels=self.images.shape[1], base=self.preset.base)
         self.adversary, rate = adversary.to(device), self.preset.autoencoder_rate
         self.optimisers = {"generator": adamw(self.autoencoder, 2 * rate), "discriminator": adamw(self.adversary, rate)}
@@ -240,6 +241,14 @@ class Autoencoding:
         return torch.stack([reconstruction, divergence, score, hinge]).detach()
 
     def finish(self, generator: torch.Generator) -> None:
+        with torch.no_grad():
+            x = self.images[:4096]
+            missed = (self.autoencoder.decoder(self.autoencoder.encoder(x)[0]) - x).square().sum()
+        if not missed < (x - x.mean((0, 2, 3), keepdim=True)).square().sum():
+            # Whatever is sampled in such latents says nothing of images, however fast it is.
+            raise PaperError(
+                "the autoencoder has learnt nothing: its images are no closer to the data than grey ones; try another --seed"
+            )
         self.autoencoder.fit_scale(self.images, generator)
 
 

@@ -109,6 +109,18 @@ class Autoencoder(nn.Module):
         self.register_buffer("whiten", torch.eye(width))
         self.register_buffer("colour", torch.eye(width))
 
+    @torch.no_grad()
+    def begin_at(self, x: Tensor) -> None:
+        """Before training: the decoder's first images have the mean of the training images x [N, C, side, side].
+
+        From grey, images that are mostly dark drive every pixel to the flat end of the tanh in a few steps, and nothing comes
+        back from there.
+        """
+        last = self.decoder.layers[-2]
+        assert isinstance(last, nn.Conv2d)
+        assert last.bias is not None
+        last.bias.copy_(torch.atanh(x.mean((0, 2, 3)).clamp(-0.99, 0.99)))
+
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Whitened latents [N, w]: drawn as in training with a generator, else the means."""
         return (self._draw(x, generator) - self.centre) @ self.whiten
