@@ -442,6 +442,11 @@ def test_the_largest_seed(run, tmp_path):
     assert "--seed" in result.output
 
 
+def test_as_a_module():
+    result = subprocess.run([sys.executable, "-m", "deeppcr", "version"], capture_output=True, text=True, timeout=120)
+    assert result.stdout.startswith("deeppcr ")
+
+
 def test_ctrl_c_outside_an_experiment(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

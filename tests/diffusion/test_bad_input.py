@@ -125,12 +125,18 @@ def test_samples_without_states_are_no_start():
         (lambda: GaussianPrior(torch.ones(2, 2)), r"variance: .* got shape \(2, 2\)"),
         (lambda: GaussianPrior(torch.ones(3), torch.eye(4)), "basis"),
         (lambda: GaussianPrior.from_data(torch.ones(1, 3)), "at least 2"),
+        (lambda: GaussianPrior.from_data(torch.full((5, 3), float("nan"))), "data: expected finite"),
         (lambda: GaussianPrior.from_covariance(torch.ones(3, 4)), "covariance"),
+        (lambda: GaussianPrior.from_covariance(torch.full((3, 3), float("inf"))), "covariance: expected finite"),
     ],
 )
 def test_priors_are_checked(wrong, match):
     with pytest.raises(ValueError, match=match):
         wrong()
+
+
+def test_the_mean_of_whole_numbers_is_none_of_them():
+    assert GaussianPrior.from_data(torch.tensor([[0, 1], [1, 1]])).mean.tolist() == [0.5, 1.0]
 
 
 def test_priors_of_no_numbers():

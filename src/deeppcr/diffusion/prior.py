@@ -65,9 +65,11 @@ class GaussianPrior:
         if data.ndim < 2 or len(data) < 2:
             raise ValueError(f"data: expected at least 2 samples [N, *shape], got {tuple(data.shape)}")
         flat = data.detach().flatten(1).double()
-        mean = flat.mean(0)
+        if not torch.isfinite(flat).all():
+            raise ValueError("data: expected finite numbers, got some that are not")
+        mean, dtype = flat.mean(0), data.dtype if data.dtype.is_floating_point else torch.get_default_dtype()
         prior = GaussianPrior.from_covariance(torch.cov(flat.T).reshape(flat.shape[1], flat.shape[1]))
-        return GaussianPrior(prior.variance, prior.basis, mean.to(data.dtype).reshape(data.shape[1:]))
+        return GaussianPrior(prior.variance, prior.basis, mean.to(dtype).reshape(data.shape[1:]))
 
     @staticmethod
     def from_covariance(covariance: Tensor, mean: Tensor | None = None) -> GaussianPrior:
@@ -79,6 +81,8 @@ class GaussianPrior:
         """
         if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
             raise ValueError(f"covariance: expected [D, D], got {tuple(covariance.shape)}")
+        if not torch.isfinite(covariance).all():
+            raise ValueError("covariance: expected finite numbers, got some that are not")
         variance, basis = torch.linalg.eigh(covariance.detach().double())
         return GaussianPrior(variance.clamp(min=0), basis, mean)
 
