@@ -38,7 +38,7 @@ class Method:
 
     Attributes:
         run: what a user would call
-        error: from what ``run`` returned to its distance from the loop in float64
+        error: from what ``run`` returned to its distance from the same in float64, computed plainly
         prepare: turns ``run`` into what is checked and timed: a CUDA graph of it
         before: called before the checked run
         solution: how the last run went

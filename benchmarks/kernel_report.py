@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = ("call", "captured")
+#: No baseline: what a training step takes with nothing in the place of its layers.
+REST = "all but the layers"
 BEGIN = "<!-- the table begins: written by benchmarks/kernel_report.py -->"
 END = "<!-- the table ends -->"
 NOTHING_YET = "No measurements are stored yet: the commands above make them."
@@ -62,7 +64,7 @@ class Row:
         found = {}
         for name, seconds in self.times.items():
             ours = self.times.get("captured" if is_captured(name) else "call")
-            if name not in OURS and ours is not None:
+            if name not in (*OURS, REST) and ours is not None:
                 found[name] = seconds / ours
         return found
 
@@ -196,6 +198,8 @@ def _cells(row: Row) -> list[str]:
             ratio = row.ratios[name]
             digits = 0 if ratio >= 10 else 1 if ratio >= 1 else 2
             others.append(f"{name} {number(1e3 * seconds)} ({ratio:,.{digits}f}x)")
+        elif name == REST:
+            others.append(f"of the call, {name} {number(1e3 * seconds)}")
     others += [f"{name}: {why}" for name, why in row.failures.items()]
     return [*times, target, met, "; ".join(others)]
 

@@ -56,6 +56,7 @@ def test_a_dry_run_checks_times_and_writes_every_case(bench, tmp_path, capsys, m
     }  # fmt: skip
     methods = {case["method"] for case in cases}
     assert {"call", "captured", "eager loop", "loop in a CUDA graph", "fused loop", "fused loop, captured"} <= methods
+    assert "all but the layers" in {case["method"] for case in cases if case["suite"] == "ResNet step"}
     for case in cases:
         if case["failure"] == "jax is not installed":
             continue

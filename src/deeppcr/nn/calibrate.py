@@ -30,7 +30,7 @@ from .cost import Times
 _log = logging.getLogger("deeppcr")
 _OFF = ("0", "false", "no", "off")
 #: Raised when the meaning of a number in the file changes.
-_FORMAT = 1
+_FORMAT = 2
 #: Elements of the weights, and of the products of Jacobians, that are measured with at most: 256 MiB, 64 MiB.
 _MOST_WEIGHTS, _MOST_PRODUCTS = 2**26, 2**24
 #: Fewer layers are not worth a measurement: almost always the loop is faster, and what differs is microseconds.

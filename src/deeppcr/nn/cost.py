@@ -23,6 +23,19 @@ _BEFORE = 0.6
 _AS_LONG = 1.05
 
 
+#: So many chunks are one group, and their starts are corrected without a kernel for the groups: a launch less, and as fast.
+ONE_GROUP = 8
+
+
+def chunks_in_group(chunks: int) -> int:
+    """Into how many the chunks are gathered: about their square root.
+
+    >>> [chunks_in_group(chunks) for chunks in (2, 8, 9, 256)]
+    [2, 8, 4, 16]
+    """
+    return chunks if chunks <= ONE_GROUP else 2 ** math.ceil(math.log2(chunks) / 2)
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds on one device, for one kind of network. Points in between are interpolated.
@@ -78,7 +91,8 @@ class Times:
     def parallel(self, blocks: int, chunk: int, rows: int, rounds: int) -> float:
         """A call in chunks of so many blocks."""
         chunks = -(-blocks // chunk)
-        walkers = math.sqrt(chunks)  # programs that solve for the starts, in each row
+        # Programs that solve for the starts, in each row: as many as groups, whose powers of two are smoothed out.
+        walkers = 1 if chunks <= ONE_GROUP else math.sqrt(chunks)
         crowd = self.step_of(rows * walkers) / self.step_of(walkers)
         solve = crowd * interpolate(self.chunks, self.solve, chunks)
         device = rounds * (chunk * self.step_of(rows * chunks) + solve)

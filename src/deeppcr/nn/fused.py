@@ -19,6 +19,7 @@ from ..linear.solve import is_batched
 from ..solution import Plan, Result, Solution
 from . import kernels
 from .adjoint import adjoint, all_gradients, slopes_at
+from .cost import chunks_in_group
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
 #: where the host cannot be asked whether another is needed, there are fewer.
@@ -205,8 +206,7 @@ class Passes:
     def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
         self.chunk = layers.chunk_blocks(blocks)
         self.chunks = -(-blocks // self.chunk)
-        # Few chunks are one group: a launch less, and as fast.
-        self.group = self.chunks if self.chunks <= 8 else 2 ** math.ceil(math.log2(self.chunks) / 2)
+        self.group = chunks_in_group(self.chunks)
         self.groups = -(-self.chunks // self.group)
         self.workspace = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
         self.shape = dense.Shape(width)

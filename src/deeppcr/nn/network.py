@@ -94,6 +94,7 @@ class _Way(NamedTuple):
 
 #: What ``Network._way`` found, so that a call only looks it up.
 _ways: dict[tuple, _Way | None] = {}
+_UNKNOWN: Any = object()
 _MOST = 4096
 
 
@@ -174,7 +175,9 @@ class Network(nn.Module):
         if hidden.dtype != dtype:
             hidden = hidden.to(dtype)
         if self._may_use_kernels(hidden):
-            run: Any = torch.compiler.disable(self._fused) if torch.compiler.is_compiling() else self._fused
+            run: Any = self._fused
+            if torch.compiler.is_compiling():  # a graph ends here, so not in vain
+                run = torch.compiler.disable(run) if self._has_kernels(hidden, chosen) else lambda *_: None
             states = run(hidden, chosen, last)
             if states is not None:
                 return states
@@ -200,34 +203,48 @@ class Network(nn.Module):
         return not in_functorch() and forward_ad._current_level < 0 and has_triton()
 
     def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
-        """Whether the fused kernels do what is asked."""
-        return self._may_use_kernels(hidden) and self._way(hidden, mode) is not None
+        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+        if not self._may_use_kernels(hidden):
+            return False
+        in_loop, in_parallel = self._covered(hidden, self._is_usual())
+        return in_loop if mode == "sequential" or (mode == "auto" and in_loop) else in_parallel
+
+    def _is_usual(self) -> bool:
+        """Whether the parallel kernels know the method and its start."""
+        if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
+            self._usual = (self.newton, _is_usual(self.newton))
+        return self._usual[1] and self.guess == _REPEATED
+
+    def _covered(self, hidden: Tensor, usual: bool) -> tuple[bool, bool]:
+        """Whether there are kernels of this size for the loop, and in parallel."""
+        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
+        width = shape[-1]
+        if width > (_NARROW if len(shape) == 4 else WIDEST):
+            return False, False
+        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-shape[0] // chunk)
+        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+        return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
 
     def _way(self, hidden: Tensor, mode: Mode) -> _Way | None:
-        """How the fused kernels do what is asked; None where they do not: the paper's own method, say."""
-        newton, weight = self.newton, self.weight
-        if newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
-            self._usual = (newton, _is_usual(newton))
-        usual = self._usual[1] and self.guess == _REPEATED
+        """How the fused kernels do what is asked; None where they do not."""
+        newton, usual = self.newton, self._is_usual()
         how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol)
-        key = (weight.shape, hidden.shape[0], hidden.device, *how)
-        if key in _ways:
-            return _ways[key]
-        found = self._find_way(hidden, mode, usual)
-        if len(_ways) >= _MOST:
-            _ways.clear()
-        _ways[key] = found
+        key = (self.weight.shape, hidden.shape[0], hidden.device, *how)
+        found = _ways.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = self._find_way(hidden, mode, usual)
+            if len(_ways) >= _MOST:
+                _ways.clear()
+            _ways[key] = found
         return found
 
     def _find_way(self, hidden: Tensor, mode: Mode, usual: bool) -> _Way | None:
         shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
-        steps, width = shape[0], shape[-1]
-        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-steps // chunk)
-        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        narrow = width <= (_NARROW if len(shape) == 4 else WIDEST)
-        in_loop, in_parallel = narrow and 0 < rows <= _MOST_ROWS, narrow and room and usual and chunk != 1
+        in_loop, in_parallel = self._covered(hidden, usual)
         choice, why = None, ""
-        if in_parallel and mode != "sequential" and (in_loop or mode == "parallel"):
+        if mode == "auto" and not in_loop:
+            mode, _ = self._choose_without_kernels(hidden)
+        if mode != "sequential" and in_parallel:
             choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
             if mode == "auto" and choice.mode == "sequential":
                 choice, why = None, choice.why
@@ -242,7 +259,7 @@ class Network(nn.Module):
             activation=str(self.activation),
             atol=float(atol),
             rtol=float(rtol),
-            chunk=steps if choice is None else choice.chunk,
+            chunk=shape[0] if choice is None else choice.chunk,
         )
         return _Way(layers, choice, why)
 

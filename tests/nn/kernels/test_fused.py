@@ -18,13 +18,20 @@ pytest.importorskip("numpy")  # which the interpreter needs
 
 import triton.language as tl  # noqa: E402
 
-from deeppcr.nn import fused, kernels  # noqa: E402  (imports Triton)
+from deeppcr.nn import cost, fused, kernels  # noqa: E402  (imports Triton)
 from deeppcr.nn.fused import Layers  # noqa: E402
 
 TOLERANCE = 2e-5
 ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 MLP = {"skip": 1, "residual": False}
 GAINS = {"relu": 1.2, "tanh": 1.0, "sigmoid": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def several_groups(monkeypatch):
+    """Networks that an interpreter can do have few chunks, which would be one group: see also ``test_one_group``."""
+    monkeypatch.setattr(cost, "ONE_GROUP", 1)
+    monkeypatch.setattr(fused, "_plans", {})
 
 
 def network(blocks, width=3, rows=1, *, skip=1, residual=False, activation="tanh", gain=None, device="cpu"):
@@ -351,6 +358,15 @@ class TestReport:
         assert report.passes_taken() == [2]
         assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= 1e-6
 
+    def test_groups_are_put_together_in_their_order(self, device):
+        """From the third group on, corrections pass through the product of a whole group."""
+        layers = Layers(**MLP, activation="relu", chunk=1)
+        weight, bias, initial = network(13, gain=1 / 3**0.5, rows=2, device=device)
+        problem = weight.abs(), bias.abs() + 0.1, initial.abs()
+        x, report = fused.run(*problem, None, layers)
+        assert report.passes_taken() == [2, 2]
+        assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= 1e-6
+
     @pytest.mark.parametrize("tolerance", [1e-1, 1e-5])
     def test_says_what_is_so(self, tolerance, device):
         layers = Layers(**MLP, activation="tanh", chunk=2, atol=tolerance, rtol=tolerance)
@@ -490,6 +506,33 @@ def test_all_blocks_in_one_chunk_is_the_loop(device):
     x, report = fused.run(*problem, None, layers)
     assert report is None
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_one_group(chunks, device, monkeypatch):
+    monkeypatch.setattr(cost, "ONE_GROUP", 8)
+    layers = Layers(**MLP, activation="tanh", chunk=2)
+    problem = network(2 * chunks - 1, rows=2, device=device)
+    x, report = fused.run(*problem, None, layers)
+    plan = fused.plan_for(problem[0], 2, None, layers)
+    assert (plan.chunks, plan.groups) == (chunks, 1)
+    assert all(report.passes_taken())
+    assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0])
+def test_wide_corrections_that_lack_some_digits_cost_nothing(gain, gpu):
+    """Enough chunks that the starts are solved for by products on the matrix units, which cut sums off."""
+    layers = Layers(**MLP, activation="tanh", chunk=4)
+    problem = network(256, 66, gain=gain, device=gpu)
+    x, report = fused.run(*problem, None, layers)
+    assert report.solution().result is Result.CONVERGED
+    assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
+    with pytest.MonkeyPatch.context() as patch:
+        plain = fused.dense.solve_in_place
+        patch.setattr(fused.dense, "solve_in_place", lambda *given, refined: plain(*given))
+        _, refined = fused.run(*problem, None, layers)
+    assert max(report.passes_taken()) <= max(refined.passes_taken())
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import calibrate, fused  # noqa: E402  (imports Triton)
+from deeppcr.nn import calibrate, fused, network  # noqa: E402  (imports Triton)
 from deeppcr.nn.network import Network, choose  # noqa: E402
 
 TOLERANCE = 5e-5
@@ -401,6 +401,42 @@ def test_what_the_kernels_are_asked_for(settings, mode, expected):
     assert net._has_kernels(hidden, mode) is expected
     with torch.autograd.forward_ad.dual_level():
         assert not net._has_kernels(hidden, mode)
+
+
+@pytest.mark.parametrize("mode", ["parallel", "auto"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"guess": Zeros()}, {"newton": Newton(chunk=1)}, {"newton": Newton(stop=PaperTest(1e-4, 1e-4))}, {"width": 257}],
+    ids=["guess", "chunk", "paper", "width"],
+)
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_what_there_are_no_kernels_for(settings, mode, by_kernels):
+    net = build("mlp", 8, by_kernels, mode=mode, **settings)
+    x = torch.randn(2, 4, device=by_kernels)
+    assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= 1e-3  # the paper's test is loose
+    by_loop = mode == "auto" and "width" not in settings  # for these, the loop has a kernel
+    assert net.solution.plan.evaluation != "fused kernels"
+    assert (net.solution.plan.notes == ["there are kernels for the loop only"]) is by_loop
+
+
+def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
+    monkeypatch.setattr(network, "_MOST_ROWS", 2)
+    x = torch.randn(3, 4, device=by_kernels)
+    for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
+        net = build("mlp", 12, by_kernels, width=2, mode="auto")
+        monkeypatch.setattr(net, "_choose_without_kernels", lambda _, rule=rule: (rule, "a rule"))
+        monkeypatch.setattr(network, "_ways", {})
+        assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
+        assert net.solution.plan.evaluation == evaluation
+
+
+@pytest.mark.parametrize(("width", "rows"), [(300, 2), (3, 5000), (3, 0)])
+def test_compiled_in_one_graph_where_there_are_no_kernels(width, rows, by_kernels):
+    net = build("mlp", 3, by_kernels, width=width, mode="sequential")
+    x = torch.randn(rows, 4, device=by_kernels)
+    with torch.no_grad():
+        found = torch.compile(net, backend="eager", fullgraph=True)(x)
+    assert torch.allclose(found, net(x), atol=1e-5)
 
 
 @pytest.mark.parametrize(
