@@ -121,12 +121,12 @@ def test_where_it_does_not_converge_the_loop_finishes_and_it_says_so(device):
 
 
 def test_it_reaches_the_loops_result_however_slowly(device):
-    """Every iteration finishes a step at least. Not even float64 is precise enough for this loop, and that is seen."""
+    """Every iteration finishes a step at least."""
     noise = amplified_noise(device)
     with torch.no_grad():
         loop = sample(amplifying, Schedule.linear(50), noise, solver=deeppcr.Loop())
         found = sample(amplifying, Schedule.linear(50), noise)
-    assert found.result is Result.PRECISION_FLOOR
+    assert found.result is Result.CONVERGED
     assert int(found.iterations.max()) <= 50
     assert (found.final - loop.final).abs().max() <= 1e-8 * loop.final.abs().max()
 

@@ -211,6 +211,11 @@ class Iteration:
         else:
             torch.amax(torch.where(active & (age < self.lead), largest, 0), 0, out=self.peak)
 
+    @property
+    def went_back(self) -> Tensor:
+        """[B]"""
+        return self.allowance < self.rounding
+
     def grown(self) -> Tensor:
         """[L, B]: how many times as large an error in the state after each step is in the last one, as far as was seen."""
         later = torch.cat([self.growth[1:].log(), torch.zeros_like(self.growth[:1])])

@@ -237,6 +237,11 @@ class Prepared:
         first, last = window.thresholds_for(problem)[[0, -1]].tolist()
         leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
         plan.note(f"tolerance: {tolerance:g} of the final sample; {leaves}")
+        back = int(self.iteration.went_back.sum())
+        if back:
+            plan.note(
+                f"errors grew more than was expected in {back} of {problem.samples} samples, which took more iterations"
+            )
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
         elif window.no_graphs(problem) is None:
@@ -302,9 +307,10 @@ class Prepared:
         with full_precision(problem.device):  # in which every step was last evaluated
             self.rounding = self.rounding or Rounding(problem, self.coupling)
         height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
-        # Of what rounding leaves and the growth that was seen, as much is held against a sample as of what steps left with.
-        grown = iteration.floor * (height * iteration.grown()).amax(0) * (tolerance / iteration.bound)
-        least = torch.maximum(self.rounding.least(height), grown)
+        least = self.rounding.least(height)
+        # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
+        grown = (height * iteration.grown()).amax(0) * (iteration.floor * tolerance / iteration.bound)
+        least = torch.where(iteration.went_back, torch.maximum(least, grown), least)
         results = []
         for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
             done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
