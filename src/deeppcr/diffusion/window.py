@@ -18,7 +18,7 @@ from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
 from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, owner_of
-from .iteration import Iteration
+from .iteration import STRICTER, Iteration
 from .prior import GaussianPrior
 from .problem import Problem
 from .rounding import Rounding
@@ -309,7 +309,7 @@ class Prepared:
         height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
         least = self.rounding.least(height)
         # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
-        grown = (height * iteration.grown()).amax(0) * (iteration.floor * tolerance / iteration.bound)
+        grown = STRICTER * iteration.floor * (height * iteration.grown()).amax(0)
         least = torch.where(iteration.went_back, torch.maximum(least, grown), least)
         results = []
         for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
