@@ -8,6 +8,11 @@ turns them into an update (``Coupling``). From the last three updates the next i
 every step and sample that know of the steps before it alone: so nothing that is exact is ever spoilt by what is not.
 (Anderson's acceleration of depth two, made triangular as in Tang et al. 2024, "Accelerating parallel sampling of
 diffusion models".)
+
+A step leaves when its update is small, before it is known how the steps after it amplify what is left. So every step
+is watched: how many times as far as its input did it move between two iterations? The product of these ratios over all
+later steps says how much of an error there is in the final sample. Where a sample has finished with an update that was too
+large for what was seen, it goes back to the first such step, with smaller thresholds.
 """
 
 from __future__ import annotations
@@ -23,6 +28,13 @@ from .step import Coefficients
 
 #: where an update is this small against the state, it is rounding: a step may leave with it
 ROUNDING = 32.0
+#: the same of a sample that had to go back: much smaller ones are not to be had
+FLOOR = 4.0
+#: where a step's value has changed by so many times its rounding, the change tells how the step amplifies errors: to a percent, up or
+#: down, and so hundreds of steps may be multiplied
+NOISE = 100.0
+#: by how much more than the growth that was seen thresholds are lowered: it may have been seen in other directions
+STRICTER = 10.0
 #: of the extrapolation's least squares, relative: what keeps it solvable where two changes are parallel but for rounding
 RIDGE = 1e-5
 #: the share of a window, from its first step on, that says whether the network's precision still suffices
@@ -38,8 +50,10 @@ class Iteration:
         samples, width: B, D
         size: at most so many steps of a sample are evaluated in an iteration
         freeze: [L], a step leaves when its update is below this
+        bound: a sample goes back to a step whose last update, times the growth that was seen since, is more
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
+        eps: relative precision of states and network
     """
 
     def __init__(
@@ -51,8 +65,10 @@ class Iteration:
         *,
         size: int,
         freeze: Tensor,
+        bound: float,
         accelerate: bool,
         adds_noise: bool,
+        eps: float,
     ):
         self.coefficients, self.coupling = coefficients, coupling
         self.accelerate = accelerate
@@ -61,6 +77,9 @@ class Iteration:
         self.lead = max(1, self.size // _LEAD)
         like = coefficients.gain
         self.freeze = freeze.to(like).reshape(length, 1)
+        self.bound, self.strict = bound, float(freeze[-1]) / STRICTER
+        rounding = torch.finfo(like.dtype).eps
+        self.rounding, self.floor, self.noise = ROUNDING * rounding, FLOOR * rounding, NOISE * eps
         # One row of padding: rows that only fill up a call read and write there.
         self.times = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
         self.scale = None
@@ -68,6 +87,16 @@ class Iteration:
             self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
         self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
         self.shift = like.new_zeros(length, samples, width) if adds_noise else None
+        # How errors grow: what the steps made of their last inputs, and which of them; how far the states have moved since;
+        # how many times as far as its input each step has moved.
+        self.values = like.new_zeros(length, samples, width, slots)
+        self.used = torch.zeros(length, samples, dtype=torch.int8, device=like.device)
+        self.moved = like.new_zeros(length + 1, samples)
+        self.growth = like.new_zeros(length, samples)
+        # By how much more than rounding the steps moved when they left; what they may move, and what counts as rounding.
+        self.excess = like.new_zeros(length, samples)
+        self.thresholds = like.new_zeros(length, samples)
+        self.allowance = like.new_zeros(samples)
         if accelerate:
             # Of the last iteration and the one before it: updates, the states they led to, the updates' sizes.
             self.last_updates = like.new_zeros(2, length, samples, width, slots)
@@ -105,6 +134,11 @@ class Iteration:
             self.shift.copy_(shift)
         self.counters.zero_()
         self.measured.zero_()
+        for buffer in (self.used, self.moved, self.excess):
+            buffer.zero_()
+        self.growth.fill_(1)
+        self.thresholds.copy_(self.freeze.expand_as(self.thresholds))
+        self.allowance.fill_(self.rounding)
         if self.accelerate:
             self.last_sizes.zero_()  # there are no last updates
 
@@ -150,6 +184,7 @@ class Iteration:
         self.diverged.logical_or_((first > finite).any(0))
         used = active & finite
         values = torch.where(used[..., None, None], values, states)
+        self._watch(values, used)
         residual = values - states
         torch.where(used, _size(residual).masked_fill_(first, 0), self.measured, out=self.measured)
 
@@ -160,14 +195,31 @@ class Iteration:
             moved, largest = self._extrapolate(update, largest, moved, used)
         # A step from an exact state is exact as it stands; so is, for want of better, where the update overflowed.
         taken = (largest < math.inf) > first
-        torch.where(taken[..., None, None], moved, values, out=states)
+        moved = torch.where(taken[..., None, None], moved, values)
+        # What an imprecise network says would be taken for growth.
+        self.moved[1:].copy_(_distance(moved, states) if leave else torch.zeros_like(largest))
+        states.copy_(moved)
         if leave:
-            rounding = ROUNDING * torch.finfo(states.dtype).eps
-            small = largest <= torch.add(self.freeze, _size(states), alpha=rounding)
+            height = _size(states)
+            small = largest <= self.thresholds + self.allowance * height
+            excess = torch.where(small > first, largest - self.floor * height, 0)
+            torch.where(used, excess, self.excess, out=self.excess)
             done = (small | first) & used | (age < 0)
+            unfinished = self.prefix < length
             torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)
+            self._go_back(unfinished & (self.prefix == length))
         else:
             torch.amax(torch.where(active & (age < self.lead), largest, 0), 0, out=self.peak)
+
+    @property
+    def went_back(self) -> Tensor:
+        """[B]"""
+        return self.allowance < self.rounding
+
+    def grown(self) -> Tensor:
+        """[L, B]: how many times as large an error in the state after each step is in the last one, as far as was seen."""
+        later = torch.cat([self.growth[1:].log(), torch.zeros_like(self.growth[:1])])
+        return later.mT.flip(-1).cumsum(-1).flip(-1).mT.exp()
 
     def show(self) -> None:
         """Copy what the host looks at to where it does: a CUDA graph holds the copy too."""
@@ -192,6 +244,29 @@ class Iteration:
         self.rows.fill_(total)
         self.rows.scatter_(0, place, self.numbers)
         return self.rows[:count]
+
+    def _watch(self, values: Tensor, used: Tensor) -> None:
+        """How many times as far as their inputs those steps have moved that were evaluated twice in a row.
+
+        Moves in other directions than the worst show less: so what was seen before is forgotten by halves (of its logarithm).
+        """
+        change = _distance(values, self.values)
+        ratio = change / self.moved[:-1]
+        known = used & (self.used > 0) & (change > self.noise * _distance(values)) & (ratio < math.inf)
+        ratio = torch.maximum(ratio, ratio.sqrt() * self.growth.sqrt())
+        torch.where(known, ratio, self.growth, out=self.growth)
+        self.values.copy_(values)
+        self.used.copy_(used)
+
+    def _go_back(self, finished: Tensor) -> None:
+        """Of the samples that have just finished [B], those for which a step left too early: to the first such step."""
+        grown = self.grown()
+        early = finished & (self.excess * grown > self.bound)
+        again = early.any(0)
+        torch.where(again, torch.where(early, self.index, self.length).amin(0), self.prefix, out=self.prefix)
+        stricter = torch.minimum(self.thresholds, self.strict / grown)
+        torch.where(again, stricter, self.thresholds, out=self.thresholds)
+        self.allowance.masked_fill_(again, self.floor)
 
     def _extrapolate(self, update: Tensor, largest: Tensor, plain: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """From this update and the last two: the states where their combination is smallest, over all steps up to each one.
@@ -250,3 +325,8 @@ def _size(states: Tensor) -> Tensor:
     if states.is_cuda:  # one launch
         return torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))
     return states.abs().amax((-2, -1))  # on a CPU four times as fast
+
+
+def _distance(states: Tensor, others: Tensor | None = None) -> Tensor:
+    """Euclidean, between states or from 0: [L, B, D, K] to [L, B]."""
+    return torch.linalg.vector_norm(states if others is None else states - others, dim=(-2, -1))

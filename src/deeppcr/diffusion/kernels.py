@@ -8,11 +8,11 @@ are four kernels of programs that each hold a few steps of one sample, a fifth o
 
     gather      rows of the network from states; a sample's rows follow each other, so a pair finds its row by itself
     (network)
-    judge       what the steps make of the outputs; residuals
+    judge       what the steps make of the outputs; residuals; how much further than their inputs steps have moved
     (scan)      updates
     compare     with the last two updates: five inner products a pair
     move        sums of these over the steps before, the extrapolated states, and which steps are done
-    count       the steps that are done from the first on
+    count       the steps that are done from the first on; whether a sample must go back
 
 Sums over steps are taken by every program by itself, in a fixed order: nothing depends on timing.
 """
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..linear.kernels.launch import Launches, aligned
 from .coupling import Coupling
-from .iteration import RIDGE, ROUNDING, Iteration
+from .iteration import RIDGE, Iteration
 from .step import Coefficients
 
 #: numbers in a program's tile, where a row is not longer; the most steps and columns of a tile
@@ -77,8 +77,7 @@ class FusedIteration(Iteration):
         states, length, samples = self.states, self.length, self.samples
         coefficients, tile, sizes = self.coefficients, self.tile, (length, samples, self.size)
         programs = samples * triton.cdiv(length, self.tile[1])
-        values, residuals = states.new_empty(length, samples, self.tile[0]), torch.empty_like(states[1:])
-        used = torch.empty(samples, length, dtype=torch.int8, device=states.device)
+        residuals, values, used = torch.empty_like(states[1:]), self.values, self.used
         verdict, products = states.new_empty(samples, length), states.new_empty(5, samples, length)
         with torch.cuda.device_of(states):
             launches = Launches()
@@ -88,7 +87,7 @@ class FusedIteration(Iteration):
                 (
                     *(states, aligned(outputs.contiguous()), states if self.shift is None else self.shift),
                     *(coefficients.keep, coefficients.gain, self.counters, self.offsets),
-                    *(values, residuals, used, self.measured, *sizes),
+                    *(values, residuals, used, self.measured, self.moved, self.growth, self.noise, *sizes),
                 ),
                 (self.shift is not None, *tile),
                 warps=_WARPS,
@@ -109,13 +108,20 @@ class FusedIteration(Iteration):
                 programs,
                 (
                     *(states, values, update, *last, used, products, self.counters, verdict),
-                    *(self.freeze, ROUNDING * torch.finfo(states.dtype).eps, RIDGE, *sizes),
+                    *(self.moved, self.excess, self.thresholds, self.allowance, self.floor, RIDGE, *sizes),
                 ),
                 (self.accelerate, leave, *tile, _BLOCK),
                 warps=_WARPS,
             )
             launches.launch(
-                _count, samples, (verdict, self.counters, self.peak, *sizes, self.lead), (leave, _BLOCK), warps=_WARPS
+                _count,
+                samples,
+                (
+                    *(verdict, self.counters, self.peak, self.growth, self.excess, self.thresholds, self.allowance),
+                    *(self.floor, self.bound, self.strict, *sizes, self.lead),
+                ),
+                (leave, _BLOCK),
+                warps=_WARPS,
             )
 
 
@@ -192,10 +198,14 @@ def _stepped(states, outputs, shift, before, row, pair, column, keep, gain, mask
 
 @triton.jit(do_not_specialize=_SIZES)
 def _judge(
-    states, outputs, shift, keeps, gains, counters, offsets, values, residuals, used, measured, length, samples, size,
+    states, outputs, shift, keeps, gains, counters, offsets, values, residuals, used, measured, moved, growth, noise,
+    length, samples, size,
     SHIFTED: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Values of the steps that were evaluated and are finite, else the states; how they differ from these."""
+    """Values of the steps that were evaluated and are finite, else the states; how they differ from these.
+
+    And from the values before: see ``Iteration._watch``.
+    """
     sample, step, exists = _pairs(length, samples, STEPS)
     age = step - tl.load(counters + sample).to(tl.int32)
     active = exists & (age >= 0) & (age < size)
@@ -214,20 +224,32 @@ def _judge(
     # From an exact state that is the loop's own fate. Only one pair of a sample is the first.
     tl.store(counters + samples + sample + 0 * step, 1, mask=exists & (age == 0) & (use == 0))
 
-    largest = tl.zeros([STEPS], tl.float32)
+    largest, change, reach = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
     for at in range(0, WIDTH, COLUMNS):
         column, mask = _columns(at, exists, WIDTH, COLUMNS)
         state = tl.load(states + after + column, mask=mask, other=0)
+        before = tl.load(values + place + column, mask=mask, other=0)
         value = _stepped(
             states, outputs, shift, place, row, place, column, keep, gain, mask & active[:, None], SHIFTED
         )  # fmt: skip
         value = tl.where(use[:, None], value, state)
         residual = value - state
+        change += tl.sum(tl.where(mask, (value - before) * (value - before), 0), 1)
+        reach += tl.sum(tl.where(mask, value * value, 0), 1)
+        # Of tiles that are smaller than the program, several threads hold the same numbers: all of them have read first.
+        tl.debug_barrier()
         tl.store(values + place + column, value, mask=mask)
         tl.store(residuals + place + column, residual, mask=mask)
         largest = _largest(largest, tl.where(mask, residual, 0))
     tl.store(measured + pair, tl.where(age == 0, 0, largest), mask=use)
-    tl.store(used + sample.to(tl.int64) * length + step, use.to(tl.int8), mask=exists)
+    known = use & (tl.load(used + pair, mask=exists, other=0) != 0)
+    move, grown = tl.load(moved + pair, mask=exists, other=0), tl.load(growth + pair, mask=exists, other=1)
+    change = tl.sqrt(change)
+    ratio = change / move
+    known = known & (change > noise * tl.sqrt(reach)) & (ratio < float("inf"))
+    tl.debug_barrier()
+    tl.store(growth + pair, tl.maximum(ratio, tl.sqrt(ratio) * tl.sqrt(grown)), mask=known)
+    tl.store(used + pair, use.to(tl.int8), mask=exists)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -240,7 +262,7 @@ def _compare(
     pair = step.to(tl.int64) * samples + sample
     at_step = sample.to(tl.int64) * length + step
     pairs = tl.cast(samples, tl.int64) * length
-    known = tl.load(used + at_step, mask=exists, other=0) != 0
+    known = tl.load(used + pair, mask=exists, other=0) != 0
     known = known & (tl.load(last_sizes + pair, mask=exists, other=0) > 0)
     known_before = known & (tl.load(last_sizes + pairs + pair, mask=exists, other=0) > 0)
     place = pair[:, None] * WIDTH
@@ -301,7 +323,7 @@ def _target(state, update, last, before, known, known_before, weight, weight_bef
 @triton.jit(do_not_specialize=_SIZES)
 def _move(
     states, values, updates, last_updates, last_plains, last_sizes, used, products, counters, verdict,
-    freezes, rounding, ridge, length, samples, size,
+    moved, excesses, thresholds, allowance, floor, ridge, length, samples, size,
     ACCELERATE: tl.constexpr, LEAVE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -313,7 +335,7 @@ def _move(
     pair = step.to(tl.int64) * samples + sample
     pairs = tl.cast(samples, tl.int64) * length
     at_sample = sample.to(tl.int64) * length
-    use = tl.load(used + at_sample + step, mask=exists, other=0) != 0
+    use = tl.load(used + pair, mask=exists, other=0) != 0
     place = pair[:, None] * WIDTH
     place_before = place + pairs * WIDTH
     after = place + tl.cast(samples, tl.int64) * WIDTH
@@ -351,7 +373,7 @@ def _move(
     largest = tl.maximum(plain_size, largest)
 
     taken = (largest < float("inf")) & (first == 0)
-    height = tl.zeros([STEPS], tl.float32)
+    height, distance = tl.zeros([STEPS], tl.float32), tl.zeros([STEPS], tl.float32)
     for at in range(0, WIDTH, COLUMNS):
         column, mask = _columns(at, exists, WIDTH, COLUMNS)
         state = tl.load(states + after + column, mask=mask, other=0)
@@ -364,9 +386,10 @@ def _move(
         plain, target = _target(
             state, update, last, before, known, known_before, weight, weight_before, ACCELERATE
         )  # fmt: skip
-        state = tl.where(taken[:, None], target, tl.load(values + place + column, mask=mask, other=0))
-        # Of tiles that are smaller than the program, several threads hold the same numbers: all of them have read first.
-        tl.debug_barrier()
+        target = tl.where(taken[:, None], target, tl.load(values + place + column, mask=mask, other=0))
+        distance += tl.sum(tl.where(mask, (target - state) * (target - state), 0), 1)
+        state = target
+        tl.debug_barrier()  # as in _judge
         tl.store(states + after + column, state, mask=mask)
         height = _largest(height, tl.where(mask, state, 0))
         if ACCELERATE:
@@ -378,17 +401,37 @@ def _move(
         tl.store(last_sizes + pairs + pair, last_size, mask=exists)
         tl.store(last_sizes + pair, tl.where(plain_size < float("inf"), plain_size, 0), mask=exists)
     if LEAVE:
-        freeze = tl.load(freezes + step, mask=exists, other=0)
-        small = (largest < float("inf")) & (largest <= freeze + rounding * height)
+        tl.store(moved + samples + pair, tl.sqrt(distance), mask=exists)
+        allowed = tl.load(thresholds + pair, mask=exists, other=0) + tl.load(allowance + sample) * height
+        small = (largest < float("inf")) & (largest <= allowed)
+        tl.store(excesses + pair, tl.where(small & (first == 0), largest - floor * height, 0), mask=use)
         done = ((small | first) & use) | (age < 0)
         tl.store(verdict + at_sample + step, tl.where(done, 0.0, 1.0), mask=exists)
     else:
+        tl.store(moved + samples + pair, tl.zeros([STEPS], tl.float32), mask=exists)
         tl.store(verdict + at_sample + step, largest, mask=exists)
 
 
+@triton.jit
+def _grown(growth, sample, at, before, length, samples, BLOCK: tl.constexpr):
+    """A block of pairs of a sample, from step ``length - 1 - at`` backwards, which of them there are, and the logarithm of
+    the growth after each; ``before``: that of the block before."""
+    back = at + tl.arange(0, BLOCK)
+    pair = (length - 1 - back).to(tl.int64) * samples + sample
+    exists = back < length
+    later = tl.log(tl.load(growth + pair + samples, mask=exists & (back > 0), other=1))
+    return back, pair, exists, before + tl.cumsum(later, 0), before + tl.sum(later, 0)
+
+
 @triton.jit(do_not_specialize=_SIZES)
-def _count(verdict, counters, peak, length, samples, size, lead, LEAVE: tl.constexpr, BLOCK: tl.constexpr):
-    """One sample's counters, and the window it has next; without ``LEAVE`` the largest update of its first steps."""
+def _count(
+    verdict, counters, peak, growth, excesses, thresholds, allowance, floor, bound, strict,
+    length, samples, size, lead, LEAVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sample's counters, and the window it has next; without ``LEAVE`` the largest update of its first steps.
+
+    A sample that has finished goes back where a step left too early: see ``Iteration._go_back``.
+    """
     sample = tl.program_id(0)
     prefix = tl.load(counters + sample).to(tl.int32)
     end = tl.minimum(prefix + size, length)
@@ -399,7 +442,21 @@ def _count(verdict, counters, peak, length, samples, size, lead, LEAVE: tl.const
         left = tl.minimum(left, tl.where(found > 0, step, end))
         largest = tl.maximum(largest, tl.where(step < prefix + lead, found, 0))
     if LEAVE:
-        tl.store(counters + sample, tl.min(left, 0))
+        now = tl.min(left, 0)
+        if (now == length) & (prefix < length):
+            after = 0.0
+            for at in range(0, length, BLOCK):
+                back, pair, exists, grown, after = _grown(growth, sample, at, after, length, samples, BLOCK)
+                early = tl.load(excesses + pair, mask=exists, other=0) * tl.exp(grown) > bound
+                now = tl.minimum(now, tl.min(tl.where(early, length - 1 - back, length), 0))
+            if now < length:
+                tl.store(allowance + sample, floor)
+                after = 0.0
+                for at in range(0, length, BLOCK):
+                    back, pair, exists, grown, after = _grown(growth, sample, at, after, length, samples, BLOCK)
+                    threshold = tl.load(thresholds + pair, mask=exists, other=0)
+                    tl.store(thresholds + pair, tl.minimum(threshold, strict / tl.exp(grown)), mask=exists)
+        tl.store(counters + sample, now)
     else:
         tl.store(peak + sample, tl.max(largest, 0))
     iterations, evaluations = counters + 2 * samples + sample, counters + 3 * samples + sample

@@ -18,7 +18,7 @@ from ..linear.fused import has_triton
 from ..solution import Plan, Result
 from .coupling import Coupling
 from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, owner_of
-from .iteration import Iteration
+from .iteration import STRICTER, Iteration
 from .prior import GaussianPrior
 from .problem import Problem
 from .rounding import Rounding
@@ -27,7 +27,8 @@ from .start import knows_the_network, start_states
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
 #: An error left at the first step may grow on its way to the final sample, one left at the last does not. By how much is the
-#: network's affair: 2 to 60 times in DDIM with networks trained well and badly, less where the sampler adds noise.
+#: network's affair: 2 to 60 times in DDIM with networks trained well and badly, less where the sampler adds noise. Where more
+#: was seen in the end, a sample goes back (``Iteration``).
 _GROWTH = 30.0
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
@@ -49,7 +50,8 @@ class Window:
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8
         freeze: the last step leaves the window when its update is below this share of the tolerance; earlier ones when it
-            is below less, the first a thirtieth of it, since what is left may grow on its way to the final sample
+            is below less, the first a thirtieth of it, since what is left may grow on its way to the final sample. Where the
+            iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
         tf32: until the updates of the first sixteenth of the window are below this, a GPU multiplies in TF32, and no step
@@ -185,6 +187,8 @@ class Prepared:
         self.start_coupling = self.coupling
         if self.prior is not jacobian:
             self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
+        with full_precision(device):
+            eps = problem.denoiser.eps(problem.initial.detach().to(problem.network_dtype))
         self.iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
@@ -192,8 +196,10 @@ class Prepared:
             problem.width,
             size=window.size_for(problem),
             freeze=window.thresholds_for(problem),
+            bound=window.freeze**0.5 * window.tolerance_for(dtype),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
+            eps=eps,
         )
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.replayed: Replayed | None = None
@@ -231,6 +237,11 @@ class Prepared:
         first, last = window.thresholds_for(problem)[[0, -1]].tolist()
         leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
         plan.note(f"tolerance: {tolerance:g} of the final sample; {leaves}")
+        back = int(self.iteration.went_back.sum())
+        if back:
+            plan.note(
+                f"errors grew more than was expected in {back} of {problem.samples} samples, which took more iterations"
+            )
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
         elif window.no_graphs(problem) is None:
@@ -297,6 +308,9 @@ class Prepared:
             self.rounding = self.rounding or Rounding(problem, self.coupling)
         height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
         least = self.rounding.least(height)
+        # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
+        grown = STRICTER * iteration.floor * (height * iteration.grown()).amax(0)
+        least = torch.where(iteration.went_back, torch.maximum(least, grown), least)
         results = []
         for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
             done = Result.PRECISION_FLOOR if rough else Result.CONVERGED

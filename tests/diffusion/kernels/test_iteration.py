@@ -15,7 +15,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, iteration, sample, window
 from deeppcr.diffusion.coupling import Coupling
-from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion.iteration import NOISE, Iteration
 from deeppcr.diffusion.iteration import _least_squares as least_squares
 from deeppcr.diffusion.step import Steps
 
@@ -31,7 +31,18 @@ LENGTHS, SAMPLES, WIDTHS = (1, 2, 50, 257), (1, 3), (1, 5, 16, 130)
 
 
 def made(
-    length, samples, width, device, *, size=None, freeze=0.05, accelerate=True, noise=True, scaled=False, prior=None
+    length,
+    samples,
+    width,
+    device,
+    *,
+    size=None,
+    freeze=0.05,
+    accelerate=True,
+    noise=True,
+    scaled=False,
+    prior=None,
+    bound=1.0,
 ):
     """The same random problem, in the midst of its iterations, for the reference and for the kernels."""
     generator = torch.Generator().manual_seed(length + 7 * samples + width)
@@ -46,7 +57,8 @@ def made(
                       steps.deviation, scale=scale)  # fmt: skip
     coupling = Coupling(prior or GaussianPrior(), steps, width, device, torch.float32)
     freeze = freeze * (1 + torch.arange(length) / length)  # another one for every step
-    settings = {"size": size or length, "freeze": freeze, "accelerate": accelerate, "adds_noise": noise}
+    settings = {"size": size or length, "freeze": freeze, "bound": bound, "accelerate": accelerate}
+    settings |= {"adds_noise": noise, "eps": 1 / NOISE}  # so that some changes are taken for rounding
     pair = [
         kind(steps.to(device, torch.float32), coupling, samples, width, **settings)
         for kind in (Iteration, FusedIteration)
@@ -58,6 +70,9 @@ def made(
         prefix[1], prefix[2] = 0, length  # the last one has finished
     last = draw(2, length, samples, width, 1), draw(2, length, samples, width, 1)
     last_sizes = torch.rand(2, length, samples, generator=generator).sub_(0.3).clamp_(0)
+    values, moved = draw(length, samples, width, 1), torch.rand(length + 1, samples, generator=generator)
+    used = torch.rand(length, samples, generator=generator) < 0.8
+    growth = 0.9 + 0.2 * torch.rand(length, samples, generator=generator)
     measured = torch.rand(length, samples, generator=generator)
     for each in pair:
         each.load(initial, shift, start)
@@ -65,6 +80,10 @@ def made(
         each.iterations.fill_(3)
         each.evaluations.fill_(11)
         each.measured.copy_(measured)
+        each.values.copy_(values)
+        each.moved[1:].copy_(moved[1:])
+        each.used.copy_(used)
+        each.growth.copy_(growth)
         if accelerate:
             each.last_updates.copy_(last[0])
             each.last_plains.copy_(last[1])
@@ -107,7 +126,8 @@ def shaken(reference, network, count, leave, names, trials=4):
 def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance=2e-5):
     """Both take so many iterations, each from where the reference is; how far each sample has got afterwards."""
     reference, fused = pair
-    kept = ["states", "measured"] + ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
+    kept = ["states", "measured", "values", "used", "moved", "growth", "excess", "thresholds", "allowance"]
+    kept += ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
     names = kept + ["peak"] * (not leave)
     for _ in range(rounds):
         rest = [min(reference.length - each, reference.size) for each in reference.prefix.tolist()]
@@ -129,6 +149,8 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
             found, expected = getattr(fused, name), getattr(reference, name)
             same = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
             assert (same | ((found - expected).abs() <= 2 * changes[name])).all(), name
+        for name in ("thresholds", "allowance"):  # which may be far below 1
+            assert torch.allclose(getattr(fused, name), getattr(reference, name), rtol=1e-4, atol=0), name
         for name in kept:
             getattr(fused, name).copy_(getattr(reference, name))
     return reference.prefix.tolist()
@@ -183,6 +205,25 @@ def test_a_row_wider_than_a_tile_and_more_steps_than_a_block(device, monkeypatch
     monkeypatch.setattr(kernels, "_TILE", 64)
     compare(made(40, 3, 40, device, freeze=1e9), rounds=1)
     compare(made(40, 1, 40, device))
+
+
+def test_samples_go_back(device, monkeypatch):
+    """Of those that finish, where what a step left with has grown too much since; with lower thresholds."""
+    monkeypatch.setattr(kernels, "_TILE", 8192)
+    monkeypatch.setattr(kernels, "_BLOCK", 8)
+    pair = made(20, 4, 3, device, freeze=1e9, bound=40.0)
+    for each in pair:
+        each.growth.fill_(1)
+        each.growth[15] = torch.tensor([1.0, 90.0, 90.0, 90.0], device=device)
+        each.used.zero_()
+        each.prefix.copy_(torch.tensor([0, 0, 20, 12]))
+        each.excess[:, 2] = 1e3  # that sample has finished before
+    after = compare(pair, rounds=1)
+    assert after[0] == after[2] == 20
+    assert 0 < after[1] < 15
+    assert 12 < after[3] < 15
+    assert (pair[1].thresholds < pair[1].freeze).any(0).tolist() == [False, True, False, True]
+    assert pair[1].went_back.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,0 +1,137 @@
+"""Errors that grow on their way to the final sample: they are seen, and samples that left too early go back."""
+
+import math
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Result
+from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample, window
+from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.start import start_states
+
+SCHEDULE = Schedule.linear(50)
+
+
+def two_narrow(z, t):
+    """The ideal denoiser of two Gaussians in one dimension, at 3 and -1: samples near the boundary decide late between them."""
+    share = SCHEDULE.alphas_bar.to(z)[t].unsqueeze(-1)
+    variance = share * 0.01 + 1 - share
+    mean = share.sqrt() * (1 + 2 * torch.tanh(2 * share.sqrt() * (z - share.sqrt()) / variance))
+    return (1 - share).sqrt() * (z - mean) / variance
+
+
+def undecided(device, dtype=torch.float32, nearest=-4.5):
+    """[B, 1], ever nearer to the boundary."""
+    boundary = SCHEDULE.alphas_bar[-1].sqrt()
+    return (boundary + torch.logspace(0, nearest, 60, dtype=torch.float64)).to(device, dtype).unsqueeze(1)
+
+
+def by_loop(initial, denoiser=two_narrow):
+    return sample(denoiser, SCHEDULE, initial, step=DDIM(), solver=deeppcr.Loop()).final
+
+
+def finished(initial, denoiser=two_narrow, **settings):
+    """The iteration after a run, and the run's outcome."""
+    problem = Problem(denoiser, DDIM().steps(SCHEDULE), initial)
+    solver, prior = Window(**settings), GaussianPrior()
+    with torch.no_grad():
+        prepared = window.Prepared(solver, problem, prior)
+        outcome = prepared.run(solver, problem, None, deeppcr.solution.Plan())
+    return prepared.iteration, outcome
+
+
+@pytest.mark.parametrize("size", [7, 50])
+def test_samples_whose_errors_grow_go_back(size, device, monkeypatch):
+    initial = undecided(device)
+    loop = by_loop(initial)
+
+    def run():
+        found = sample(two_narrow, SCHEDULE, initial, step=DDIM(), solver=Window(size=size))
+        fine = torch.tensor([result is Result.CONVERGED for result in found.results], device=device)
+        return found, fine, (found.final - loop).abs().flatten()
+
+    found, fine, error = run()
+    assert set(found.results) <= {Result.CONVERGED, Result.PRECISION_FLOOR}
+    assert fine[:45].all()  # the others' rounding may grow too much
+    assert error[fine].max() <= 1e-3
+    assert "errors grew more than was expected in " in str(found.plan)
+    monkeypatch.setattr(Iteration, "_go_back", lambda self, finished: None)
+    before, _, error = run()
+    assert error.max() > 1.5e-3
+    assert (found.iterations >= before.iterations).all()
+    assert (found.iterations == before.iterations).any()  # of those that need not
+    assert (found.iterations > before.iterations).any()
+
+
+def test_the_growth_that_is_seen_is_that_of_errors(device):
+    """Against the derivative of the final sample with respect to the first state: errors grow up to 1,000 times."""
+    initial = undecided(device, torch.float64)
+    iteration, _ = finished(initial, tolerance=1e-6)
+    after = by_loop(initial + 1e-7), by_loop(initial - 1e-7)
+    true = ((after[0] - after[1]) / 2e-7).abs().flatten()
+    seen = iteration.grown()[0]
+    assert true.max() > 100
+    off = (seen / true).log().abs()
+    assert off.median() < math.log(1.2)
+    assert (seen > true / 3).all()
+    assert torch.allclose(iteration.grown()[-1], torch.ones_like(true))
+
+
+def test_where_errors_do_not_grow_nothing_changes(device):
+    spread = (1 - SCHEDULE.alphas_bar).sqrt().float().to(device)
+
+    def gaussian(z, t):
+        return spread[t].unsqueeze(-1) * z
+
+    initial = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    iteration, outcome = finished(initial, gaussian)
+    assert outcome.results == [Result.CONVERGED] * 20
+    assert (iteration.grown() <= 1.1).all()
+    assert torch.equal(iteration.thresholds, iteration.freeze.expand(-1, 20))
+
+
+def test_what_rounding_leaves_grows_too(device):
+    """A sample so near to the boundary that float32 cannot tell where it ends; float64 can."""
+    initial = undecided(device, nearest=-5)[[0, -1]]
+    found = sample(two_narrow, SCHEDULE, initial, step=DDIM())
+    assert found.results == (Result.CONVERGED, Result.PRECISION_FLOOR)
+    found = sample(two_narrow, SCHEDULE, initial.double(), step=DDIM(), solver=Window(tolerance=1e-3))
+    assert found.result is Result.CONVERGED
+    assert (found.final - by_loop(initial.double())).abs().max() <= 1e-3
+
+
+def started(initial):
+    problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), initial), GaussianPrior()
+    iteration = window.Prepared(Window(size=50), problem, prior).iteration
+    states, _ = start_states(None, problem, prior, iteration.coupling)
+    iteration.load(problem.initial, problem.shift, states)
+    return problem, iteration
+
+
+def test_an_imprecise_network_is_not_watched(device):
+    """The first iteration in full precision has nothing to compare with, the next one has."""
+    problem, iteration = started(undecided(device)[:5])
+    for leave, seen in ((False, False), (False, False), (True, False), (True, True)):
+        iteration.run(problem.network, 250, leave)
+        assert bool((iteration.growth != 1).any()) == seen
+    iteration.load(problem.initial, problem.shift, iteration.states[1:].clone())
+    assert (iteration.growth == 1).all()
+
+
+def test_a_sample_goes_back_to_the_first_step_that_left_too_early(device):
+    _, iteration = started(undecided(device)[:4])
+    iteration.excess[7], iteration.excess[30] = 1e-5, 1e-5
+    iteration.growth[20] = torch.tensor([1.0, 10.0, 100.0, 100.0], device=device)
+    iteration.prefix.fill_(50)
+    iteration._go_back(torch.tensor([True, True, True, False], device=device))  # the last one had finished before
+    assert iteration.prefix.tolist() == [50, 50, 7, 50]
+    lowered = iteration.thresholds < iteration.freeze
+    assert lowered.any(0).tolist() == [False, False, True, False]
+    assert iteration.thresholds[7, 2].item() == pytest.approx(1e-5 / 100)
+    assert iteration.went_back.tolist() == [False, False, True, False]
+    iteration.excess.fill_(1)
+    iteration._go_back(iteration.prefix == 50)
+    assert iteration.prefix.tolist() == [0, 0, 7, 0]
