@@ -292,10 +292,19 @@ def test_the_bootstrap_pairs_the_samples():
     assert same["difference"] == 0
     assert same["difference_interval"] == [0, 0]
     low, high = same["sequential_interval"]
-    assert 0 < low < high
+    assert low < same["sequential"] < high
     moved = frechet.compare(data, samples, samples + 1, draws=20, seed=0)
     low, high = moved["difference_interval"]
     assert 0.5 < low < moved["difference"] < high
+
+
+def test_the_interval_is_about_what_was_found():
+    """With many dimensions for its samples, the bootstrap by itself lies beside it."""
+    data, samples = (torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    found = frechet.compare(data, samples, samples, draws=50, seed=0)
+    low, high = found["parallel_interval"]
+    assert low < found["parallel"] < high
+    assert high - low < 0.2 * found["parallel"]
 
 
 def test_pictures_come_back():
