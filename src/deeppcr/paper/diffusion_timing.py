@@ -125,8 +125,8 @@ def _batch(sampling: Sampling, settings: Settings, context: Context, runs: int =
     columns["auto"] = sampling.parallel
     seconds = {}
     for name, call in columns.items():
-        # The eager loop is as slow as with one sample, and its first call sets up all there is.
-        before, counted = (1, 1) if name == "loop" else (WARM_UP, runs)
+        # The eager loop is as slow as with one sample, and its first call sets up all there is; so does a graph's.
+        before, counted = {"loop": (1, 1), "graph": (1, runs)}.get(name, (WARM_UP, runs))
         timed(call, draws[:before], context.device)
         seconds[name], _ = timed(call, draws[WARM_UP:][:counted], context.device)
     return {"samples": settings.batch, "seconds": seconds}
