@@ -395,7 +395,10 @@ def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_from_outside(tmp_path):
-    code = "from deeppcr.cli import main; main()"
+    # Where the tests run in the background, a shell may have told them to ignore Ctrl-C, and so what they start.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from deeppcr.cli import main; main()"
+    )
     line = ["reproduce", "mlp-timing", "--quick", "--device", "cpu", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
