@@ -93,7 +93,8 @@ def digits_pixels() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise PaperError(
-            "--quick needs scikit-learn for its digits: pip install 'deeppcr[paper]', or give MNIST with --data-dir"
+            "--quick needs scikit-learn for its digits: give MNIST with --data-dir, or in a clone pip install -e '.[paper]' "
+            "-c constraints.txt"
         ) from None
     found: Any = load_digits()
     pixels, labels = torch.tensor(found.data, dtype=torch.float32), torch.tensor(found.target, dtype=torch.long)

@@ -30,7 +30,9 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as error:
-    raise ImportError("the demo needs rich: pip install 'deeppcr[paper]', or run `make demo`") from error
+    raise ImportError(
+        "the demo needs rich: run `make demo`, or in a clone pip install -e '.[paper]' -c constraints.txt"
+    ) from error
 
 from .bars import Bars
 

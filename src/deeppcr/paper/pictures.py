@@ -136,7 +136,9 @@ def read_image(path: Path) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise PaperError("a folder of images needs Pillow: pip install 'deeppcr[paper]'") from None
+        raise PaperError(
+            "a folder of images needs Pillow; in a clone: pip install -e '.[paper]' -c constraints.txt"
+        ) from None
     try:
         with Image.open(path) as image:
             square = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), Image.Resampling.BOX)
