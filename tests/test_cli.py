@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -19,6 +20,7 @@ pytest.importorskip("rich")
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
+import deeppcr
 from deeppcr import cli
 from deeppcr.paper import compare_hardware, lock, store
 from deeppcr.paper.catalogue import EXPERIMENTS
@@ -76,7 +78,7 @@ def test_lists_every_experiment():
     assert {each.name for each in EXPERIMENTS} == TINY.keys()
 
 
-@pytest.mark.parametrize("command", [cli.reproduce, cli.report], ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", [cli.root, cli.reproduce, cli.report], ids=lambda command: command.__name__)
 def test_every_option_says_its_name(command):
     """Typer 0.27 takes none from a parameter whose option has a metavar."""
     options = [each.__metadata__[0] for each in get_type_hints(command, include_extras=True).values() if get_args(each)]
@@ -105,7 +107,12 @@ def test_help_says_how_to_begin():
         "mlp-timing --quick",
     ):
         assert word in plain
-    assert "deeppcr" in CliRunner().invoke(cli.app, ["version"]).output
+
+
+def test_version_as_a_command_and_as_an_option():
+    command, option = (CliRunner().invoke(cli.app, [word]) for word in ("version", "--version"))
+    assert (command.exit_code, option.exit_code) == (0, 0)
+    assert command.output == option.output == f"deeppcr {deeppcr.__version__}, torch {torch.__version__}\n"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -137,8 +144,8 @@ def test_settings_are_changed_and_recorded(run, tmp_path):
     assert {(record["L"], record["guess"]) for record in content["records"]} == {(4, "random"), (16, "random")}
     assert all(len(record["iterations"]) == 1 for record in content["records"])
     # What is gone on with is the run with the same changes.
-    assert run("mlp-newton", "--quick", "--set", "samples=2", "--time-limit", 0).exit_code == cli.AGAIN
-    assert run("mlp-newton", "--quick", "--set", "samples=1", "--time-limit", 0).exit_code == cli.AGAIN
+    assert run("mlp-newton", "--quick", "--set", "samples=2", "--time-limit", 1e-9).exit_code == cli.AGAIN
+    assert run("mlp-newton", "--quick", "--set", "samples=1", "--time-limit", 1e-9).exit_code == cli.AGAIN
     assert len([name for name in files(tmp_path / "results") if name.endswith(store.PARTIAL)]) == 2
 
 
@@ -357,8 +364,14 @@ def test_what_a_crash_leaves_behind_locks_nothing(run, tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
-def test_no_time_at_all(run, tmp_path):
-    result = run("mlp-newton", "--quick", "--time-limit", 0)
+@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_a_time_limit_in_which_nothing_can_be_done(run, tmp_path, limit):
+    fails_clearly(run("mlp-newton", "--quick", "--time-limit", limit), f"--time-limit {limit}", "more than 0")
+    assert files(tmp_path / "results") == []
+
+
+def test_hardly_any_time(run, tmp_path):
+    result = run("mlp-newton", "--quick", "--time-limit", 1e-9)
     assert result.exit_code == cli.AGAIN
     assert "time limit" in result.output
     assert run("mlp-newton", "--quick").exit_code == 0
@@ -396,9 +409,7 @@ def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
 
 def test_ctrl_c_from_outside(tmp_path):
     # Where the tests run in the background, a shell may have told them to ignore Ctrl-C, and so what they start.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from deeppcr.cli import main; main()"
-    )
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from deeppcr_command import main; main()"
     line = ["reproduce", "mlp-timing", "--quick", "--device", "cpu", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -450,14 +461,60 @@ def test_as_a_module():
     assert result.stdout.startswith("deeppcr ")
 
 
-def test_ctrl_c_outside_an_experiment(monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
+def test_ctrl_c_during_the_imports():
+    """Most of the time before the command itself goes into that of torch."""
+    project = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    module, function = re.search(r'^deeppcr = "(\w[\w.]*):(\w+)"$', project, re.MULTILINE).groups()
+    code = f"""
+import sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+from {module} import {function}
+{function}()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (cli.STOPPED, "", "deeppcr: interrupted\n")
 
-    monkeypatch.setattr(cli, "app", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == cli.STOPPED
+
+@pytest.mark.parametrize("name", ["mlp-newton", "all"])
+def test_out_is_no_folder(run, tmp_path, name):
+    """The folder is named, and not what was to be written there."""
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    fails_clearly(run(name, "--quick", out=taken), f"deeppcr: {taken}: is a file, expected a folder")
+    fails_clearly(run(name, "--quick", out=taken / "below"), f"deeppcr: {taken}: is a file, expected a folder")
+    fails_clearly(run(name, "--quick", "--models", taken), f"deeppcr: {taken}: is a file, expected a folder")
+    assert files(tmp_path / "results") == []
+
+
+@pytest.mark.parametrize("name", ["mlp-newton", "all"])
+def test_out_cannot_be_made(run, tmp_path, name, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    folder = tmp_path / "results"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", refuse)
+        found = run(name, "--quick")
+    fails_clearly(found, f"deeppcr: {folder}: no folder can be made there: Permission denied")
+
+
+def test_out_takes_no_files(run, tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(lock, "_take", refuse)
+    fails_clearly(
+        run("mlp-newton", "--quick"), f"deeppcr: {tmp_path / 'results'}: cannot be written: Permission denied"
+    )
 
 
 def test_bad_data(run, tmp_path):
@@ -585,7 +642,7 @@ def test_hardware_with_the_wrong_files(run, tmp_path):
     (found,) = files(tmp_path / "results")
     path = tmp_path / "results" / found
     fails_clearly(run("hardware", path, path), "results of mlp-newton, expected those of mlp-timing")
-    run("mlp-timing", "--quick", "--time-limit", 0)
+    run("mlp-timing", "--quick", "--time-limit", 1e-9)
     (found,) = [name for name in files(tmp_path / "results") if name.startswith("mlp-timing")]
     path = tmp_path / "results" / found
     fails_clearly(run("hardware", path, path), "not finished")

@@ -1,6 +1,6 @@
 """``python -m deeppcr``: the command, where its script is not on the path."""
 
-from .cli import main
+from deeppcr_command import main
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,9 @@ try:
     from rich.markup import escape
     from rich.table import Table
 except ImportError:
-    raise SystemExit("deeppcr: the command needs its extra: pip install 'deeppcr[paper]'") from None
+    raise SystemExit(
+        "deeppcr: the command needs its extra; in a clone: pip install -e '.[paper]' -c constraints.txt"
+    ) from None
 
 import torch
 
@@ -26,7 +28,7 @@ from .paper.bars import Bars
 from .paper.catalogue import EXPERIMENTS
 from .paper.everything import run_all
 from .paper.experiment import Context, OutOfTime
-from .paper.store import PARTIAL, PaperError
+from .paper.store import PARTIAL, PaperError, check_folder
 
 #: Exit codes: bad input or a full disk; out of time (try again, as in sysexits.h); Ctrl-C.
 BAD, AGAIN, STOPPED = 2, 75, 130
@@ -40,15 +42,28 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def root() -> None:
-    pass
-
-
 @app.command()
 def version() -> None:
     """Print the versions of deeppcr and torch."""
     print(f"deeppcr {deeppcr.__version__}, torch {torch.__version__}")
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the versions of deeppcr and torch, and end."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -115,7 +130,6 @@ def reproduce(
         typer.Option(
             "--time-limit",
             metavar="MIN",
-            min=0,
             help="Stop after so many minutes; the same command goes on from there.",
         ),
     ] = None,
@@ -155,6 +169,11 @@ def reproduce(
             raise PaperError(f"{name} takes no files; only hardware compares result files")
         if name == "all" and (changes or only):
             raise PaperError("all: --set and --only are for one experiment; name it")
+        if time_limit is not None and not time_limit > 0:  # nor NaN
+            raise PaperError(f"--time-limit {time_limit:g}: expected more than 0 minutes")
+        for folder in (out, models):  # before anything is downloaded or trained
+            if folder is not None:
+                check_folder(folder)
         where, deadline = find_device(device), None if time_limit is None else time.monotonic() + 60 * time_limit
 
         def context() -> Context:
@@ -258,15 +277,3 @@ def catalogue() -> Table:
 def command_line() -> str:
     """The command as it was given, to be given again."""
     return shlex.join(["deeppcr", *sys.argv[1:]])
-
-
-def main() -> None:
-    """The entry point."""
-    try:
-        app()
-    except KeyboardInterrupt:  # outside an experiment, such as while modules are imported
-        raise SystemExit(STOPPED) from None
-
-
-if __name__ == "__main__":
-    main()

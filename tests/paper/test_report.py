@@ -445,9 +445,12 @@ def test_a_page_that_cannot_be_written(run, tmp_path, monkeypatch):
     write(tmp_path / "results", timing_content(quick=True))
     folder = tmp_path / "folder"
     folder.mkdir()
-    fails_clearly(run("--results", tmp_path / "results", "--out", folder), str(folder), "cannot be written")
+    monkeypatch.chdir(folder)
+    for out in (folder, "."):
+        fails_clearly(run("--results", tmp_path / "results", "--out", out), f"{out}: is a folder", "report.html")
     (tmp_path / "file").write_text("")
-    fails_clearly(run("--results", tmp_path / "results", "--out", tmp_path / "file" / "page.html"), "cannot be written")
+    below = run("--results", tmp_path / "results", "--out", tmp_path / "file" / "page.html")
+    fails_clearly(below, f"{tmp_path / 'file'}: is a file")
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")

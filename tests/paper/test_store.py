@@ -290,7 +290,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PaperError, match="cannot be written"):
+    with pytest.raises(PaperError, match="file: is a file, expected a folder"):
         write(tmp_path / "file" / "a.json", {})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .experiment import Context, Experiment, OutOfTime
-from .store import PaperError
+from .store import PaperError, make_folder
 
 #: What an interruption leaves should say the most: first the paper's main figures, last what extends it. Experiments that
 #: train the same networks follow each other.
@@ -50,6 +50,7 @@ def run_all(
     Yields:
         for each its name and how it ended: "finished", "out of time" or "failed", with more words after a colon
     """
+    make_folder(out)  # where there can be none, no experiment need find out for itself
     for experiment in in_order(experiments):
         here = context()
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .store import PaperError, disk_error
+from .store import PaperError, disk_error, make_folder
 
 try:
     import fcntl
@@ -25,16 +25,16 @@ def only_run(folder: Path, experiment: str, settings: Any, device: str) -> Itera
 
     The system gives up the lock with the process that holds it, however it ends: what a crash leaves behind locks nothing.
     """
+    make_folder(folder)
     if fcntl is None:
         yield
         return
     told = json.dumps([experiment, settings, device], default=str)
     path = folder / f".{experiment}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         handle = _take(path)
     except OSError as error:
-        raise disk_error(path, error) from error
+        raise disk_error(folder, error) from error  # of the lock nobody need know
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ SHARE = 20.0
 PARTIAL = ".partial.json"
 #: What the state of a long cell is kept in ends so.
 CHECKPOINT = ".checkpoint.partial"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PaperError(Exception):
@@ -79,7 +80,7 @@ def write_text(path: Path, text: str) -> None:
     """All or nothing: the file is replaced in one step, after its content has reached the disk."""
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -95,9 +96,27 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def check_folder(folder: Path) -> None:
+    """Raise PaperError where a file stands in the way of this folder."""
+    for each in (folder, *folder.parents):
+        if os.path.exists(each) and not os.path.isdir(each):
+            raise PaperError(f"{each}: is a file, expected a folder")
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, with those above it; a message about it names it, and not what was to be written there."""
+    check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise disk_error(folder, error) from error
+        raise PaperError(f"{folder}: no folder can be made there: {error.strerror or error}") from error
+
+
 def disk_error(path: Path, error: OSError) -> PaperError:
     """The message for a disk that does not take what is written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         return PaperError(
             f"{path}: no space left on the disk; nothing was overwritten. Free some space and run the same command again"
         )

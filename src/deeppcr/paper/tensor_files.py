@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .store import PaperError, disk_error
+from .store import PaperError, disk_error, make_folder
 
 _DTYPES = {
     "F64": torch.float64,
@@ -54,7 +54,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | N
     text += b" " * (-len(text) % _ALIGNMENT)
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..store import write_text
+from ..store import PaperError, write_text
 from .collect import collect
 from .page import make_page
 
@@ -14,5 +14,7 @@ __all__ = ["build"]
 
 def build(folders: Sequence[Path], out: Path) -> Path:
     """Write the page of all finished results in the folders; an old page is replaced in one step, or stays."""
+    if out.is_dir():  # said before the figures are drawn
+        raise PaperError(f"{out}: is a folder, expected a file, such as {out / 'report.html'}")
     write_text(out, make_page(collect(folders)))
     return out
