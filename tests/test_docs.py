@@ -233,6 +233,16 @@ def test_the_layers_that_contributing_names_are_those_that_are_checked():
     assert [name.strip() for name in named.split("→")] == checked
 
 
+def test_install_lines_agree():
+    """It is on no package index: a page that says otherwise sends newcomers to an error."""
+    commands = [
+        re.findall(r"^pip install .*?(?=\s+#|$)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (ROOT / "README.md", ROOT / "docs" / "index.md")
+    ]
+    assert commands[0] == commands[1] != []
+    assert all(" -e " in command and command.endswith("-c constraints.txt") for command in commands[0])
+
+
 def test_site_builds_without_a_warning(tmp_path):
     for needed in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(needed) is None:
