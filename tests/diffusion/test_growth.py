@@ -107,7 +107,8 @@ def started(initial):
     problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), initial), GaussianPrior()
     iteration = window.Prepared(Window(size=50), problem, prior).iteration
     states, _ = start_states(None, problem, prior, iteration.coupling)
-    iteration.load(problem.initial, problem.shift, states)
+    iteration.hold(problem.initial, problem.shift)
+    iteration.load(states)
     return problem, iteration
 
 
@@ -117,7 +118,8 @@ def test_an_imprecise_network_is_not_watched(device):
     for leave, seen in ((False, False), (False, False), (True, False), (True, True)):
         iteration.run(problem.network, 250, leave)
         assert bool((iteration.growth != 1).any()) == seen
-    iteration.load(problem.initial, problem.shift, iteration.states[1:].clone())
+    iteration.hold(problem.initial, problem.shift)
+    iteration.load(iteration.states[1:].clone())
     assert (iteration.growth == 1).all()
 
 

@@ -145,10 +145,10 @@ def layout_of(nest: Any) -> Hashable:
 
 
 class Replayed:
-    """Calls of one function for a few counts of rows, each captured after it was first called.
+    """Calls of a few functions with a few arguments, each captured after it was first called.
 
-    The function, ``function(*key)``, works on buffers that stay where they are. It comes with each call: kept here, it would
-    hold the buffers, and they this, until a collector of garbage comes by.
+    A function, ``function(*key)``, works on buffers that stay where they are. It comes with each call: kept here, it would
+    hold the buffers, and they this, until a collector of garbage comes by. It is known by its name.
 
     Args:
         device: a CUDA device
@@ -162,15 +162,16 @@ class Replayed:
         self._pool: Any = None
 
     def __call__(self, function: Callable[..., None], *key: Any) -> None:
-        graph = self._graphs.get(key)
+        name = (function.__name__, *key)
+        graph = self._graphs.get(name)
         if graph is not None:
             graph.replay()
         elif self.refusal is not None:
             function(*key)
         else:
-            self._capture(function, key)
+            self._capture(name, function, key)
 
-    def _capture(self, function: Callable[..., None], key: tuple) -> None:
+    def _capture(self, name: tuple, function: Callable[..., None], key: tuple) -> None:
         """Call it on a stream of its own, which also lets libraries set themselves up there; then capture it."""
         with torch.cuda.device(self.device):
             if self._stream is None:
@@ -194,7 +195,7 @@ class Replayed:
             finally:  # a capture that fails does not always leave its stream
                 torch.cuda.set_stream(current)
                 current.wait_stream(self._stream)
-        self._graphs[key] = graph
+        self._graphs[name] = graph
 
 
 @contextlib.contextmanager

@@ -37,8 +37,6 @@ NOISE = 100.0
 STRICTER = 10.0
 #: of the extrapolation's least squares, relative: what keeps it solvable where two changes are parallel but for rounding
 RIDGE = 1e-5
-#: the share of a window, from its first step on, that says whether the network's precision still suffices
-_LEAD = 16
 
 
 class Iteration:
@@ -51,6 +49,7 @@ class Iteration:
         size: at most so many steps of a sample are evaluated in an iteration
         freeze: [L], a step leaves when its update is below this
         bound: a sample goes back to a step whose last update, times the growth that was seen since, is more
+        settled: while the network is imprecise, it is counted how many steps have larger updates than this
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
         eps: relative precision of states and network
@@ -66,6 +65,7 @@ class Iteration:
         size: int,
         freeze: Tensor,
         bound: float,
+        settled: float,
         accelerate: bool,
         adds_noise: bool,
         eps: float,
@@ -74,10 +74,9 @@ class Iteration:
         self.accelerate = accelerate
         length, slots = len(coefficients.timesteps), coefficients.slots
         self.length, self.samples, self.size = length, samples, min(size, length)
-        self.lead = max(1, self.size // _LEAD)
         like = coefficients.gain
         self.freeze = freeze.to(like).reshape(length, 1)
-        self.bound, self.strict = bound, float(freeze[-1]) / STRICTER
+        self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
         rounding = torch.finfo(like.dtype).eps
         self.rounding, self.floor, self.noise = ROUNDING * rounding, FLOOR * rounding, NOISE * eps
         # One row of padding: rows that only fill up a call read and write there.
@@ -107,31 +106,29 @@ class Iteration:
         self.numbers = torch.arange(length * samples, **whole)
         self.rows = torch.empty(length * samples + 1, **whole)
         self.nobody = torch.zeros(length * samples + 1, **whole)
-        # The host looks at the first two: how many steps are finished, and where no value is finite.
-        self.counters = torch.zeros(4, samples, **whole)
-        self.prefix, self.diverged, self.iterations, self.evaluations = self.counters
-        self.shown = self.counters[:2]
+        # The host looks at the first five: how many steps are finished, where no value is finite, how many steps still move
+        # in an imprecise network; in the end, of which samples rounding leaves more than is allowed, and which went back.
+        self.counters = torch.zeros(7, samples, **whole)
+        self.prefix, self.diverged, self.unsettled, self.uncertain, self.returned = self.counters[:5]
+        self.iterations, self.evaluations = self.counters[5:]
+        self.shown = self.counters[:5]
         if like.is_cuda:
-            self.shown = torch.zeros(2, samples, dtype=torch.long, pin_memory=True)
+            self.shown = torch.zeros(5, samples, dtype=torch.long, pin_memory=True)
         self.measured = like.new_zeros(length, samples)
-        self.peak = like.new_zeros(samples)
 
     @property
     def most_rows(self) -> int:
         return self.size * self.samples
 
-    def load(self, initial: Tensor, shift: Tensor | None, start: Tensor) -> None:
-        """Begin a run.
-
-        Args:
-            initial: [B, D, K]
-            shift: [L, B, D] or None
-            start: [L, B, D, K], a guess of the states
-        """
+    def hold(self, initial: Tensor, shift: Tensor | None) -> None:
+        """The noise of a run: [B, D, K], and [L, B, D] or None."""
         self.states[0].copy_(initial)
-        self.states[1:].copy_(start)
         if self.shift is not None and shift is not None:
             self.shift.copy_(shift)
+
+    def load(self, start: Tensor) -> None:
+        """Begin a run from [L, B, D, K], a guess of the states."""
+        self.states[1:].copy_(start)
         self.counters.zero_()
         self.measured.zero_()
         for buffer in (self.used, self.moved, self.excess):
@@ -139,8 +136,12 @@ class Iteration:
         self.growth.fill_(1)
         self.thresholds.copy_(self.freeze.expand_as(self.thresholds))
         self.allowance.fill_(self.rounding)
+        self.forget()
+
+    def forget(self) -> None:
+        """There were no updates before: those of an imprecise network would spoil the extrapolation of precise ones."""
         if self.accelerate:
-            self.last_sizes.zero_()  # there are no last updates
+            self.last_sizes.zero_()
 
     def run(self, network: Callable[[Tensor, Tensor, Tensor], Tensor], count: int, leave: bool) -> None:
         """One iteration.
@@ -209,7 +210,7 @@ class Iteration:
             torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)
             self._go_back(unfinished & (self.prefix == length))
         else:
-            torch.amax(torch.where(active & (age < self.lead), largest, 0), 0, out=self.peak)
+            torch.sum(active > (largest < self.settled), 0, out=self.unsettled)
 
     @property
     def went_back(self) -> Tensor:
@@ -224,14 +225,13 @@ class Iteration:
     def show(self) -> None:
         """Copy what the host looks at to where it does: a CUDA graph holds the copy too."""
         if self.shown.device != self.counters.device:
-            self.shown.copy_(self.counters[:2], non_blocking=True)
+            self.shown.copy_(self.counters[:5], non_blocking=True)
 
-    def look(self) -> tuple[list[int], list[int]]:
-        """How many steps of each sample are finished, and which samples' values are not finite: as last shown."""
+    def look(self) -> list[list[int]]:
+        """Of each sample, as last shown: the first five counters."""
         if self.counters.is_cuda:
             torch.cuda.current_stream(self.counters.device).synchronize()
-        finished, diverged = self.shown.tolist()
-        return finished, diverged
+        return self.shown.tolist()
 
     def _active(self, age: Tensor) -> Tensor:
         return (age >= 0) & (age < self.size)

@@ -41,7 +41,7 @@ _TILE, _STEPS, _COLUMNS = 512, 32, 1024
 _SAMPLES, _BLOCK = 16, 1024
 _WARPS = 4
 #: sizes that a kernel is not compiled for anew
-_SIZES = ["count", "length", "samples", "size", "lead"]
+_SIZES = ["count", "length", "samples", "size"]
 
 
 class FusedIteration(Iteration):
@@ -117,8 +117,8 @@ class FusedIteration(Iteration):
                 _count,
                 samples,
                 (
-                    *(verdict, self.counters, self.peak, self.growth, self.excess, self.thresholds, self.allowance),
-                    *(self.floor, self.bound, self.strict, *sizes, self.lead),
+                    *(verdict, self.counters, self.growth, self.excess, self.thresholds, self.allowance),
+                    *(self.floor, self.bound, self.strict, self.settled, *sizes),
                 ),
                 (leave, _BLOCK),
                 warps=_WARPS,
@@ -425,22 +425,22 @@ def _grown(growth, sample, at, before, length, samples, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def _count(
-    verdict, counters, peak, growth, excesses, thresholds, allowance, floor, bound, strict,
-    length, samples, size, lead, LEAVE: tl.constexpr, BLOCK: tl.constexpr,
+    verdict, counters, growth, excesses, thresholds, allowance, floor, bound, strict, settled,
+    length, samples, size, LEAVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sample's counters, and the window it has next; without ``LEAVE`` the largest update of its first steps.
+    """One sample's counters, and the window it has next; without ``LEAVE`` how many steps of it are not settled.
 
     A sample that has finished goes back where a step left too early: see ``Iteration._go_back``.
     """
     sample = tl.program_id(0)
     prefix = tl.load(counters + sample).to(tl.int32)
     end = tl.minimum(prefix + size, length)
-    left, largest = tl.zeros([BLOCK], tl.int32) + end, tl.zeros([BLOCK], tl.float32)
+    left, large = tl.zeros([BLOCK], tl.int32) + end, tl.zeros([BLOCK], tl.int32)
     for at in range(prefix, end, BLOCK):
         step = at + tl.arange(0, BLOCK)
         found = tl.load(verdict + (sample.to(tl.int64) * length + step), mask=step < end, other=0)
         left = tl.minimum(left, tl.where(found > 0, step, end))
-        largest = tl.maximum(largest, tl.where(step < prefix + lead, found, 0))
+        large += (found >= settled).to(tl.int32)  # what is no number is infinite here
     if LEAVE:
         now = tl.min(left, 0)
         if (now == length) & (prefix < length):
@@ -458,7 +458,7 @@ def _count(
                     tl.store(thresholds + pair, tl.minimum(threshold, strict / tl.exp(grown)), mask=exists)
         tl.store(counters + sample, now)
     else:
-        tl.store(peak + sample, tl.max(largest, 0))
-    iterations, evaluations = counters + 2 * samples + sample, counters + 3 * samples + sample
+        tl.store(counters + 2 * samples + sample, tl.sum(large, 0))
+    iterations, evaluations = counters + 5 * samples + sample, counters + 6 * samples + sample
     tl.store(iterations, tl.load(iterations) + tl.where(prefix < length, 1, 0))
     tl.store(evaluations, tl.load(evaluations) + (end - prefix))

@@ -5,6 +5,7 @@ Shapes: L steps, B samples, D the flattened sample, K slots. A state is [B, D, K
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -67,6 +68,12 @@ class Problem:
     @cached_property
     def coefficients(self) -> Coefficients:
         return self.steps.to(self.device, self.dtype)
+
+    def with_noise(self, initial: Tensor, shift: Tensor | None) -> Problem:
+        """The same problem with its noise in other tensors: [B, D, K] and [L, B, D]."""
+        other = copy.copy(self)
+        other.initial, other.shift = initial, shift
+        return other
 
     @property
     def needs_gradients(self) -> bool:

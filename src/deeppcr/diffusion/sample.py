@@ -70,8 +70,9 @@ def sample(
         solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop()
         jacobian: GaussianPrior(...), by default of unit variance; deeppcr.ScalarJacobian(1.0) is Picard's iteration. With
             Newton any Jacobian of deeppcr; by default the solver's own
-        start: where the iteration starts: GaussianStart(), the default, MeanStart(mean), CoarseStart(...), states
-            [L, B, *shape], or earlier Samples that keep their states. It changes the work, not the result
+        start: where the iteration starts: GaussianStart(), MeanStart(mean), CoarseStart(...), states [L, B, *shape], or earlier
+            Samples that keep their states. By default the first, and CoarseStart() where a Window holds all of 512 steps or
+            more. It changes the work, not the result
         keep_states: return the sample after every step too
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
             returns what there is, and a backward pass through it raises
@@ -166,6 +167,7 @@ def _by_window(
             f"solver=deeppcr.Newton(); got {jacobian!r}"
         )
     plan = Plan(evaluation="rowwise", derivative="given")
+    start = window.start_for(problem, start)
     plan.note(jacobian_in_words(jacobian))
     plan.note(start_in_words(start, jacobian))
     outcome = window.run(problem, jacobian, start, plan)

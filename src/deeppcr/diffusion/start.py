@@ -5,6 +5,7 @@ Shapes: L steps, B samples, D the flattened sample, K slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ from .samples import Samples
 
 @dataclass(frozen=True)
 class GaussianStart:
-    """The path that the ideal denoiser of the prior's Gaussian would take with this noise: the default.
+    """The path that the ideal denoiser of the prior's Gaussian would take with this noise.
 
-    It costs no evaluation of the network. Where the Jacobian is no GaussianPrior, it is that of unit variance.
+    The default but for windows of many steps. It costs no evaluation of the network. Where the Jacobian is no GaussianPrior, it is that of unit variance.
 
     >>> GaussianStart()
     GaussianStart()
@@ -66,9 +67,9 @@ class CoarseStart:
 Start = GaussianStart | MeanStart | CoarseStart | Samples | Tensor
 
 
-def knows_the_network(start: Any) -> bool:
-    """Whether a start may be near the solution already: the network, or the caller, had a part in it."""
-    return not (start is None or isinstance(start, (GaussianStart, MeanStart)))
+def may_be_good(start: Any) -> bool:
+    """Whether a start may be nearer to the solution than TF32 can tell: the caller had a part in it."""
+    return not (start is None or isinstance(start, (GaussianStart, MeanStart, CoarseStart)))
 
 
 def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: Coupling) -> tuple[Tensor, int]:
@@ -82,7 +83,8 @@ def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: C
     if start is None or isinstance(start, GaussianStart):
         return _path(problem, coupling, coupling.offsets), 0
     if isinstance(start, CoarseStart):
-        return _coarse(problem, prior, coupling, start)
+        coarse = Coarse(start, problem, prior)
+        return coarse.states(problem, coupling, problem.network), coarse.rows
     if isinstance(start, MeanStart):
         return _widen(problem, _mean(problem, start.mean)), 0
     if isinstance(start, Samples):
@@ -138,23 +140,38 @@ def _path(problem: Problem, coupling: Coupling, offsets: Tensor | None) -> Tenso
     return coupling.out_of(coupling.solve(terms))
 
 
-def _coarse(problem: Problem, prior: GaussianPrior, coupling: Coupling, start: CoarseStart) -> tuple[Tensor, int]:
-    length, samples, device = problem.length, problem.samples, problem.device
-    states = _path(problem, coupling, coupling.offsets)
-    picked = torch.tensor(sorted({*range(0, length, start.stride), length - 1}), device=device)
-    if len(picked) < 2:
-        return states, 0
-    every = torch.arange(length, device=device)
-    left = (torch.searchsorted(picked, every, right=True) - 1).clamp(max=len(picked) - 2)
-    share = ((every - picked[left]) / (picked[left + 1] - picked[left])).to(problem.dtype)[:, None, None]
-    slopes = prior.slopes(problem.steps).to(device, problem.dtype).reshape(length, 1, -1)[picked]
-    times = problem.coefficients.timesteps[picked].repeat_interleave(samples)
-    who = torch.arange(samples, device=device).repeat(len(picked))
-    scale = problem.coefficients.scale[picked].reshape(-1, 1, 1)
-    for _ in range(start.sweeps):
-        before = torch.cat([problem.initial.detach().unsqueeze(0), states[:-1]])[picked][..., 0]
-        outputs = problem.network((scale * before).flatten(0, 1), times, who).view_as(before)
-        difference = coupling.into(outputs.unsqueeze(-1)) - slopes.unsqueeze(-1) * coupling.into(before.unsqueeze(-1))
-        difference = difference.squeeze(-1)
-        states = _path(problem, coupling, torch.lerp(difference[left], difference[left + 1], share))
-    return states, start.sweeps * len(picked)
+class Coarse:
+    """What the sweeps of a coarse sampler need, found once: between which of the picked steps each step lies, and where.
+
+    Args:
+        start: the stride and the sweeps
+        problem: of which steps and device are used
+        prior: on the Jacobian
+    """
+
+    def __init__(self, start: CoarseStart, problem: Problem, prior: GaussianPrior):
+        length, samples, device = problem.length, problem.samples, problem.device
+        self.sweeps = start.sweeps
+        picked = sorted({*range(0, length, start.stride), length - 1})
+        self.rows = start.sweeps * len(picked) if len(picked) > 1 else 0
+        self.picked = picked = torch.tensor(picked, device=device)
+        every = torch.arange(length, device=device)
+        self.left = (torch.searchsorted(picked, every, right=True) - 1).clamp(0, max(len(picked) - 2, 0))
+        right = (self.left + 1).clamp(max=len(picked) - 1)
+        gap = (picked[right] - picked[self.left]).clamp(min=1)
+        self.share = ((every - picked[self.left]) / gap).to(problem.dtype)[:, None, None]
+        self.slopes = prior.slopes(problem.steps).to(device, problem.dtype).reshape(length, 1, -1)[picked]
+        self.times = problem.coefficients.timesteps[picked].repeat_interleave(samples)
+        self.who = torch.arange(samples, device=device).repeat(len(picked))
+        self.scale = problem.coefficients.scale[picked].reshape(-1, 1, 1)
+
+    def states(self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor]) -> Tensor:
+        """[L, B, D, K]: the prior's path through what the network says at the picked steps. The host looks at nothing."""
+        states = _path(problem, coupling, coupling.offsets)
+        for _ in range(self.sweeps if self.rows else 0):
+            before = torch.cat([problem.initial.detach().unsqueeze(0), states[:-1]])[self.picked][..., 0]
+            outputs = network((self.scale * before).flatten(0, 1), self.times, self.who).view_as(before)
+            linear = self.slopes.unsqueeze(-1) * coupling.into(before.unsqueeze(-1))
+            rest = (coupling.into(outputs.unsqueeze(-1)) - linear).squeeze(-1)
+            states = _path(problem, coupling, torch.lerp(rest[self.left], rest[self.left + 1], self.share))
+        return states

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .iteration import STRICTER, Iteration
 from .prior import GaussianPrior
 from .problem import Problem
 from .rounding import Rounding
-from .start import knows_the_network, start_states
+from .start import Coarse, CoarseStart, GaussianStart, may_be_good, start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
@@ -30,6 +29,10 @@ _FILLING = {"cuda": 1024, "cpu": 64}
 #: network's affair: 2 to 60 times in DDIM with networks trained well and badly, less where the sampler adds noise. Where more
 #: was seen in the end, a sample goes back (``Iteration``).
 _GROWTH = 30.0
+#: where one window holds all of so many steps or more, the network is first asked at some of them
+_MANY = 512
+#: the share of a window's steps that may still move when TF32 has done what it can
+_UNSETTLED = 1 / 8
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -54,9 +57,9 @@ class Window:
             iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
-        tf32: until the updates of the first sixteenth of the window are below this, a GPU multiplies in TF32, and no step
-            leaves: what has left was last seen in full precision. Not where the start is earlier samples, given states or
-            a coarse sampler's: these may be better than TF32 can tell. None: never
+        tf32: until the updates of seven eighths of the window's steps are below this, or as long as they become smaller, a GPU
+            multiplies in TF32, and no step leaves: what has left was last seen in full precision. Not where the start is
+            earlier samples or given states: these may be better than TF32 can tell. None: never
         graphs: replay iterations from CUDA graphs
 
     >>> import torch
@@ -72,7 +75,7 @@ class Window:
     freeze: float = 0.1
     accelerate: bool = True
     max_iterations: int = 200
-    tf32: float | None = 0.1
+    tf32: float | None = 0.01
     graphs: bool = True
     _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
 
@@ -96,6 +99,17 @@ class Window:
     def size_for(self, problem: Problem) -> int:
         length, rows = problem.length, _FILLING.get(problem.device.type, 1024)
         return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
+
+    def start_for(self, problem: Problem, start: Any) -> Any:
+        """Where a run starts for which that was not said.
+
+        A coarse sampler saves more evaluations than it takes where all its steps are in the window at once, and many: those
+        of 1,024 steps fell from 5.9 to 4.9 rows a step for latents of MNIST, not at all in windows of an eighth.
+        """
+        if start is not None:
+            return start
+        whole = self.size_for(problem) == problem.length >= _MANY
+        return CoarseStart() if whole and problem.slots == 1 and problem.steps.clip is None else GaussianStart()
 
     def thresholds_for(self, problem: Problem) -> Tensor:
         """[L] float64: below which update each step leaves."""
@@ -182,6 +196,7 @@ class Prepared:
     def __init__(self, window: Window, problem: Problem, jacobian: GaussianPrior | ScalarJacobian):
         self.jacobian = jacobian
         steps, device, dtype = problem.steps, problem.device, problem.dtype
+        self.device, self.tolerance = device, window.tolerance_for(dtype)
         self.coupling = Coupling(jacobian, steps, problem.width, device, dtype)
         self.prior = jacobian if isinstance(jacobian, GaussianPrior) else GaussianPrior()
         self.start_coupling = self.coupling
@@ -196,35 +211,44 @@ class Prepared:
             problem.width,
             size=window.size_for(problem),
             freeze=window.thresholds_for(problem),
-            bound=window.freeze**0.5 * window.tolerance_for(dtype),
+            bound=window.freeze**0.5 * self.tolerance,
+            settled=window.tf32 or math.inf,
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
             eps=eps,
         )
+        self.least = torch.zeros_like(self.iteration.allowance)
+        self.residual = torch.zeros_like(self.iteration.measured)
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.coarse: dict[CoarseStart, Coarse] = {}
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
         self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
-        self.runs = 0
+        first, last = window.thresholds_for(problem)[[0, -1]].tolist()
+        self.leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
+        self.runs = self.returned = 0
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
     def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
         self.runs += 1
-        call: Callable[..., None] = self.iterate
-        most = self.iteration.most_rows
+        call: Callable[..., None] = _plainly
         quantum = 1
         if self.runs > 1:  # a run that stays the only one would not earn its graphs back
-            self.replayed = self.replayed or Replayed(problem.device)
-            call, quantum = partial(self.replayed, self.iterate), -(-most // _BUCKETS)
+            call = self.replayed = self.replayed or Replayed(problem.device)
+            quantum = -(-self.iteration.most_rows // _BUCKETS)
         given = problem.denoiser.given
         self.settle(problem)
         try:
             self.loop(window, problem, start, call, quantum)
         finally:
             problem.denoiser.given = given
-            del self.network
+            del self.network, self.kept
+        with full_precision(problem.device):  # in which every step was last evaluated
+            self.rounding = self.rounding or Rounding(problem, self.coupling)
+        call(self.finish)
+        outcome = self.outcome(problem)
         self.describe(window, problem, plan)
-        return self.outcome(problem, window.tolerance_for(problem.dtype))
+        return outcome
 
     def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
         size, length = self.iteration.size, problem.length
@@ -233,14 +257,10 @@ class Prepared:
         if type(self.iteration) is not Iteration:
             plan.note("iteration: Triton kernels")
         plan.note(f"window: {size} of {length} steps at a time, up to {self.iteration.most_rows} rows a call, {why}")
-        tolerance = window.tolerance_for(problem.dtype)
-        first, last = window.thresholds_for(problem)[[0, -1]].tolist()
-        leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
-        plan.note(f"tolerance: {tolerance:g} of the final sample; {leaves}")
-        back = int(self.iteration.went_back.sum())
-        if back:
+        plan.note(f"tolerance: {self.tolerance:g} of the final sample; {self.leaves}")
+        if self.returned:
             plan.note(
-                f"errors grew more than was expected in {back} of {problem.samples} samples, which took more iterations"
+                f"errors grew more than was expected in {self.returned} of {problem.samples} samples, which took more iterations"
             )
         if self.replayed is not None:
             plan.note(f"no CUDA graphs: {self.replayed.refusal}" if self.replayed.refusal else "CUDA graphs")
@@ -253,32 +273,35 @@ class Prepared:
         for kept, new in zip(pytree.tree_leaves(self.classes), given, strict=True):
             if isinstance(kept, Tensor):
                 kept.copy_(new)
+        iteration = self.iteration
         problem.denoiser.given = self.classes
-        problem.coefficients = self.iteration.coefficients
+        problem.coefficients = iteration.coefficients
+        iteration.hold(problem.initial, problem.shift)
+        self.kept = problem.with_noise(iteration.states[0], iteration.shift)
         self.network = problem.network if self.runs > 1 else problem.checked_network
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
-        with full_precision(problem.device):
-            states, rows = start_states(start, problem, self.prior, self.start_coupling)
-        iteration.load(problem.initial, problem.shift, states)
-        iteration.evaluations += rows
         # TF32 would move a good start away from the solution; and of one step there is nothing to learn in advance.
-        gains = iteration.size > 1 and not knows_the_network(start)
-        rough = window.tf32 is not None and gains and has_tf32(problem)
-        enough = window.tf32 or 0.0
-        left, full = iteration.most_rows, iteration.length // iteration.size
+        rough = window.tf32 is not None and iteration.size > 1 and not may_be_good(start) and has_tf32(problem)
+        # What was given from outside is somewhere else in every run.
+        begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
+        begin(self.begin, start, rough)
+        left, full, before = iteration.most_rows, iteration.length // iteration.size, math.inf
         for number in range(window.max_iterations):
-            call(min(-(-left // quantum) * quantum, iteration.most_rows), rough)
-            if rough:  # not for ever, where TF32 does not get there
-                peaks = iteration.peak.tolist()
-                rough = max(peaks) >= enough and all(peak < math.inf for peak in peaks)
-                rough = rough and 2 * number < window.max_iterations
+            call(self.iterate, min(-(-left // quantum) * quantum, iteration.most_rows), rough)
+            if rough:
+                unsettled = sum(iteration.look()[2])
+                gains = unsettled < before or number < 2
+                rough = gains and unsettled > _UNSETTLED * iteration.most_rows and 2 * number < window.max_iterations
+                before = unsettled
+                if not rough:
+                    iteration.forget()
                 continue
             full -= 1
             if full > 0:
                 continue
-            finished, diverged = iteration.look()
+            finished, diverged, *_ = iteration.look()
             for row in (row for row, bad in enumerate(diverged) if bad and row not in self.lost):
                 self.lost[row] = finished[row]
                 iteration.prefix[row] = iteration.length  # it has no rows any more: the others go on by themselves
@@ -289,42 +312,70 @@ class Prepared:
             # An iteration finishes a window at most: so long all windows stay full, and there is nothing to look for.
             full = min(each for each in rest if each) // iteration.size
 
-    def iterate(self, count: int, rough: bool) -> None:
-        """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
-        device = self.iteration.states.device
+    def in_precision(self, rough: bool) -> Callable[..., Tensor]:
+        """The network, in TF32 or in full precision; what is around it is always in full."""
 
         def network(*rows: Tensor) -> Tensor:
-            with full_precision(device, tf32=rough):
+            with full_precision(self.device, tf32=rough):
                 return self.network(*rows)
 
-        with full_precision(device):
-            self.iteration.run(network, count, not rough)
+        return network
+
+    def begin(self, start: Any, rough: bool) -> None:
+        """Load the start."""
+        with full_precision(self.device):
+            if isinstance(start, CoarseStart):
+                if start not in self.coarse:
+                    self.coarse[start] = Coarse(start, self.kept, self.prior)
+                coarse = self.coarse[start]
+                states, rows = coarse.states(self.kept, self.start_coupling, self.in_precision(rough)), coarse.rows
+            else:
+                states, rows = start_states(start, self.kept, self.prior, self.start_coupling)
+            self.iteration.load(states)
+            self.iteration.evaluations += rows
+
+    def iterate(self, count: int, rough: bool) -> None:
+        """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
+        with full_precision(self.device):
+            self.iteration.run(self.in_precision(rough), count, not rough)
             self.iteration.show()
 
-    def outcome(self, problem: Problem, tolerance: float) -> Outcome:
+    def finish(self) -> None:
+        """What is to be known of the states: the last residuals, and what rounding leaves."""
         iteration = self.iteration
-        states = iteration.states[1:].clone()
-        with full_precision(problem.device):  # in which every step was last evaluated
-            self.rounding = self.rounding or Rounding(problem, self.coupling)
-        height = torch.linalg.vector_norm(states, math.inf, dim=(-2, -1))  # [L, B]
+        assert self.rounding is not None
+        height = torch.linalg.vector_norm(iteration.states[1:], math.inf, dim=(-2, -1))  # [L, B]
         least = self.rounding.least(height)
         # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
         grown = STRICTER * iteration.floor * (height * iteration.grown()).amax(0)
-        least = torch.where(iteration.went_back, torch.maximum(least, grown), least)
-        results = []
-        for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
+        self.least.copy_(torch.where(iteration.went_back, torch.maximum(least, grown), least))
+        torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
+        iteration.uncertain.copy_(self.least > self.tolerance)
+        iteration.returned.copy_(iteration.went_back)
+        iteration.show()
+
+    def outcome(self, problem: Problem) -> Outcome:
+        iteration, results = self.iteration, []
+        states, counters = iteration.states[1:].clone(), iteration.counters.clone()
+        finished, diverged, _, uncertain, returned = iteration.look()
+        self.returned = sum(returned)
+        for count, bad, rough in zip(finished, diverged, uncertain, strict=True):
             done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
-            done = done if finished == iteration.length else Result.NOT_CONVERGED
+            done = done if count == iteration.length else Result.NOT_CONVERGED
             results.append(Result.NON_FINITE if bad else done)
-        exact, _, iterations, evaluations = iteration.counters.clone()
-        for row, finished in self.lost.items():
-            exact[row] = finished
+        exact, iterations, evaluations = counters[0], *counters[5:]
+        for row, count in self.lost.items():
+            exact[row] = count
         return Outcome(
             states=states,
             results=results,
             iterations=iterations,
             evaluations=evaluations * problem.denoiser.rows_per_call,
-            residual=iteration.measured / height.clamp_min(1),
+            residual=self.residual.clone(),
             exact_steps=exact,
-            least=least,
+            least=self.least.clone(),
         )
+
+
+def _plainly(function: Callable[..., None], *arguments: Any) -> None:
+    function(*arguments)

@@ -57,7 +57,7 @@ def made(
                       steps.deviation, scale=scale)  # fmt: skip
     coupling = Coupling(prior or GaussianPrior(), steps, width, device, torch.float32)
     freeze = freeze * (1 + torch.arange(length) / length)  # another one for every step
-    settings = {"size": size or length, "freeze": freeze, "bound": bound, "accelerate": accelerate}
+    settings = {"size": size or length, "freeze": freeze, "bound": bound, "settled": 0.3, "accelerate": accelerate}
     settings |= {"adds_noise": noise, "eps": 1 / NOISE}  # so that some changes are taken for rounding
     pair = [
         kind(steps.to(device, torch.float32), coupling, samples, width, **settings)
@@ -75,7 +75,8 @@ def made(
     growth = 0.9 + 0.2 * torch.rand(length, samples, generator=generator)
     measured = torch.rand(length, samples, generator=generator)
     for each in pair:
-        each.load(initial, shift, start)
+        each.hold(initial, shift)
+        each.load(start)
         each.prefix.copy_(prefix)
         each.iterations.fill_(3)
         each.evaluations.fill_(11)
@@ -128,7 +129,7 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
     reference, fused = pair
     kept = ["states", "measured", "values", "used", "moved", "growth", "excess", "thresholds", "allowance"]
     kept += ["last_updates", "last_plains", "last_sizes"] * reference.accelerate
-    names = kept + ["peak"] * (not leave)
+    names = kept
     for _ in range(rounds):
         rest = [min(reference.length - each, reference.size) for each in reference.prefix.tolist()]
         count = min(sum(rest) + padding, reference.most_rows)
