@@ -277,6 +277,7 @@ def _by_newton(
 ) -> Samples:
     prior = jacobian if isinstance(jacobian, GaussianPrior) else _UNIT
     prior.check(problem.shape)
+    problem.check_times()
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
         states, _ = start_states(start, problem, prior, coupling)
