@@ -143,7 +143,8 @@ def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
 class Outcome:
     """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
 
-    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that rounding leaves.
+    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that
+    rounding leaves of a sample that went through all steps; not finite where that cannot be told.
     """
 
     states: Tensor
@@ -311,12 +312,17 @@ class Prepared:
         # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
         grown = STRICTER * iteration.floor * (height * iteration.grown()).amax(0)
         least = torch.where(iteration.went_back, torch.maximum(least, grown), least)
-        results = []
-        for finished, bad, rough in zip(*iteration.look(), (least > tolerance).tolist(), strict=True):
-            done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
-            done = done if finished == iteration.length else Result.NOT_CONVERGED
-            results.append(Result.NON_FINITE if bad else done)
         exact, _, iterations, evaluations = iteration.counters.clone()
+        results = []
+        for row, (finished, bad, left) in enumerate(zip(*iteration.look(), least.tolist(), strict=True)):
+            if bad or finished < iteration.length:
+                results.append(Result.NON_FINITE if bad else Result.NOT_CONVERGED)
+                least[row] = 0
+            elif math.isfinite(left):
+                results.append(Result.CONVERGED if left <= tolerance else Result.PRECISION_FLOOR)
+            else:  # nothing is known of it, however small the updates are
+                results.append(Result.NOT_CONVERGED)
+                exact[row] = 0
         for row, finished in self.lost.items():
             exact[row] = finished
         return Outcome(
