@@ -159,8 +159,8 @@ def test_rounding_far_above_the_tolerance_is_warned_of(on_failure):
 
 
 def test_rounding_a_little_above_the_tolerance_is_said_by_the_result_alone():
-    """Here it leaves 20 times as much; and a network in half precision leaves more in any case."""
-    noise = Noise.draw((2, 4), 40, generator=torch.Generator().manual_seed(0))
+    """Here it leaves 20 times as much; and 200 times in half precision, of which no more is expected."""
+    noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     runs = (
         (lambda z, t: 0.9 * z, Window(tolerance=1e-6)),
         (lambda z, t: (0.9 * z).bfloat16(), Window()),
@@ -168,7 +168,7 @@ def test_rounding_a_little_above_the_tolerance_is_said_by_the_result_alone():
     for denoiser, solver in runs:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = sample(denoiser, Schedule.linear(40), noise, solver=solver, on_failure="raise")
+            found = sample(denoiser, Schedule.linear(40), noise, step=DDIM(), solver=solver, on_failure="raise")
         assert found.result is Result.PRECISION_FLOOR
 
 
