@@ -116,7 +116,7 @@ class Problem:
         outputs = self.network(samples, times, index)
         if (samples._version, times._version) != versions:
             raise ValueError(
-                "denoiser: changes its input z or t in place, which others still read: start with a copy, z = z.clone()"
+                "denoiser: changes its input z or t in place, which must stay as they are: start with a copy, z = z.clone()"
             )
         if has_tangent(outputs):
             raise RuntimeError(
