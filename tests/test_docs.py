@@ -143,6 +143,14 @@ def test_every_block_of_a_page_runs(page):
             pytest.fail(f"{page.relative_to(ROOT)}:{block.line}: {wrong}", pytrace=False)
 
 
+def test_pages_agree_on_how_it_is_installed():
+    """From a clone, with the versions that are tested: it is on no package index."""
+    lines = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("pip install")]
+    assert len(lines) >= 5
+    for line in lines:
+        assert re.match(r"pip install -e (\.|'\.\[[a-z,]+\]') -c constraints\.txt( |$)", line), line
+
+
 def test_pages_have_blocks():
     """A change in how pages are written must not leave their examples untested in silence."""
     counts = {page.name: len(blocks_of(page)) for page in PAGES}

@@ -1,6 +1,8 @@
 """What rounding leaves: a tolerance that it does not reach is not certified, and residuals are of what is returned."""
 
+import contextlib
 import math
+import warnings
 
 import pytest
 import torch
@@ -30,7 +32,8 @@ def test_what_is_certified_holds_and_the_rest_is_called_rounding(net, length, st
     with torch.no_grad():
         loop = sample(*given, step=step, solver=deeppcr.Loop())
         for tolerance in (1e-3, 1e-4, 1e-5, 1e-6, 1e-9):
-            found = sample(*given, step=step, jacobian=digits.prior(), solver=Window(tolerance=tolerance))
+            with pytest.warns(deeppcr.ConvergenceWarning) if tolerance < 1e-8 else contextlib.nullcontext():
+                found = sample(*given, step=step, jacobian=digits.prior(), solver=Window(tolerance=tolerance))
             for error, result in zip((found.final - loop.final).abs().flatten(1).amax(1), found.results, strict=True):
                 assert result in (Result.CONVERGED, Result.PRECISION_FLOOR)
                 assert error <= (tolerance if result is Result.CONVERGED else 2e-4)
@@ -38,7 +41,7 @@ def test_what_is_certified_holds_and_the_rest_is_called_rounding(net, length, st
     assert results[0] is Result.CONVERGED  # the default
     assert results[-1] is Result.PRECISION_FLOOR
     assert results == sorted(results, key=lambda result: result.severity)
-    assert "Loosen it, or use float64" in found.message
+    assert "Loosen the tolerance, or use float64" in found.message
     assert found.fell_back == [False, False]
 
 
@@ -132,3 +135,76 @@ def test_a_prior_that_is_too_narrow_promises_no_more(device):
     assert any(wrong)  # rounding leaves more
     claimed = [result is Result.CONVERGED for result in found.results]
     assert not any(a and b for a, b in zip(wrong, claimed, strict=True))
+
+
+def growing(z, t):
+    """No denoiser: it blows samples up to 1e7, where float32 is exact to 1 at best."""
+    return -z
+
+
+@pytest.mark.parametrize("on_failure", ["loop", "return"])
+def test_rounding_far_above_the_tolerance_is_warned_of(on_failure):
+    noise, schedule = noise_for(2, 100), Schedule.linear(100)
+    with torch.no_grad():
+        loop = sample(growing, schedule, noise, solver=deeppcr.Loop())
+        with pytest.warns(
+            deeppcr.ConvergenceWarning, match=r"estimated as \de\+\d+, more than .* the loop rounds as much"
+        ):
+            found = sample(growing, schedule, noise, on_failure=on_failure)
+        with pytest.raises(deeppcr.ConvergenceError, match="went as far as rounding lets it"):
+            sample(growing, schedule, noise, on_failure="raise")
+    assert found.result is Result.PRECISION_FLOOR  # and kept: the loop is no better
+    assert found.fell_back == [False, False]
+    assert 0.1 < (found.final - loop.final).abs().max() < 1e-5 * loop.final.abs().max()
+
+
+def test_rounding_a_little_above_the_tolerance_is_said_by_the_result_alone():
+    """Here it leaves 20 times as much; and 200 times in half precision, of which no more is expected."""
+    noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    runs = (
+        (lambda z, t: 0.9 * z, Window(tolerance=1e-6)),
+        (lambda z, t: (0.9 * z).bfloat16(), Window()),
+    )
+    for denoiser, solver in runs:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = sample(denoiser, Schedule.linear(40), noise, step=DDIM(), solver=solver, on_failure="raise")
+        assert found.result is Result.PRECISION_FLOOR
+
+
+def test_one_sample_far_off_is_enough():
+    def denoiser(z, t, classes):
+        return torch.where(classes[:, None] == 1, -z, 0.9 * z)
+
+    noise = Noise.draw((2, 4), 100, generator=torch.Generator().manual_seed(0))
+    classes = torch.tensor([0, 1])
+    with torch.no_grad(), pytest.warns(deeppcr.ConvergenceWarning, match="sample 1; 1 of 2 samples"):
+        found = sample(denoiser, Schedule.linear(100), noise, classes=classes)
+    assert found.results == (Result.CONVERGED, Result.PRECISION_FLOOR)
+
+
+@pytest.mark.parametrize("on_failure", ["loop", "return", "raise"])
+def test_what_cannot_be_estimated_is_not_called_rounding(on_failure):
+    """By this Jacobian errors grow beyond all numbers; the steps finish one by one all the same."""
+    noise, schedule = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), Schedule.linear(100)
+    given = (lambda z, t: 0.9 * z, schedule, noise)
+
+    def run():
+        return sample(*given, step=DDIM(), jacobian=deeppcr.ScalarJacobian(100.0), on_failure=on_failure)
+
+    with torch.no_grad():
+        if on_failure == "raise":
+            with pytest.raises(deeppcr.ConvergenceError, match=r"cannot be estimated: .* it is not to be trusted"):
+                run()
+            return
+        with pytest.warns(deeppcr.ConvergenceWarning, match=r"cannot be estimated: .* 2 of 2 samples"):
+            found = run()
+        loop = sample(*given, step=DDIM(), solver=deeppcr.Loop())
+    if on_failure == "loop":
+        assert found.results == (Result.FINISHED_BY_LOOP,) * 2
+        assert "computed one step at a time instead" in found.message
+        assert torch.equal(found.final, loop.final)  # from the first step on
+        assert (found.evaluations >= 100 + found.iterations).all()
+    else:
+        assert found.results == (Result.NOT_CONVERGED,) * 2
+        assert found.exact_steps.tolist() == [0, 0]

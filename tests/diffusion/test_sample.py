@@ -238,7 +238,8 @@ def test_guidance_is_one_call_with_doubled_rows(net, device):
         guided |= {"jacobian": digits.prior(), "solver": Window(size=32, tf32=None)}
         found = sample(watched, digits.TRAINING.take(40), noise, step=DDIM(), **guided)
         assert calls[0] == 2 * 2 * 32
-        assert calls.pop(1) == 2 * 9  # whether rows influence each other
+        checks, calls[1:20] = calls[1:20], []  # whether rows influence each other
+        assert checks == [2 * 9] + [2 * 8] * 2 + [2] * 16
         assert len(calls) == int(found.iterations.max())
         assert sum(calls) == int(found.evaluations.sum())
 

@@ -5,19 +5,28 @@ Shapes: L steps, B samples, D the flattened sample, K slots. A state is [B, D, K
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..steps import has_tangent
 from .denoiser import Denoiser
-from .graphs import full_precision
+from .graphs import full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
+
+#: so many steps, from the first to the last, tell whether a denoiser treats its rows by themselves
+_SPREAD = 16
+#: at most so many of them in one call: memory may allow no more
+_TOGETHER = 8
+#: denoisers that do, and in which kinds of runs that was seen
+_by_themselves: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
 class Problem:
@@ -108,16 +117,23 @@ class Problem:
 
     def checked_network(self, samples: Tensor, times: Tensor, index: Tensor) -> Tensor:
         """``network``; its first call raises where the denoiser is random, or its rows influence each other."""
+        if self.rows_checked:
+            return self.network(samples, times, index)
+        versions = samples._version, times._version
         outputs = self.network(samples, times, index)
-        if not self.rows_checked:
-            if has_tangent(outputs):
-                raise RuntimeError(
-                    "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
-                )
-            self.rows_checked, seen = True, self.rows_seen
-            with full_precision(self.device):
-                self._check_rows((samples, times, index), outputs)
-            self.rows_seen = seen
+        if (samples._version, times._version) != versions:
+            raise ValueError(
+                "denoiser: changes its input z or t in place, which must stay as they are: start with a copy, z = z.clone()"
+            )
+        if has_tangent(outputs):
+            raise RuntimeError(
+                "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
+            )
+        self.rows_checked, seen = True, self.rows_seen
+        with full_precision(self.device):
+            self._check_rows((samples, times, index), outputs)
+        self.rows_seen = seen
+        self.check_times()
         return outputs
 
     def _check_rows(self, call: tuple[Tensor, Tensor, Tensor], outputs: Tensor) -> None:
@@ -128,29 +144,85 @@ class Problem:
         try:
             apart = self.network(torch.cat([rows, -rows, 2 * rows]), times[place], index[place])[: len(picked)]
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"denoiser: any number of rows may come, but it took {len(samples)} and not {len(place)} of them: {error}"
-            ) from error
-        # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
-        sizes = torch.nan_to_num(apart.abs(), 0, 0, 0).amax(-1, keepdim=True)
-        allowed = 3 * self.denoiser.eps(samples) ** 0.5 * sizes
-
-        def differs(one: Tensor, other: Tensor) -> bool:
-            return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
-
+            raise _takes_not(len(place), len(samples), error) from error
         found = outputs[picked]
-        if samples.is_cuda and differs(apart, found):  # which may be of TF32
+        if samples.is_cuda and self._differ(apart, found):  # which may be of TF32
             found = self.network(*call)[picked]
-        if not differs(apart, found):
+        if self._differ(apart, found):
+            raise _not_by_itself(random=self._differ(found, self.network(*call)[picked]))
+
+    @torch.no_grad()
+    def check_times(self) -> None:
+        """Raise where a row's result depends on the times of others, or on the others themselves, anywhere in the schedule.
+
+        Steps from the first to the last are evaluated beside each other and each by itself, as in the loop: once for a
+        denoiser and a kind of run.
+        """
+        steps, length = self.steps, self.length
+        function = self.denoiser.function
+        owner = getattr(function, "known_by", owner_of(function))
+        about = steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None
+        kind = hash((*about, getattr(function, "__func__", None)))  # of which an object may have several
+        if length == 1 or _is_known(owner, kind):
             return
-        if differs(found, self.network(*call)[picked]):
-            raise ValueError(
-                "denoiser: gives another result each time it is called: is it in train mode, with dropout?"
-            )
-        raise ValueError(
-            "denoiser: gives a row another result when other rows stand beside it: rows must not influence each other"
-        )
+        count = min(length, _SPREAD)
+        picked = [round(k * (length - 1) / (count - 1)) for k in range(count)]
+        assert steps.scale is not None
+        sizes = (steps.scale * torch.hypot(steps.signal, steps.spread))[picked]  # of inputs, for data of unit variance
+        drawn = torch.randn(count, self.width, generator=torch.Generator().manual_seed(0), dtype=self.dtype)
+        samples = (sizes.to(drawn).unsqueeze(-1) * drawn).to(self.device)
+        times = self.coefficients.timesteps[picked]
+        index = torch.arange(count, device=self.device) % self.samples
+        calls = -(-count // _TOGETHER)
+
+        def evaluate(*parts: list[int]) -> Tensor:
+            return torch.cat([self.network(samples[part], times[part], index[part]) for part in parts])
+
+        beside = [list(range(count))[start::calls] for start in range(calls)]
+        seen = self.rows_seen
+        with full_precision(self.device):
+            together = evaluate(*beside)
+            try:
+                alone = evaluate(*([row] for part in beside for row in part))
+            except (RuntimeError, ValueError) as error:
+                raise _takes_not(1, len(beside[0]), error) from error
+            if self._differ(alone, together):
+                raise _not_by_itself(random=self._differ(together, evaluate(*beside)))
+        self.rows_seen = seen
+        _remember(owner, kind)
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        """Whether outputs of the same rows [N, D] are further apart than rounding explains, where the first are finite."""
+        # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
+        sizes = torch.nan_to_num(one.abs(), 0, 0, 0).amax(-1, keepdim=True)
+        allowed = 3 * self.denoiser.eps(one.to(self.network_dtype)) ** 0.5 * sizes
+        return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
 
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""
         return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
+
+
+def _takes_not(rows: int, taken: int, error: Exception) -> ValueError:
+    return ValueError(f"denoiser: any number of rows may come, but it took {taken} and not {rows} of them: {error}")
+
+
+def _not_by_itself(*, random: bool) -> ValueError:
+    if random:
+        return ValueError("denoiser: gives another result each time it is called: is it in train mode, with dropout?")
+    return ValueError(
+        "denoiser: gives a row another result when other rows stand beside it: one call holds rows of different times and "
+        "samples, so t must be used row by row (not as t[0]), and rows must not influence each other"
+    )
+
+
+def _is_known(owner: Any, kind: int) -> bool:
+    try:
+        return kind in _by_themselves.get(owner, ())
+    except TypeError:  # not everything can be watched
+        return False
+
+
+def _remember(owner: Any, kind: int) -> None:
+    with contextlib.suppress(TypeError):
+        _by_themselves.setdefault(owner, set()).add(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,9 @@ from .window import Outcome, Window
 _UNIT = GaussianPrior()
 #: of such samples there is no derivative
 _WORTHLESS = (Result.NOT_CONVERGED, Result.NON_FINITE)
+#: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
+#: the loop is no better. From so many times on two of the digits that were asked for are missing.
+_FAR = 100.0
 #: the steps of samplers on a schedule: their numbers take longer to find than a few iterations
 _known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
 
@@ -75,7 +79,8 @@ def sample(
             more. It changes the work, not the result
         keep_states: return the sample after every step too
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
-            returns what there is, and a backward pass through it raises
+            returns what there is, and a backward pass through it raises. Where rounding leaves a hundred times the tolerance
+            or more, "raise" raises too; the others warn and keep the sample, since the loop's rounding grows as much
 
     Returns:
         Samples; ``final`` and ``states`` are differentiable in the noise and in all that the denoiser closes over
@@ -173,8 +178,8 @@ def _by_window(
     outcome = window.run(problem, jacobian, start, plan)
     failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
     message = _describe(problem, outcome)
-    if failed:
-        if on_failure == "loop":
+    if failed or _is_far_off(problem, outcome, window.tolerance_for(problem.dtype)):
+        if failed and on_failure == "loop":
             with full_precision(problem.device):
                 outcome = _finish_by_loop(problem, outcome, failed)
         message = _describe(problem, outcome)
@@ -246,6 +251,18 @@ def _finish_by_loop(problem: Problem, outcome: Outcome, failed: list[int]) -> Ou
     )
 
 
+def _is_far_off(problem: Problem, outcome: Outcome, tolerance: float) -> bool:
+    """Whether rounding leaves far more of a sample than the tolerance, or than the network's precision, where that is coarser."""
+    rows = [row for row, result in enumerate(outcome.results) if result is Result.PRECISION_FLOOR]
+    if not rows:
+        return False
+    with full_precision(problem.device):
+        eps = problem.denoiser.eps(problem.initial.detach().to(problem.network_dtype))
+    coarse = eps if eps > torch.finfo(problem.dtype).eps else 0.0
+    sizes = outcome.states[-1, rows, :, 0].abs().amax(-1)
+    return bool((outcome.least[rows] >= _FAR * (coarse * sizes).clamp_min(tolerance)).any())
+
+
 def _describe(problem: Problem, outcome: Outcome) -> str:
     worst = max(outcome.results, key=lambda result: result.severity)
     if worst is Result.CONVERGED:
@@ -258,16 +275,19 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     if worst is Result.PRECISION_FLOOR:
         return (
             f"the iteration went as far as rounding lets it; what it leaves of the final sample is estimated as {float(outcome.least.max()):.0e}, "
-            f"more than the tolerance ({share}). Loosen it, or use float64"
+            f"more than the tolerance ({share}); the loop rounds as much. Loosen the tolerance, or use float64"
         )
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()
         return f"the denoiser returned a value that is not finite at step {at + 1} (t = {time}); {share}"
-    did = (
-        "the rest was computed one step at a time"
-        if worst is Result.FINISHED_BY_LOOP
-        else "the rest is not to be trusted"
-    )
+    looped = worst is Result.FINISHED_BY_LOOP
+    if not math.isfinite(float(outcome.least[row])):
+        did = "it was computed one step at a time instead" if looped else "it is not to be trusted"
+        return (
+            "how far the final sample is from the loop's cannot be estimated: by the Jacobian, or by what was seen, errors grow "
+            f"beyond all numbers; {did} ({share}). Try a GaussianPrior of your data, or float64"
+        )
+    did = "the rest was computed one step at a time" if looped else "the rest is not to be trusted"
     return (
         f"the iteration stopped with {at} of {problem.length} steps finished; {did} ({share}). Try more max_iterations, a "
         "GaussianPrior of your data, or a looser tolerance"
@@ -279,6 +299,7 @@ def _by_newton(
 ) -> Samples:
     prior = jacobian if isinstance(jacobian, GaussianPrior) else _UNIT
     prior.check(problem.shape)
+    problem.check_times()
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
         states, _ = start_states(start, problem, prior, coupling)

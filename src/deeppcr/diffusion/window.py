@@ -33,6 +33,8 @@ _GROWTH = 30.0
 _MANY = 512
 #: the share of a window's steps that may still move when TF32 has done what it can
 _UNSETTLED = 1 / 8
+#: of a sample: the estimate of what rounding leaves is not finite
+_UNKNOWN = 2
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -157,7 +159,8 @@ def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
 class Outcome:
     """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
 
-    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that rounding leaves.
+    ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that
+    rounding leaves of a sample that went through all steps; not finite where that cannot be told.
     """
 
     states: Tensor
@@ -351,19 +354,25 @@ class Prepared:
         self.least.copy_(torch.where(iteration.went_back, torch.maximum(least, grown), least))
         torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
         iteration.uncertain.copy_(self.least > self.tolerance)
+        iteration.uncertain.masked_fill_(~torch.isfinite(self.least), _UNKNOWN)
         iteration.returned.copy_(iteration.went_back)
         iteration.show()
 
     def outcome(self, problem: Problem) -> Outcome:
         iteration, results = self.iteration, []
-        states, counters = iteration.states[1:].clone(), iteration.counters.clone()
+        states, counters, least = iteration.states[1:].clone(), iteration.counters.clone(), self.least.clone()
+        exact, iterations, evaluations = counters[0], *counters[5:]
         finished, diverged, _, uncertain, returned = iteration.look()
         self.returned = sum(returned)
-        for count, bad, rough in zip(finished, diverged, uncertain, strict=True):
-            done = Result.PRECISION_FLOOR if rough else Result.CONVERGED
-            done = done if count == iteration.length else Result.NOT_CONVERGED
-            results.append(Result.NON_FINITE if bad else done)
-        exact, iterations, evaluations = counters[0], *counters[5:]
+        for row, (count, bad, rough) in enumerate(zip(finished, diverged, uncertain, strict=True)):
+            if bad or count < iteration.length:
+                results.append(Result.NON_FINITE if bad else Result.NOT_CONVERGED)
+                least[row] = 0
+            elif rough == _UNKNOWN:  # nothing is known of it, however small the updates are
+                results.append(Result.NOT_CONVERGED)
+                exact[row] = 0
+            else:
+                results.append(Result.PRECISION_FLOOR if rough else Result.CONVERGED)
         for row, count in self.lost.items():
             exact[row] = count
         return Outcome(
@@ -373,7 +382,7 @@ class Prepared:
             evaluations=evaluations * problem.denoiser.rows_per_call,
             residual=self.residual.clone(),
             exact_steps=exact,
-            least=self.least.clone(),
+            least=least,
         )
 
 
