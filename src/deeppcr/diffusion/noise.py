@@ -66,8 +66,6 @@ class Noise:
             raise ValueError(f"noise: initial must be a floating tensor [B, *shape], got {came}")
         if initial.numel() == 0:
             raise ValueError(f"noise: initial is empty: {tuple(initial.shape)}")
-        if not torch.isfinite(initial).all():
-            raise ValueError("noise: initial holds values that are not finite")
         if steps is None:
             if needed:
                 raise ValueError(
@@ -82,5 +80,9 @@ class Noise:
             raise ValueError(
                 f"noise: initial is {initial.dtype} on {initial.device}, steps {steps.dtype} on {steps.device}"
             )
-        if not torch.isfinite(steps).all():
-            raise ValueError("noise: steps holds values that are not finite")
+
+    def check_finite(self) -> None:
+        """Raise where it holds values that are not finite. The host waits for a GPU to tell."""
+        for name, values in (("initial", self.initial), ("steps", self.steps)):
+            if values is not None and not torch.isfinite(values).all():
+                raise ValueError(f"noise: {name} holds values that are not finite")

@@ -33,6 +33,7 @@ class Problem:
     """What is to be sampled.
 
     Attributes:
+        noise: as it was given
         steps, length: all L steps
         shape, samples, width: of one sample; B; D
         initial: [B, D, K], still attached to the caller's graph
@@ -54,7 +55,7 @@ class Problem:
             raise TypeError(f"noise: expected Noise(...) or a tensor [B, *shape], got {type(noise).__name__}")
         noise.check(len(steps), needed=steps.adds_noise)
         initial = noise.initial
-        self.steps, self.length = steps, len(steps)
+        self.noise, self.steps, self.length = noise, steps, len(steps)
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
         # Half precision is the network's affair: states add up many small steps.
@@ -70,8 +71,7 @@ class Problem:
         self.shift = None
         if steps.adds_noise:
             assert noise.steps is not None
-            assert steps.deviation is not None
-            deviation = steps.deviation.to(self.device, self.dtype)
+            deviation = steps.deviation_on(self.device, self.dtype)
             self.shift = deviation[:, None, None] * noise.steps.flatten(2).to(self.dtype)
 
     @cached_property

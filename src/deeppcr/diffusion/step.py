@@ -125,6 +125,19 @@ class Steps:
         numbers = b"".join(repr(each.flatten().tolist()).encode() for each in tensors if each is not None)
         return (self.prediction, len(self), self.slots, clip.limit if clip else None, numbers)
 
+    def deviation_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[L], put there once: a copy to a GPU takes as long as ten launches."""
+        known = self._deviations.get((device, dtype))
+        if known is None:
+            assert self.deviation is not None
+            with torch.inference_mode(False):
+                known = self._deviations[device, dtype] = self.deviation.to(device, dtype)
+        return known
+
+    @cached_property
+    def _deviations(self) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+        return {}
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Coefficients:
         return Coefficients(self, device, dtype)
 
