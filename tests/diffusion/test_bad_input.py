@@ -67,7 +67,7 @@ def test_dropout_that_drops_nothing_is_no_reason():
         (Noise(torch.randn(2, 3), torch.randn(20, 2, 3).double()), "float64"),
         (Noise(torch.randn(3)), r"\[B, \*shape\]"),
         (Noise(torch.zeros(2, 3, dtype=torch.long)), "floating"),
-        (Noise(torch.full((2, 3), float("nan"))), "not finite"),
+        (Noise(torch.full((2, 3), float("nan")), torch.randn(20, 2, 3)), "not finite"),
         (Noise(torch.zeros(0, 3)), "empty"),
     ],
 )

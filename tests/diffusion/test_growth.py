@@ -49,7 +49,8 @@ def test_samples_whose_errors_grow_go_back(size, device, monkeypatch):
     loop = by_loop(initial)
 
     def run():
-        found = sample(two_narrow, SCHEDULE, initial, step=DDIM(), solver=Window(size=size))
+        # Whether there is a rough phase on a GPU or not decides how close samples have come when they may leave.
+        found = sample(two_narrow, SCHEDULE, initial, step=DDIM(), solver=Window(size=size, tf32=None))
         fine = torch.tensor([result is Result.CONVERGED for result in found.results], device=device)
         return found, fine, (found.final - loop).abs().flatten()
 

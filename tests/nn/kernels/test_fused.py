@@ -530,7 +530,7 @@ def test_wide_corrections_that_lack_some_digits_cost_nothing(gain, gpu):
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
     with pytest.MonkeyPatch.context() as patch:
         plain = fused.dense.solve_in_place
-        patch.setattr(fused.dense, "solve_in_place", lambda *given, refined: plain(*given))
+        patch.setattr(fused.dense, "solve_in_place", lambda *given, **_: plain(*given))
         _, refined = fused.run(*problem, None, layers)
     assert max(report.passes_taken()) <= max(refined.passes_taken())
 
