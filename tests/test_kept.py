@@ -134,10 +134,12 @@ def test_the_loop_takes_modules_that_keep_what_they_like():
     assert solve(layers, Z0, solver=deeppcr.Loop()).states.isfinite().all()
 
 
-def test_a_module_is_looked_at_again_when_it_goes_back_to_train_mode():
-    """Where solves are traced, a module that was found harmless is taken to be so in the same mode."""
+def test_where_solves_repeat_a_module_is_looked_at_once_in_train_mode_and_once_in_eval_mode(monkeypatch):
     module = normed().eval()
     Sequence(module, Z0, length=5, traced=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(deeppcr.kept, "_Held", None)  # which cannot be called
+        Sequence(module, Z0, length=5, traced=True)
     with pytest.raises(StepError, match="changes the buffer"):
         Sequence(module.train(), Z0, length=5, traced=True)
     with pytest.raises(StepError, match="changes the buffer"):  # and has not become harmless by being refused

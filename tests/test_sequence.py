@@ -343,8 +343,10 @@ def test_a_rowwise_step_that_takes_only_its_own_inputs_is_not_given_others(devic
     z0 = torch.zeros(3, 2, device=device)
     solution = deeppcr.solve(deeppcr.rowwise(step), z0, xs)
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-5
+    xs = torch.zeros_like(xs)
+    xs[-1] = 1  # the last step is real, and is compared all the same
     with pytest.raises(StepError, match="rows of a folded call differ"):
-        deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1])), z0, xs)
+        deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1].expand(len(x), 2))), z0, xs)
 
 
 def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_closes_over_has(device):

@@ -44,7 +44,8 @@ def solve(
 
     Args:
         step: the body of the loop: ``step(z, x)``, or ``step(z)`` without xs; or a list of L such callables. It must be
-            free of side effects and of random numbers, and treat the rows of a batch independently
+            free of side effects and of random numbers, and treat the rows of a batch independently; what is seen to be
+            otherwise raises StepError, and ``deeppcr.check`` looks for the rest
         z0: the initial state: a floating tensor or a tuple of them, [*batch, ...]
         xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
         length: L, where there are no xs
