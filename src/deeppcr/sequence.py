@@ -41,7 +41,7 @@ def rowwise(step: Callable) -> Rowwise:
     All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
     ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
     nothing that ``step`` closes over may have rows of its own. In every solve the first step, the last, and one made up of
-    rows from all over ``xs``, with every value changed, are compared with a folded call; where they differ, StepError.
+    values from the whole range of ``xs`` are compared with a folded call; where they differ, StepError.
 
     >>> import torch, deeppcr
     >>> cell = torch.nn.LSTMCell(3, 4)
