@@ -129,6 +129,13 @@ def test_what_is_kept_and_never_used_is_no_reason_to_refuse():
     assert check(module, Z0, length=20) == []
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*deprecated.*")
+def test_scripted_modules_are_not_looked_into():
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4)).eval()
+    states = solve(torch.jit.trace(layer, Z0), Z0, length=10).states
+    assert relative_error(states, solve(layer, Z0, length=10).states) < 1e-5
+
+
 def test_the_loop_takes_modules_that_keep_what_they_like():
     layers = nn.ModuleList(normed() for _ in range(4))
     assert solve(layers, Z0, solver=deeppcr.Loop()).states.isfinite().all()

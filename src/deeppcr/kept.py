@@ -225,7 +225,8 @@ def _all_modules(roots: list[nn.Module]) -> list[nn.Module]:
     waiting = roots[::-1]
     while waiting:
         module = waiting.pop()
-        if id(module) not in found:
+        # A scripted module keeps what it has outside of Python.
+        if id(module) not in found and isinstance(module._buffers, dict):
             found[id(module)] = module
             waiting += [inner for inner in reversed(module._modules.values()) if inner is not None]
     return list(found.values())
