@@ -123,6 +123,15 @@ def test_a_step_that_fails_says_what_it_was_called_with():
     assert raised.value.__notes__ == ["deeppcr called step(z) with z: float32[2, 3] on cpu"]
 
 
+def test_what_a_refused_step_has_changed_in_place_is_not_the_callers():
+    z0, xs = ONES.clone(), torch.ones(4, 2, 3)
+    for step, given in ((lambda z: z.mul_(0.5), {"length": 3}), (lambda z, x: z + x.mul_(0.5), {"xs": xs})):
+        with pytest.raises(StepError, match="in place"):
+            solve(step, z0, **given)
+    assert torch.equal(z0, ONES)
+    assert torch.equal(xs, torch.ones(4, 2, 3))
+
+
 def given(blocks, **settings):
     return solve(torch.sin, ONES, length=4, solver=Newton(jacobian=deeppcr.GivenJacobian(blocks, **settings)))
 
@@ -156,6 +165,12 @@ def given(blocks, **settings):
             "5 rows for a batch of 2",
         ),
         (lambda: deeppcr.HutchinsonJacobian(samples=0), ValueError, "samples"),
+        (
+            lambda: given(lambda z, x: None),
+            TypeError,
+            r"jacobian: the function is called as step is, with \(z\): there",
+        ),
+        (lambda: given(lambda z: torch.sin(z, "no")), TypeError, r"^sin\(\)"),  # its own mistake
     ],
 )
 def test_bad_jacobians_are_named(call, error, message):
@@ -230,9 +245,9 @@ def test_other_runtime_errors_are_not_taken_for_lack_of_memory(monkeypatch):
         ),
         (lambda: deeppcr.check(torch.sin, ONES, length=3, steps=0), ValueError, "steps"),
         (
-            lambda: solve(lambda s: {"b": s["b"], "a": s["a"]}, {"a": ONES, "b": ONES}, length=3),
+            lambda: solve(lambda s: {"a": s["b"], "c": s["a"]}, {"a": ONES, "b": ONES}, length=3),
             StepError,
-            r"expected \{'a': float32.*, 'b': float32.*\}, got \{'b': float32.*, 'a': ",
+            r"expected \{'a': float32.*, 'b': float32.*\}, got \{'a': float32.*, 'c': ",
         ),
         (
             lambda: solve(lambda s: [s[0], s[1]], (ONES, ONES), length=3),

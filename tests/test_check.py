@@ -39,7 +39,7 @@ def test_side_effects():
     norm = nn.BatchNorm1d(4).double()
     (finding,) = check(lambda z: norm(z), Z0, length=10)
     assert finding.kind == "side effect"
-    assert "running_mean" in finding.message
+    assert "of a BatchNorm1d" in finding.message
     assert check(norm.eval(), Z0, length=10) == []
     calls = []
 
@@ -100,6 +100,21 @@ def test_slow_evaluation():
 
 def test_values_that_are_not_finite():
     assert kinds(lambda z: torch.log(-z.abs()), Z0, length=10) == ["not finite"]
+
+
+def test_derivatives_that_differ_by_forward_and_by_reverse_mode():
+    def partly(z):
+        with torch.no_grad():
+            fixed = torch.sin(z)
+        return 0.5 * torch.tanh(z) + 0.3 * fixed
+
+    (finding,) = check(partly, Z0, length=10)
+    assert finding.kind == "derivative"
+    assert "torch.no_grad()" in finding.message
+    with pytest.raises(RuntimeError, match=r"the adjoint does not hold.*torch\.no_grad\(\)"):
+        deeppcr.solve(partly, Z0.clone().requires_grad_(), length=10).states.sum().backward()
+    assert check(lambda z: torch.zeros_like(z), Z0, length=10) == []
+    assert check(lambda z: torch.relu(z) - z.abs() / 2, torch.zeros(3, 4), length=10) == []
 
 
 def test_evaluation_that_differs_from_the_step_alone():

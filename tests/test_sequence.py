@@ -1,5 +1,7 @@
 """All steps at once: by vmap, folded into rows, stacked from a list, or one by one; each like the loop."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -85,7 +87,7 @@ def test_a_step_that_no_transform_covers_says_so_and_approximations_still_work(d
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
 
 
-def test_folding_is_compared_with_one_real_step(device):
+def test_folding_is_compared_with_real_steps(device):
     make = Generator(0, torch.float64, device)
     per_row = make.normal(2, 4)
     with pytest.raises(StepError, match="does not take another number of rows"):
@@ -295,10 +297,98 @@ def test_in_place_steps_are_found_where_packing_copies(device):
 @pytest.mark.parametrize(
     "step", [lambda z, x: 0.1 * torch.tanh(z) + x[:1], lambda z, x: 0.1 * torch.tanh(z[:1] + z) + x]
 )
-def test_folding_is_compared_with_the_second_step_too(step, device):
+def test_folding_is_compared_with_other_steps_too(step, device):
     make = Generator(0, torch.float32, device)
     with pytest.raises(StepError, match="folded"):
         deeppcr.solve(deeppcr.rowwise(step), make.normal(3, 4), make.normal(50, 3, 4))
+
+
+@pytest.mark.parametrize("driven", [slice(61, 90), slice(77, 78), slice(-1, None)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_folding_is_compared_where_inputs_hardly_ever_differ(driven, rows, device):
+    """Were it not, all steps would see the input of the first, and the residual would be tiny."""
+    xs = torch.zeros(200, rows, 2, dtype=torch.float64, device=device)
+    xs[driven] = 1
+    step, z0 = lambda z, x: 0.5 * torch.tanh(z) + x[0], torch.zeros(rows, 2, dtype=torch.float64, device=device)
+    with pytest.raises(StepError, match="folded call differ"):
+        deeppcr.solve(deeppcr.rowwise(step), z0, xs)
+    assert deeppcr.check(deeppcr.rowwise(step), z0, xs)
+
+
+def test_folding_is_compared_within_the_range_of_the_inputs(device):
+    """Numbers that serve as indices: out of range, they would end a process on a GPU."""
+    table, times = torch.linspace(0, 1, 50, device=device), torch.arange(50.0, device=device)
+    asked = []
+
+    def step(z, x):
+        asked.append((float(x.min()), float(x.max())))
+        return torch.tanh(z) / 2 + table[x.long()].unsqueeze(-1)
+
+    z0, xs = torch.zeros(30, 2, device=device), times[:, None].expand(50, 30)
+    solution = deeppcr.solve(deeppcr.rowwise(step), z0, xs, solver=deeppcr.Jacobi())
+    assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-4
+    assert min(low for low, _ in asked) == 0
+    assert max(high for _, high in asked) == 49
+
+
+@pytest.mark.parametrize("step", [lambda x: x[:1], lambda x: x[-1:]], ids=["first", "last"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_folding_is_compared_where_whole_numbers_hardly_ever_differ(step, rows, device):
+    table = torch.randn(5, 4, dtype=torch.float64, device=device)
+    tokens = torch.zeros(200, rows, dtype=torch.long, device=device)
+    tokens[77] = 2
+    z0 = torch.zeros(rows, 4, dtype=torch.float64, device=device)
+    with pytest.raises(StepError, match="folded call differ"):
+        deeppcr.solve(deeppcr.rowwise(lambda z, x: 0.5 * torch.tanh(z) + table[step(x)]), z0, tokens)
+
+
+def test_check_compares_every_step_of_a_folded_call(device):
+    """Rows that one value couples: nothing that a solve looks at brings it to light."""
+    tokens = torch.arange(600, device=device).view(200, 3) % 5
+    tokens[77] = 7
+    step = deeppcr.rowwise(lambda z, x: 0.5 * torch.tanh(z) + torch.where(x == 7, x.double().mean(), 0).unsqueeze(-1))
+    (finding,) = deeppcr.check(step, torch.zeros(3, 2, dtype=torch.float64, device=device), tokens)
+    assert finding.kind == "evaluation"
+    assert "step 78 evaluated together with the others differs" in finding.message
+
+
+def test_a_rowwise_step_that_takes_only_its_own_inputs_is_not_given_others(device):
+    def step(z, x):
+        if not torch.equal(x, x.round()):
+            raise ValueError("whole numbers only")
+        return torch.tanh(z) / 2 + x
+
+    xs = torch.arange(20.0, device=device)[:, None, None].expand(20, 3, 2)
+    z0 = torch.zeros(3, 2, device=device)
+    solution = deeppcr.solve(deeppcr.rowwise(step), z0, xs)
+    assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-5
+    xs = torch.zeros_like(xs)
+    xs[-1] = 1  # the last step is real, and is compared all the same
+    with pytest.raises(StepError, match="rows of a folded call differ"):
+        deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1].expand(len(x), 2))), z0, xs)
+
+
+def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_closes_over_has(device):
+    z0 = torch.ones(2, 3, device=device)
+    for steps in (
+        [lambda z, k=k: torch.tanh(z) * k for k in (0.5, 0.6, 0.7)],
+        [partial(torch.mul, torch.full((3,), k, device=device)) for k in (0.5, 0.6, 0.7)],
+    ):
+        assert not deeppcr.solve(steps, z0).states.requires_grad
+    weight = torch.full((3,), 0.5, device=device, requires_grad=True)
+    steps = [torch.tanh, lambda z: z * weight, torch.sin]
+    (ours,) = torch.autograd.grad(deeppcr.solve(steps, z0).states.sum(), weight)
+    (loops,) = torch.autograd.grad(plain_loop_over(steps, z0).sum(), weight)
+    assert torch.allclose(ours, loops, rtol=1e-4)
+
+
+def test_dictionaries_whose_keys_come_back_in_another_order(device):
+    step = lambda s: {"b": torch.tanh(s["a"]), "a": 0.5 * s["b"] + 1}  # noqa: E731
+    state = {"a": torch.ones(2, 3, device=device), "b": torch.zeros(2, 3, device=device)}
+    solution = deeppcr.solve(step, state, length=30)
+    for _ in range(30):
+        state = step(state)
+    assert all(torch.allclose(solution.states[name][-1], state[name], atol=1e-4) for name in "ab")
 
 
 def test_a_step_with_a_state_of_its_own_is_found_after_the_loop(device):

@@ -121,6 +121,28 @@ def test_all_ways_to_fail(device):
         solution.states.sum().backward()
 
 
+@pytest.mark.parametrize("gradient", [deeppcr.Implicit(), deeppcr.Unrolled()])
+def test_a_gradient_that_is_asked_for_by_name_is_refused_too(gradient, device):
+    """A backward pass visits only what lies on the way to what it is asked for: a regulariser alone must not be the answer."""
+    z0 = torch.full((1, 1), 0.3, device=device, requires_grad=True)
+    rate = torch.tensor(4.0, device=device, requires_grad=True)
+    shift = torch.zeros(300, 1, device=device, requires_grad=True)
+    step = lambda z, x: rate * z * (1 - z) + x  # noqa: E731
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        states = deeppcr.solve(step, z0, shift, on_failure="return", gradient=gradient).states
+    for leaf in (z0, rate, shift):
+        loss = states.sum() + 0.1 * (leaf**2).sum()
+        with pytest.raises(RuntimeError, match="did not converge"):
+            torch.autograd.grad(loss, leaf, retain_graph=True)
+        (known,) = torch.autograd.grad(0 * states.sum() + (leaf**2).sum(), leaf, retain_graph=True)
+        assert torch.allclose(known, 2 * leaf)  # of states that the loss leaves out
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        frozen = deeppcr.solve(
+            lambda z: 4 * z * (1 - z), z0.detach(), length=300, on_failure="return", gradient=gradient
+        )
+    assert not frozen.states.requires_grad
+
+
 def test_loop_is_a_solver_as_well(device):
     problem = CONTRACTING["lstm"](Generator(0, torch.float64, device), 20, 3)
     problem.z0[0].requires_grad_()

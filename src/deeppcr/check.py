@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .folding import varied
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
+from .kept import SideEffect, close, modules_of
 from .sequence import Sequence
 from .steps import StepError
+
+#: Steps that are compared with themselves alone.
+_MOST_COMPARED = 1000
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: "random", "side effect", "rows", "structure", "evaluation", "slow", "not finite" or "error"
+        kind: "random", "side effect", "rows", "structure", "evaluation", "derivative", "slow", "not finite" or "error"
         message: what was seen, and what to do
 
     >>> import torch, deeppcr
@@ -45,12 +50,13 @@ def check(
     jacobian: Jacobian | None = None,
     steps: int = 4,
 ) -> list[Finding]:
-    """Look for what a step must not do: random numbers, side effects, rows that influence each other, a wrong Jacobian.
+    """Look for what a step must not do: random numbers, side effects, rows that influence each other, a wrong derivative.
 
     Args:
         step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
         jacobian: a structure or Jacobian that is claimed and to be compared with the step's own
-        steps: how many steps to look at, spread evenly over the sequence
+        steps: how many steps to look at, spread evenly over the sequence; whether steps give together what they give
+            alone is compared at every step, or at 1,000 of them
 
     Returns:
         the findings; an empty list means that nothing was found
@@ -67,9 +73,9 @@ def check(
     try:
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
-        return [Finding("random" if "random" in str(error) else "error", str(error))]
-    count = min(steps, sequence.length)
-    looked_at = sorted({round(i * (sequence.length - 1) / max(1, count - 1)) for i in range(count)})
+        kind = "side effect" if isinstance(error, SideEffect) else "random" if "random" in str(error) else "error"
+        return [Finding(kind, str(error))]
+    looked_at = _spread(sequence, steps)
     with torch.no_grad():
         # Near the trajectory: from the initial state, each step once.
         states = [sequence.initial.detach()]
@@ -79,15 +85,17 @@ def check(
         if findings:
             return findings  # nothing else can be compared with a step that gives another answer each time
         findings += _finiteness(sequence, looked_at, states)
-        findings += _all_at_once(sequence, looked_at, states)
+        findings += _all_at_once(sequence)
         findings += _independence(sequence, looked_at, states)
+        if not any(finding.kind == "rows" for finding in findings):  # whose derivatives are not row by row
+            findings += _derivatives(sequence, looked_at, states)
         if jacobian is not None and not findings:
             findings += _structure(sequence, looked_at, states, jacobian)
     return findings
 
 
 def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
-    modules = _modules_of(step)
+    modules = modules_of(step)
     for index, state in zip(looked_at, states, strict=False):
         random_before = _random_state(state.device)
         buffers = [(m, name, b.clone()) for m in modules for name, b in m.named_buffers()]
@@ -125,7 +133,13 @@ def _finiteness(sequence: Sequence, looked_at: list[int], states: list[Tensor]) 
             return
 
 
-def _all_at_once(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+def _spread(sequence: Sequence, steps: int) -> list[int]:
+    """So many steps, spread evenly over the sequence."""
+    count = min(steps, sequence.length)
+    return sorted({round(i * (sequence.length - 1) / max(1, count - 1)) for i in range(count)})
+
+
+def _all_at_once(sequence: Sequence) -> Iterator[Finding]:
     """Every step evaluated together with others must give what it gives alone."""
     previous = sequence.initial.detach().expand(sequence.length, -1, -1)
     with warnings.catch_warnings(record=True) as caught:
@@ -140,9 +154,10 @@ def _all_at_once(sequence: Sequence, looked_at: list[int], states: list[Tensor])
         )
     if sequence.evaluation == "loop":
         yield Finding("slow", sequence.all_notes[-1])
-    for index in looked_at:
+        return
+    for index in _spread(sequence, _MOST_COMPARED):
         alone = sequence.step(index, sequence.initial.detach())
-        if not _close(together[index], alone):
+        if not close(together[index], alone):
             yield Finding(
                 "evaluation", f"step {index + 1} evaluated together with the others differs from the step alone"
             )
@@ -169,6 +184,35 @@ def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]
                     "other: is the leading dimension a batch? batch_dims says how many are (0: none)",
                 )
                 return
+
+
+def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+    """Jacobians come by forward mode, gradients by reverse mode: both must be of the same function."""
+    for index, state in zip(looked_at, states, strict=False):
+        tangent, cotangent = varied(torch.ones_like(state)), varied(torch.zeros_like(state))
+        try:
+            _, pushed = sequence.push(state.unsqueeze(0), tangent[None, None], range(index, index + 1))
+        except StepError:
+            return  # no derivative, which the solve says where it needs one
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps that look at values
+            start = state.clone().requires_grad_()
+            value = sequence.step(index, start)
+        if not value.requires_grad:
+            pulled = torch.zeros_like(state)
+        else:
+            (pulled,) = torch.autograd.grad(value, start, cotangent, allow_unused=True, materialize_grads=True)
+        forward, reverse = (cotangent * pushed[0, 0]).sum(-1), (pulled * tangent).sum(-1)
+        scale = (cotangent * pushed[0, 0]).abs().sum(-1) + (pulled * tangent).abs().sum(-1)
+        wrong = (forward - reverse).abs() > 10 * _rounding(sequence) * scale
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            yield Finding(
+                "derivative",
+                f"at step {index + 1} the derivatives by forward mode and by reverse mode differ (row {row}): does part of the step run under "
+                "torch.no_grad(), or has a custom function a wrong derivative? The states are right; a backward pass would raise",
+            )
+            return
 
 
 def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], jacobian: Jacobian) -> Iterator[Finding]:
@@ -208,32 +252,5 @@ def _rounding(sequence: Sequence) -> float:
     return 100 * torch.finfo(sequence.layout.dtype).eps * max(1.0, sequence.layout.width**0.5)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    eps = torch.finfo(a.dtype).eps
-    return torch.allclose(
-        a,
-        b,
-        rtol=1000 * eps,
-        atol=1000 * eps * float(1 + b[b.isfinite()].abs().sum() / max(1, b.numel())),
-        equal_nan=True,
-    )
-
-
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _modules_of(step: Any, depth: int = 4) -> list[nn.Module]:
-    """The modules that a step is, holds or closes over, also through other functions."""
-    if isinstance(step, nn.Module):
-        return [step]
-    if depth == 0:
-        return []
-    if isinstance(step, (list, tuple)):
-        held = list(step)
-    else:
-        held = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
-        held += [getattr(step, "step", None)]  # rowwise, with_history
-        scope, code = getattr(step, "__globals__", {}), getattr(step, "__code__", None)
-        held += [scope[name] for name in (code.co_names if code else ()) if name in scope]
-    return [m for each in held if callable(each) or isinstance(each, list) for m in _modules_of(each, depth - 1)]

@@ -236,8 +236,9 @@ class Adjoint:
             raise RuntimeError(
                 f"the adjoint does not hold at step {index + 1} (row {row}): the step's own vector-Jacobian product disagrees. Either "
                 "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or the step is "
-                "random or has side effects, or something it closes over was changed or rebound since the forward pass, or a given "
-                "Jacobian is wrong; deeppcr.check(step, z0, xs) tells which"
+                "random or has side effects, or part of it runs under torch.no_grad(), or something it closes over was changed or "
+                "rebound since the forward pass, or a given Jacobian is wrong (in a network of deeppcr.nn: its activation is not "
+                "elementwise); deeppcr.check looks for all but the change, given the step and what solve was given"
             )
         return adjoint
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +40,20 @@ class Jacobian:
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         """Values [N, B, D] and N blocks, at the states ``previous`` [N, B, D] before ``steps``."""
         raise NotImplementedError
+
+    @staticmethod
+    def _map(function: Callable, sequence: Sequence, previous: Tensor, steps: range) -> Any:
+        try:
+            return sequence.map(function, previous, steps)
+        except TypeError as error:
+            takes = "(z): there are no xs" if sequence.xs is None else "(z, x)"
+            try:
+                signature(function).bind(*(None,) * (1 if sequence.xs is None else 2))
+            except TypeError:
+                raise TypeError(f"jacobian: the function is called as step is, with {takes}. {error}") from error
+            except ValueError:  # not every function has a signature
+                pass
+            raise
 
     def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks | None:
         """The blocks alone, where they do not need the values; None where both come together."""
@@ -298,8 +314,9 @@ class GivenJacobian(Jacobian):
 
     Args:
         blocks: L blocks with batch shape [], [1] or [B] of the flattened state of width D; or a
-            function that takes what ``step`` takes and returns blocks for that one step (``linear.Dense`` of a
-            tensor [*batch, D, D], ``linear.Diagonal`` of [*batch, D], ...); it is evaluated by ``torch.vmap``
+            function that takes what ``step`` takes, so ``(z, x)``, or ``(z)`` alone without xs, and returns blocks for that
+            one step (``linear.Dense`` of a tensor [*batch, D, D], ``linear.Diagonal`` of [*batch, D], ...); it is evaluated
+            by ``torch.vmap``
         exact: they are the true Jacobians (``deeppcr.check`` can tell), so Newton converges quadratically
 
     >>> import torch, deeppcr
@@ -332,6 +349,20 @@ class GivenJacobian(Jacobian):
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         return sequence.values(previous, steps), self.blocks_at(sequence, previous, steps)
 
+    @staticmethod
+    def _map(function: Callable, sequence: Sequence, previous: Tensor, steps: range) -> Any:
+        try:
+            return sequence.map(function, previous, steps)
+        except TypeError as error:
+            takes = "(z): there are no xs" if sequence.xs is None else "(z, x)"
+            try:
+                signature(function).bind(*(None,) * (1 if sequence.xs is None else 2))
+            except TypeError:
+                raise TypeError(f"jacobian: the function is called as step is, with {takes}. {error}") from error
+            except ValueError:  # not every function has a signature
+                pass
+            raise
+
     def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks:
         layout = sequence.layout
         if isinstance(self.blocks, Blocks):
@@ -341,7 +372,7 @@ class GivenJacobian(Jacobian):
             batch = found.batch_shape
             fits = len(batch) == 1 and batch[0] in (1, layout.rows)
         else:
-            found = sequence.map(self.blocks, previous, steps)
+            found = self._map(self.blocks, sequence, previous, steps)
             if not isinstance(found, Blocks):
                 raise TypeError(
                     f"jacobian: the function must return linear.Dense, Diagonal, BlockDiagonal or Scalar, got {type(found).__name__}"

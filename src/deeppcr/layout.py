@@ -98,6 +98,13 @@ class Layout:
     def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
         return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
 
+    def in_order(self, nest: Any) -> Any:
+        """A nest whose dictionaries may have their keys in another order, in the order of the state; any other as it is."""
+        try:
+            return pytree.tree_unflatten(self.spec.flatten_up_to(nest), self.spec)
+        except ValueError:
+            return nest
+
     def complaint(self, nest: Any, batch_shape: tuple[int, ...]) -> str | None:
         """What is wrong with a state that a step returned, or None."""
         leaves, spec = pytree.tree_flatten(nest)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .folding import check_fold
+from .kept import Kept, changes_in_place, version_of
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
+from .linear.solve import is_capturing
 from .markov import WithHistory
 from .stacking import group_callables
 from .steps import StepError, StepGroup, has_tangent, vmap_over_steps
@@ -37,7 +40,8 @@ def rowwise(step: Callable) -> Rowwise:
 
     All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
     ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
-    nothing that ``step`` closes over may have rows of its own. One real step is compared with the folded call.
+    nothing that ``step`` closes over may have rows of its own. In every solve the first step, the last, and one made up of
+    values from the whole range of ``xs`` are compared with a folded call; where they differ, StepError.
 
     >>> import torch, deeppcr
     >>> cell = torch.nn.LSTMCell(3, 4)
@@ -72,6 +76,7 @@ class Sequence:
         length: int | None = None,
         batch_dims: int | None = None,
         traced: bool = False,
+        watched: bool = True,
     ):
         self.layout = Layout.of(z0, batch_dims)
         self.initial = self.layout.pack(z0)
@@ -99,27 +104,32 @@ class Sequence:
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
         self.trace = Trace(self.layout.device) if traced and not several else None
-        first = self._take_first_step(z0, xs)
+        self._kept = [(group, Kept(group, once=traced)) for _, group in self._groups] if watched else []
+        first = self._take_first_step(xs)
+        self.check_kept(self._group_of(0)[0])
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
-        self._check_fold(first.detach())
+        if self._groups[0][1].way == "rowwise" and self.length > 1:
+            check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
         inputs = [group.xs for _, group in self._groups]
         self.needs_gradients = first.requires_grad or any(
             leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
         )
-        if several:  # what single callables close over shows only in their own output
-            self.needs_gradients |= any(group.way == "loop" for _, group in self._groups)
+        if several:  # what other callables close over shows only in their own output
+            singles = [group.function for _, group in self._groups if isinstance(group.function, nn.Module)]
+            self.needs_gradients |= any(p.requires_grad for module in singles for p in module.parameters())
 
-    def _take_first_step(self, z0: Any, xs: Any) -> Tensor:
+    def _take_first_step(self, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
         state, x = self.initial, self.inputs(0)
-        if self.trace is not None:  # to which all else of the caller's memory is what the step closes over
-            state, x = state.clone(), pytree.tree_map(torch.clone, x) if xs is not None else None
-            z0, xs = state, x
-        watched = [("its state", leaf) for leaf in (state, *pytree.tree_leaves(z0))]
-        watched += [("xs", leaf) for leaf in pytree.tree_leaves(xs) if xs is not None]
-        watched = [(name, leaf) for name, leaf in watched if not leaf.is_inference()]  # those count no versions
-        before = [leaf._version for _, leaf in watched]
+        if not is_capturing(state.device):  # where they would be copied again at every replay
+            # A step that changes its arguments is refused, and the caller's tensors are as they were. To a trace, all else of
+            # the caller's memory is what the step closes over.
+            state = state.clone()
+            if x is not None and self._group_of(0)[0].module is None:
+                x = pytree.tree_map(torch.clone, x)
+        watched = [("its state", state), *(("xs", leaf) for leaf in pytree.tree_leaves(x) if x is not None)]
+        before = [version_of(leaf) for _, leaf in watched]
         try:
             first = self._call_traced(state, x)
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -131,11 +141,17 @@ class Sequence:
             self._say_how_it_was_called(error, state, x)
             raise
         for (name, leaf), version in zip(watched, before, strict=True):
-            if leaf._version != version:
-                raise StepError(
-                    f"step: changes {name} in place, which would overwrite the solver's states; use an operation that returns a new tensor"
-                )
+            if version_of(leaf) != version and self._group_of(0)[0].module is None:
+                raise StepError(changes_in_place(name))
         return first
+
+    def check_kept(self, *groups: StepGroup) -> None:
+        """Raise where calls of the steps (of these groups, or all) have left something behind that other calls depend on."""
+        for group, kept in self._kept:
+            if not groups or group in groups:
+                kept.check(self.initial)
+        if not groups:  # the last look: a graph keeps the sequence, and is not to keep what modules once held
+            self._kept = []
 
     def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
         """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
@@ -154,36 +170,13 @@ class Sequence:
                 self.trace = None
         return group.call(state, x)
 
-    def _check_fold(self, first: Tensor) -> None:
-        group = self._groups[0][1]
-        if group.way != "rowwise" or self.length < 2:
-            return
-        with torch.no_grad():
-            try:
-                folded = group.values(torch.stack([self.initial.detach(), first]), slice(0, 2))
-                exact = torch.stack([first, self.step(1, first)]).double()
-            except (RuntimeError, ValueError) as error:
-                raise StepError(
-                    f"step: declared rowwise, but it does not take another number of rows: {error}"
-                ) from error
-        finite = torch.isfinite(exact)
-        scale = exact.where(finite, 0).abs().max()
-        allowed = 100 * torch.finfo(self.layout.dtype).eps * max(1.0, self.layout.width**0.5)
-        same = (folded.double() - exact).abs() <= allowed * (1 + scale)
-        # What is not finite is the step's own doing where it is so in both; the solve will say where it comes from.
-        if not (same | (~finite & ~torch.isfinite(folded))).all():
-            raise StepError(
-                "step: declared rowwise, but rows of a folded call differ from those of a real step: "
-                "something it closes over has rows of its own, or its rows influence each other"
-            )
-
     def moved_to(self, initial: Tensor, xs: Any) -> Sequence:
         """The same loop from another start [B, D] on other inputs, nothing known of how it can be evaluated.
 
         Only for sequences of one step function.
         """
         moved, group = copy(self), self._groups[0][1]
-        moved.initial, moved.notes, moved._verified = initial, [], set()
+        moved.initial, moved.notes, moved._verified, moved._kept = initial, [], set(), []
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
 

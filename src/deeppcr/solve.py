@@ -44,7 +44,8 @@ def solve(
 
     Args:
         step: the body of the loop: ``step(z, x)``, or ``step(z)`` without xs; or a list of L such callables. It must be
-            free of side effects and of random numbers, and treat the rows of a batch independently
+            free of side effects and of random numbers, and treat the rows of a batch independently; what is seen to be
+            otherwise raises StepError, and ``deeppcr.check`` looks for the rest
         z0: the initial state: a floating tensor or a tuple of them, [*batch, ...]
         xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
         length: L, where there are no xs
@@ -88,9 +89,10 @@ def _solve(
         return _solve_unseen(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
     traced = not unrolled and may_capture(solver, z0)
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced)
+    looped = isinstance(solver, Loop)  # in which a step may keep what it likes
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced, watched=not looped)
     plan = Plan()
-    if isinstance(solver, Loop):
+    if looped:
         outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
         if Result.NON_FINITE in outcome.results:
             warnings.warn(_describe(outcome), ConvergenceWarning, stacklevel=3)
@@ -110,12 +112,17 @@ def _solve(
             return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         plan.note("not captured: the step gives another result than when it was recorded")
 
-    with torch.set_grad_enabled(unrolled and fixed):
-        outcome = solver.run(sequence, start, plan)
+    try:
+        with torch.set_grad_enabled(unrolled and fixed):
+            outcome = solver.run(sequence, start, plan)
+    except (StepError, RuntimeError):
+        sequence.check_kept()  # which may know better what is wrong
+        raise
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
     implicit = adjoint is not None
     residual, outcome = _measure(sequence, outcome, solver, values)
+    sequence.check_kept()
 
     if any(result in _FAILED for result in outcome.results):
         if on_failure != "loop":
@@ -135,7 +142,11 @@ def _solve(
         warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
     states = outcome.states
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
-        states = refuse_gradients(states, _describe(outcome, plan))
+        if adjoint is None:
+            values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
+        else:
+            values = adjoint.values
+        states = refuse_gradients(states, _describe(outcome, plan), values)
     elif adjoint is not None:
         states = adjoint.attach(states)
     elif unrolled and not fixed:
@@ -218,9 +229,10 @@ def _plain_loop(sequence: Sequence) -> Outcome:
     )
 
 
-def _previous(sequence: Sequence, states: Tensor) -> Tensor:
-    """The state before each step."""
-    return torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1].detach()])
+def _previous(sequence: Sequence, states: Tensor, *, attached: bool = False) -> Tensor:
+    """The state before each step, if need be with the first still attached to the caller's graph."""
+    initial = sequence.initial if attached else sequence.initial.detach()
+    return torch.cat([initial.unsqueeze(0), states[:-1].detach()])
 
 
 @torch.no_grad()
@@ -332,21 +344,26 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
     )
 
 
-def refuse_gradients(states: Tensor, message: str) -> Tensor:
-    """The states, with a backward pass that raises with this message, unless its gradient is zero."""
-    return _Refuse.apply(torch.zeros((), requires_grad=True), states, message)
+def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:
+    """The states, with a backward pass that raises with this message, unless its gradient is zero.
+
+    Args:
+        depends_on: tensors through which the states depend on whatever a gradient may be asked for. A backward pass visits
+            only what lies on the way to that; without any, states that nothing leads away from
+    """
+    return _Refuse.apply(states, message, *(depends_on or (torch.zeros((), requires_grad=True),)))
 
 
 class _Refuse(torch.autograd.Function):
     """States that did not converge: usable, but not to be differentiated."""
 
     @staticmethod
-    def forward(ctx, anchor, states, message):
-        ctx.message = message
+    def forward(ctx, states, message, *depends_on):
+        ctx.message, ctx.count = message, len(depends_on)
         return states.detach().clone()
 
     @staticmethod
     def backward(ctx, *gradients):
         if not gradients[0].any():  # what the loss leaves out is not differentiated
-            return None, None, None
+            return None, None, *(None,) * ctx.count
         raise RuntimeError(f"no gradient: the solve did not converge. {ctx.message}")

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from .layout import Layout
 from .steps import StepGroup
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+#: What every module has.
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, type)
 
 
@@ -61,8 +62,9 @@ def _stack(modules: list[Any], inputs: Any, layout: Layout) -> StepGroup:
     template = copy.deepcopy(modules[0], shared)
 
     if inputs is None:
-        return StepGroup(lambda z, state: functional_call(template, state, (z,)), stacked, layout)
-    return StepGroup(lambda z, x: functional_call(template, x[0], (z, x[1])), (stacked, inputs), layout)
+        return StepGroup(lambda z, state: functional_call(template, state, (z,)), stacked, layout, module=template)
+    call = lambda z, x: functional_call(template, x[0], (z, x[1]))  # noqa: E731
+    return StepGroup(call, (stacked, inputs), layout, module=template)
 
 
 def _same_structure(a: Any, b: Any) -> bool:
@@ -89,7 +91,7 @@ def _same_module(a: nn.Module, b: nn.Module) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name) for module in (a, b) for name in hooks):
         return False  # a hook may do anything
-    own_a, own_b = ({k: v for k, v in vars(m).items() if k not in _MODULE_INTERNALS} for m in (a, b))
+    own_a, own_b = ({k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m in (a, b))
     return own_a.keys() == own_b.keys() and all(_equal(own_a[k], own_b[k]) for k in own_a)
 
 

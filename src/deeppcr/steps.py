@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -79,10 +79,20 @@ class StepGroup:
         layout: of the state
         rowwise: every leaf of xs is [steps, B, ...] and any number of rows may come
         one_by_one: never try to evaluate several steps at once
+        module: whose parameters and buffers stand in xs, by name
     """
 
-    def __init__(self, function: Callable, xs: Any, layout: Layout, *, rowwise: bool = False, one_by_one: bool = False):
-        self.function, self.xs, self.layout = function, xs, layout
+    def __init__(
+        self,
+        function: Callable,
+        xs: Any,
+        layout: Layout,
+        *,
+        rowwise: bool = False,
+        one_by_one: bool = False,
+        module: nn.Module | None = None,
+    ):
+        self.function, self.xs, self.layout, self.module = function, xs, layout, module
         self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
         self.derivative = "none"
         self.notes: list[str] = []
@@ -98,6 +108,9 @@ class StepGroup:
         output = self.function(nest) if self.xs is None else self.function(nest, x)
         complaint = self.layout.complaint(output, batch)
         if complaint is not None:
+            output = self.layout.in_order(output)
+            complaint = self.layout.complaint(output, batch)
+        if complaint is not None:
             raise StepError(f"step: {complaint}{_hint(complaint)}")
         return self.layout.pack(output)
 
@@ -111,7 +124,7 @@ class StepGroup:
             except _TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
-            fold = self._fold(xs)
+            fold = self.fold(xs)
             return fold(previous.flatten(0, 1)).unflatten(0, previous.shape[:2])
         return torch.stack([self.call(z, _at(xs, n)) for n, z in enumerate(previous)])
 
@@ -167,7 +180,7 @@ class StepGroup:
             "deeppcr.rowwise(step) may help"
         )
 
-    def _fold(self, xs: Any) -> Callable[[Tensor], Tensor]:
+    def fold(self, xs: Any) -> Callable[[Tensor], Tensor]:
         """Several steps as more rows of one call."""
         folded = pytree.tree_map(lambda leaf: leaf.flatten(0, 1), xs) if xs is not None else None
         rest = self.layout.batch_shape[1:]
@@ -184,7 +197,7 @@ class StepGroup:
     def _push_rowwise(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
         steps, rows = previous.shape[:2]
         folded = tangents.expand(steps, -1, -1, -1).transpose(0, 1).flatten(1, 2)
-        values, pushed = _DERIVATIVES[self.derivative](self._fold(xs), previous.flatten(0, 1), folded)
+        values, pushed = _DERIVATIVES[self.derivative](self.fold(xs), previous.flatten(0, 1), folded)
         return values.unflatten(0, (steps, rows)), pushed.unflatten(1, (steps, rows)).transpose(0, 1)
 
     def _push_loop(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:

@@ -105,4 +105,6 @@ def test_what_was_returned_unfinished_has_gradients_where_it_is_finished():
     got, expected = (torch.autograd.grad(each.final[0].sum(), leaf, retain_graph=True)[0] for each in (found, loop))
     assert torch.allclose(got, expected, atol=1e-7)
     with pytest.raises(RuntimeError, match="did not converge"):
+        torch.autograd.grad(found.final[1].sum() + leaf.sum(), leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match="did not converge"):
         found.final[1].sum().backward()

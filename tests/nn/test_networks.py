@@ -214,6 +214,13 @@ def test_a_checkpoint_loads_with_or_without_a_warm_start(device):
         without.load_state_dict({**with_it.state_dict(), "wrong": kept})
 
 
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_an_input_of_another_dtype_than_the_weights_is_named(mode, device):
+    net = MLP(5, 6, 8, 3, mode=mode, device=device)
+    with pytest.raises(TypeError, match=r"x: expected torch\.float32, the dtype of the weights, got torch\.float64"):
+        net(torch.randn(4, 5, dtype=torch.float64, device=device))
+
+
 def networks(device, dtype=torch.float64, mode="parallel"):
     """One of each kind, that takes [B, 5]; in float64 on the general path whatever the device."""
     torch.manual_seed(0)

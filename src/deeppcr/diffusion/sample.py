@@ -216,7 +216,7 @@ def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, mess
         return attach(problem, coupling, states)
     lost = torch.tensor(bad, device=problem.device)
     good, lost = (~lost).nonzero().flatten(), lost.nonzero().flatten()
-    parts = [refuse_gradients(states[:, lost], message)]
+    parts = [refuse_gradients(states[:, lost], message, problem.step(0, problem.initial))]
     if len(good):
         parts.append(attach(problem, coupling, states[:, good], good))
     return torch.cat(parts, 1)[:, torch.cat([lost, good]).argsort()]

@@ -154,7 +154,14 @@ class Network(nn.Module):
         if x.ndim == 0 or (features is not None and x.shape[-1] != features):
             wanted = f"[*batch, {features or 'in_features'}]"
             raise ValueError(f"x: expected {wanted}, got {list(x.shape)}; images are flattened first: x.flatten(1)")
-        hidden = self.input(x)
+        try:
+            hidden = self.input(x)
+        except RuntimeError as error:
+            if x.dtype == self.weight.dtype:
+                raise
+            raise TypeError(
+                f"x: expected {self.weight.dtype}, the dtype of the weights, got {x.dtype}; x.to(...) or net.to(...) changes it"
+            ) from error
         rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
         state = self._apply_activation(self._run(rows, mode, last=True))
         if hidden.ndim != 2:
