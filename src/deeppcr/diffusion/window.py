@@ -32,7 +32,7 @@ _GROWTH = 30.0
 #: where one window holds all of so many steps or more, the network is first asked at some of them
 _MANY = 512
 #: the share of a window's steps that may still move when TF32 has done what it can
-_UNSETTLED = 1 / 8
+_UNSETTLED = 1 / 4
 #: of a sample: the estimate of what rounding leaves is not finite
 _UNKNOWN = 2
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
@@ -59,7 +59,7 @@ class Window:
             iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
-        tf32: until the updates of seven eighths of the window's steps are below this, or as long as they become smaller, a GPU
+        tf32: until the updates of three quarters of the window's steps are below this, or as long as they become smaller, a GPU
             multiplies in TF32, and no step leaves: what has left was last seen in full precision. Not where the start is
             earlier samples or given states: these may be better than TF32 can tell. None: never
         graphs: replay iterations from CUDA graphs
