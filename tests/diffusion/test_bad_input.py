@@ -291,6 +291,25 @@ def test_a_start_that_is_not_finite():
         sample(lambda z, t: torch.sin(z), schedule, torch.randn(2, 6), step=DDIM(), start=start)
 
 
+def test_noise_that_is_not_finite_is_not_the_denoisers_fault():
+    """Also where the run ends before it, or the denoiser does not take it; noise that is not used may be anything."""
+    noise = Noise.draw((2, 6), steps=20)
+    noise.steps[17, 1, 2] = float("nan")
+
+    def wary(z, t):
+        assert torch.isfinite(z).all()
+        return torch.sin(z)
+
+    for denoiser, most in ((torch.sin, 2), (wary, 200)):
+        solver = Window(max_iterations=most, size=20)
+        with pytest.raises(ValueError, match="noise: steps holds"):
+            sample(lambda z, t, f=denoiser: f(z, t) if f is wary else f(z), Schedule.linear(20), noise, solver=solver)
+    for solver in (Window(), deeppcr.Loop()):
+        assert torch.isfinite(
+            sample(lambda z, t: 0.5 * z, Schedule.linear(20), noise, step=DDIM(), solver=solver).final
+        ).all()
+
+
 def test_noise_of_the_steps_that_is_not_finite():
     noise = Noise.draw((2, 6), steps=20)
     noise.steps[7, 1, 2] = float("nan")

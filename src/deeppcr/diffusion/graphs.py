@@ -87,18 +87,19 @@ def fingerprint(function: Callable) -> tuple:
     What tensors hold does not matter: a graph reads them when it is replayed.
     """
     found: list[Any] = [id(owner_of(function)), type(function), getattr(function, "__func__", None)]
-    waiting = reachable(function)
-    while waiting:  # by itself, not by ``modules()``: this is done at every call, and takes half the time so
+    waiting, seen = reachable(function), set()
+    while waiting:  # by itself, not by ``modules()``: this is done at every call
         value = waiting.pop()
         if not isinstance(value, nn.Module):
             found.append(_mark(value))
-            continue
-        held = value.__dict__
-        hooks = (*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values())
-        found += [type(value), held["training"], *map(_mark, hooks)]
-        found += [_mark(held[name]) for name in sorted(held.keys() - _INNER)]
-        found += [_mark(each) for each in (*held["_parameters"].values(), *held["_buffers"].values())]
-        waiting += [each for each in held["_modules"].values() if each is not None]
+        elif id(value) not in seen:  # a module may know its parent
+            seen.add(id(value))
+            hooks = (*value._forward_hooks.values(), *value._forward_pre_hooks.values())
+            found += [type(value), value.training, *map(_mark, hooks)]
+            held = vars(value)
+            found += [_mark(held[name]) for name in sorted(held.keys() - _INNER)]
+            found += [_mark(each) for each in (*value._parameters.values(), *value._buffers.values())]
+            waiting += [each for each in value._modules.values() if each is not None]
     return tuple(found)
 
 

@@ -52,7 +52,7 @@ class Iteration:
         settled: while the network is imprecise, it is counted how many steps have larger updates than this
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
-        eps: relative precision of states and network
+        eps: relative precision of states and network; and of the network while it is imprecise
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Iteration:
         settled: float,
         accelerate: bool,
         adds_noise: bool,
-        eps: float,
+        eps: tuple[float, float],
     ):
         self.coefficients, self.coupling = coefficients, coupling
         self.accelerate = accelerate
@@ -78,7 +78,8 @@ class Iteration:
         self.freeze = freeze.to(like).reshape(length, 1)
         self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
         rounding = torch.finfo(like.dtype).eps
-        self.rounding, self.floor, self.noise = ROUNDING * rounding, FLOOR * rounding, NOISE * eps
+        self.rounding, self.floor = ROUNDING * rounding, FLOOR * rounding
+        self.noise, self.rough_noise = (NOISE * each for each in eps)
         # One row of padding: rows that only fill up a call read and write there.
         self.times = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
         self.scale = None
@@ -86,8 +87,8 @@ class Iteration:
             self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
         self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
         self.shift = like.new_zeros(length, samples, width) if adds_noise else None
-        # How errors grow: what the steps made of their last inputs, and which of them; how far the states have moved since;
-        # how many times as far as its input each step has moved.
+        # How errors grow: what the steps made of their last inputs, and which of them (2: of the inputs before, too); how far the
+        # states have moved since; how many times as far as its input each step has moved.
         self.values = like.new_zeros(length, samples, width, slots)
         self.used = torch.zeros(length, samples, dtype=torch.int8, device=like.device)
         self.moved = like.new_zeros(length + 1, samples)
@@ -126,20 +127,28 @@ class Iteration:
         if self.shift is not None and shift is not None:
             self.shift.copy_(shift)
 
-    def load(self, start: Tensor) -> None:
-        """Begin a run from [L, B, D, K], a guess of the states."""
+    def load(self, start: Tensor, known: bool = False) -> None:
+        """Begin a run.
+
+        Args:
+            start: [L, B, D, K], a guess of the states
+            known: it is one that was found before: a step may leave when it is evaluated for the first time
+        """
         self.states[1:].copy_(start)
         self.counters.zero_()
         self.measured.zero_()
-        for buffer in (self.used, self.moved, self.excess):
+        for buffer in (self.moved, self.excess):
             buffer.zero_()
         self.growth.fill_(1)
         self.thresholds.copy_(self.freeze.expand_as(self.thresholds))
         self.allowance.fill_(self.rounding)
         self.forget()
+        self.used.fill_(known)
 
     def forget(self) -> None:
-        """There were no updates before: those of an imprecise network would spoil the extrapolation of precise ones."""
+        """There were no iterations before: those of an imprecise network would spoil the extrapolation of precise ones, and
+        what it said is not to be compared with what they say."""
+        self.used.zero_()
         if self.accelerate:
             self.last_sizes.zero_()
 
@@ -185,7 +194,7 @@ class Iteration:
         self.diverged.logical_or_((first > finite).any(0))
         used = active & finite
         values = torch.where(used[..., None, None], values, states)
-        self._watch(values, used)
+        self._watch(values, used, self.noise if leave else self.rough_noise)
         residual = values - states
         torch.where(used, _size(residual).masked_fill_(first, 0), self.measured, out=self.measured)
 
@@ -197,12 +206,12 @@ class Iteration:
         # A step from an exact state is exact as it stands; so is, for want of better, where the update overflowed.
         taken = (largest < math.inf) > first
         moved = torch.where(taken[..., None, None], moved, values)
-        # What an imprecise network says would be taken for growth.
-        self.moved[1:].copy_(_distance(moved, states) if leave else torch.zeros_like(largest))
+        self.moved[1:].copy_(_distance(moved, states))
         states.copy_(moved)
         if leave:
             height = _size(states)
-            small = largest <= self.thresholds + self.allowance * height
+            # Of a step that was evaluated once it is not known how it amplifies errors: it must be right but for rounding.
+            small = largest <= torch.where(self.used > 1, self.thresholds, 0) + self.allowance * height
             excess = torch.where(small > first, largest - self.floor * height, 0)
             torch.where(used, excess, self.excess, out=self.excess)
             done = (small | first) & used | (age < 0)
@@ -245,18 +254,18 @@ class Iteration:
         self.rows.scatter_(0, place, self.numbers)
         return self.rows[:count]
 
-    def _watch(self, values: Tensor, used: Tensor) -> None:
+    def _watch(self, values: Tensor, used: Tensor, noise: float) -> None:
         """How many times as far as their inputs those steps have moved that were evaluated twice in a row.
 
         Moves in other directions than the worst show less: so what was seen before is forgotten by halves (of its logarithm).
         """
         change = _distance(values, self.values)
         ratio = change / self.moved[:-1]
-        known = used & (self.used > 0) & (change > self.noise * _distance(values)) & (ratio < math.inf)
+        known = used & (self.used > 0) & (change > noise * _distance(values)) & (ratio < math.inf)
         ratio = torch.maximum(ratio, ratio.sqrt() * self.growth.sqrt())
         torch.where(known, ratio, self.growth, out=self.growth)
         self.values.copy_(values)
-        self.used.copy_(used)
+        self.used.copy_(used * (1 + (self.used > 0)))
 
     def _go_back(self, finished: Tensor) -> None:
         """Of the samples that have just finished [B], those for which a step left too early: to the first such step."""

@@ -87,7 +87,8 @@ class FusedIteration(Iteration):
                 (
                     *(states, aligned(outputs.contiguous()), states if self.shift is None else self.shift),
                     *(coefficients.keep, coefficients.gain, self.counters, self.offsets),
-                    *(values, residuals, used, self.measured, self.moved, self.growth, self.noise, *sizes),
+                    *(values, residuals, used, self.measured, self.moved, self.growth),
+                    *(self.noise if leave else self.rough_noise, *sizes),
                 ),
                 (self.shift is not None, *tile),
                 warps=_WARPS,
@@ -242,14 +243,14 @@ def _judge(
         tl.store(residuals + place + column, residual, mask=mask)
         largest = _largest(largest, tl.where(mask, residual, 0))
     tl.store(measured + pair, tl.where(age == 0, 0, largest), mask=use)
-    known = use & (tl.load(used + pair, mask=exists, other=0) != 0)
+    again = use & (tl.load(used + pair, mask=exists, other=0) != 0)
     move, grown = tl.load(moved + pair, mask=exists, other=0), tl.load(growth + pair, mask=exists, other=1)
     change = tl.sqrt(change)
     ratio = change / move
-    known = known & (change > noise * tl.sqrt(reach)) & (ratio < float("inf"))
+    known = again & (change > noise * tl.sqrt(reach)) & (ratio < float("inf"))
     tl.debug_barrier()
     tl.store(growth + pair, tl.maximum(ratio, tl.sqrt(ratio) * tl.sqrt(grown)), mask=known)
-    tl.store(used + pair, use.to(tl.int8), mask=exists)
+    tl.store(used + pair, use.to(tl.int8) + again.to(tl.int8), mask=exists)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -335,7 +336,8 @@ def _move(
     pair = step.to(tl.int64) * samples + sample
     pairs = tl.cast(samples, tl.int64) * length
     at_sample = sample.to(tl.int64) * length
-    use = tl.load(used + pair, mask=exists, other=0) != 0
+    times = tl.load(used + pair, mask=exists, other=0)
+    use = times != 0
     place = pair[:, None] * WIDTH
     place_before = place + pairs * WIDTH
     after = place + tl.cast(samples, tl.int64) * WIDTH
@@ -400,15 +402,14 @@ def _move(
     if ACCELERATE:
         tl.store(last_sizes + pairs + pair, last_size, mask=exists)
         tl.store(last_sizes + pair, tl.where(plain_size < float("inf"), plain_size, 0), mask=exists)
+    tl.store(moved + samples + pair, tl.sqrt(distance), mask=exists)
     if LEAVE:
-        tl.store(moved + samples + pair, tl.sqrt(distance), mask=exists)
-        allowed = tl.load(thresholds + pair, mask=exists, other=0) + tl.load(allowance + sample) * height
+        allowed = tl.load(thresholds + pair, mask=exists & (times > 1), other=0) + tl.load(allowance + sample) * height
         small = (largest < float("inf")) & (largest <= allowed)
         tl.store(excesses + pair, tl.where(small & (first == 0), largest - floor * height, 0), mask=use)
         done = ((small | first) & use) | (age < 0)
         tl.store(verdict + at_sample + step, tl.where(done, 0.0, 1.0), mask=exists)
     else:
-        tl.store(moved + samples + pair, tl.zeros([STEPS], tl.float32), mask=exists)
         tl.store(verdict + at_sample + step, largest, mask=exists)
 
 

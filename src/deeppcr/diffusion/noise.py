@@ -80,9 +80,3 @@ class Noise:
             raise ValueError(
                 f"noise: initial is {initial.dtype} on {initial.device}, steps {steps.dtype} on {steps.device}"
             )
-
-    def check_finite(self) -> None:
-        """Raise where it holds values that are not finite. The host waits for a GPU to tell."""
-        for name, values in (("initial", self.initial), ("steps", self.steps)):
-            if values is not None and not torch.isfinite(values).all():
-                raise ValueError(f"noise: {name} holds values that are not finite")

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..steps import has_tangent
-from .denoiser import Denoiser
+from .denoiser import Denoiser, reachable
 from .graphs import full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
@@ -77,6 +79,13 @@ class Problem:
     @cached_property
     def coefficients(self) -> Coefficients:
         return self.steps.to(self.device, self.dtype)
+
+    def check_finite(self) -> None:
+        """Raise where the noise that is used holds values that are not finite. The host waits for a GPU to tell."""
+        steps = self.noise.steps if self.steps.adds_noise else None
+        for name, values in (("initial", self.noise.initial), ("steps", steps)):
+            if values is not None and not torch.isfinite(values).all():
+                raise ValueError(f"noise: {name} holds values that are not finite")
 
     def with_noise(self, initial: Tensor, shift: Tensor | None) -> Problem:
         """The same problem with its noise in other tensors: [B, D, K] and [L, B, D]."""
@@ -160,9 +169,10 @@ class Problem:
         """
         steps, length = self.steps, self.length
         function = self.denoiser.function
-        owner = getattr(function, "known_by", owner_of(function))
+        owner = _known_by(function)
+        modules = tuple(id(each) for each in reachable(function) if isinstance(each, nn.Module))
         about = steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None
-        kind = hash((*about, getattr(function, "__func__", None)))  # of which an object may have several
+        kind = hash((*about, modules, getattr(function, "__func__", None)))  # of which an object may have several
         if length == 1 or _is_known(owner, kind):
             return
         count = min(length, _SPREAD)
@@ -214,6 +224,15 @@ def _not_by_itself(*, random: bool) -> ValueError:
         "denoiser: gives a row another result when other rows stand beside it: one call holds rows of different times and "
         "samples, so t must be used row by row (not as t[0]), and rows must not influence each other"
     )
+
+
+def _known_by(function: Any) -> Any:
+    """What stays the same where a denoiser is made anew for every call: the code of a function, what a partial calls."""
+    if isinstance(function, functools.partial):
+        return _known_by(function.func)
+    if isinstance(function, FunctionType):
+        return function.__code__
+    return getattr(function, "known_by", owner_of(function))
 
 
 def _is_known(owner: Any, kind: int) -> bool:

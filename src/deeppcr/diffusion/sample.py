@@ -97,10 +97,10 @@ def sample(
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
     if isinstance(solver, Loop):
-        problem.noise.check_finite()
+        problem.check_finite()
         return _by_loop(problem, keep_states)
     if isinstance(solver, Newton):
-        problem.noise.check_finite()
+        problem.check_finite()
         return _by_newton(problem, solver, jacobian, start, keep_states, on_failure)
     if isinstance(solver, Window):
         return _by_window(problem, solver, jacobian, start, keep_states, on_failure)
@@ -177,10 +177,14 @@ def _by_window(
     start = window.start_for(problem, start)
     plan.note(jacobian_in_words(jacobian))
     plan.note(start_in_words(start, jacobian))
-    outcome = window.run(problem, jacobian, start, plan)
-    if Result.NON_FINITE in outcome.results:  # before that it would have cost a wait for the device
-        problem.noise.check_finite()
+    try:
+        outcome = window.run(problem, jacobian, start, plan)
+    except Exception:
+        problem.check_finite()
+        raise
     failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
+    if failed:
+        problem.check_finite()  # before the run it would have cost a wait for the device
     message = _describe(problem, outcome)
     if failed or _is_far_off(problem, outcome, window.tolerance_for(problem.dtype)):
         if failed and on_failure == "loop":

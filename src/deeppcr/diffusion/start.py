@@ -60,8 +60,11 @@ class CoarseStart:
     sweeps: int = 4
 
     def __post_init__(self):
-        if self.stride < 2 or self.sweeps < 1:
-            raise ValueError(f"CoarseStart: stride from 2, sweeps from 1, got {self.stride} and {self.sweeps}")
+        whole = all(isinstance(each, int) for each in (self.stride, self.sweeps))
+        if not whole or self.stride < 2 or self.sweeps < 1:
+            raise ValueError(
+                f"CoarseStart: expected whole numbers, stride from 2, sweeps from 1, got {self.stride!r} and {self.sweeps!r}"
+            )
 
 
 Start = GaussianStart | MeanStart | CoarseStart | Samples | Tensor

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -137,6 +137,9 @@ class Steps:
     @cached_property
     def _deviations(self) -> dict[tuple[torch.device, torch.dtype], Tensor]:
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_deviations"}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Coefficients:
         return Coefficients(self, device, dtype)

@@ -33,6 +33,10 @@ _GROWTH = 30.0
 _MANY = 512
 #: the share of a window's steps that may still move when TF32 has done what it can
 _UNSETTLED = 1 / 4
+#: and by what share fewer must move after every iteration that others follow
+_GAIN = 0.9
+#: relative precision of what is multiplied in TF32
+_TF32 = 2.0**-10
 #: of a sample: the estimate of what rounding leaves is not finite
 _UNKNOWN = 2
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
@@ -59,7 +63,7 @@ class Window:
             iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
-        tf32: until the updates of three quarters of the window's steps are below this, or as long as they become smaller, a GPU
+        tf32: until the updates of three quarters of the window's steps are below this, and only while their number grows, a GPU
             multiplies in TF32, and no step leaves: what has left was last seen in full precision. Not where the start is
             earlier samples or given states: these may be better than TF32 can tell. None: never
         graphs: replay iterations from CUDA graphs
@@ -215,10 +219,10 @@ class Prepared:
             size=window.size_for(problem),
             freeze=window.thresholds_for(problem),
             bound=window.freeze**0.5 * self.tolerance,
-            settled=window.tf32 or math.inf,
+            settled=float(window.tf32 or math.inf),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
-            eps=eps,
+            eps=(eps, max(eps, _TF32)),
         )
         self.least = torch.zeros_like(self.iteration.allowance)
         self.residual = torch.zeros_like(self.iteration.measured)
@@ -286,7 +290,8 @@ class Prepared:
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
         # TF32 would move a good start away from the solution; and of one step there is nothing to learn in advance.
-        rough = window.tf32 is not None and iteration.size > 1 and not may_be_good(start) and has_tf32(problem)
+        gains = iteration.size > 1 and not may_be_good(start) and window.max_iterations > 3
+        rough = window.tf32 is not None and gains and has_tf32(problem)
         # What was given from outside is somewhere else in every run.
         begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
         begin(self.begin, start, rough)
@@ -294,10 +299,7 @@ class Prepared:
         for number in range(window.max_iterations):
             call(self.iterate, min(-(-left // quantum) * quantum, iteration.most_rows), rough)
             if rough:
-                unsettled = sum(iteration.look()[2])
-                gains = unsettled < before or number < 2
-                rough = gains and unsettled > _UNSETTLED * iteration.most_rows and 2 * number < window.max_iterations
-                before = unsettled
+                rough, before = self.goes_on_roughly(before, number, window.max_iterations)
                 if not rough:
                     iteration.forget()
                 continue
@@ -314,6 +316,15 @@ class Prepared:
                 break
             # An iteration finishes a window at most: so long all windows stay full, and there is nothing to look for.
             full = min(each for each in rest if each) // iteration.size
+
+    def goes_on_roughly(self, before: float, number: int, most: int) -> tuple[bool, int]:
+        """Whether another iteration in TF32 pays, and how many steps still move: before, that many did."""
+        iteration = self.iteration
+        _, diverged, counts, *_ = iteration.look()
+        moving = [count for count, bad in zip(counts, diverged, strict=True) if not bad]
+        gains = sum(moving) < _GAIN * before or number < 2
+        pays = gains and sum(moving) > _UNSETTLED * iteration.size * len(moving)
+        return pays and 2 * (number + 2) <= most, sum(moving)
 
     def in_precision(self, rough: bool) -> Callable[..., Tensor]:
         """The network, in TF32 or in full precision; what is around it is always in full."""
@@ -334,7 +345,7 @@ class Prepared:
                 states, rows = coarse.states(self.kept, self.start_coupling, self.in_precision(rough)), coarse.rows
             else:
                 states, rows = start_states(start, self.kept, self.prior, self.start_coupling)
-            self.iteration.load(states)
+            self.iteration.load(states, known=may_be_good(start))
             self.iteration.evaluations += rows
 
     def iterate(self, count: int, rough: bool) -> None:
@@ -360,7 +371,8 @@ class Prepared:
 
     def outcome(self, problem: Problem) -> Outcome:
         iteration, results = self.iteration, []
-        states, counters, least = iteration.states[1:].clone(), iteration.counters.clone(), self.least.clone()
+        states, counters = iteration.states[1:].clone(), iteration.counters.clone()
+        least, residual = self.least.clone(), self.residual.clone()
         exact, iterations, evaluations = counters[0], *counters[5:]
         finished, diverged, _, uncertain, returned = iteration.look()
         self.returned = sum(returned)
@@ -380,7 +392,7 @@ class Prepared:
             results=results,
             iterations=iterations,
             evaluations=evaluations * problem.denoiser.rows_per_call,
-            residual=self.residual.clone(),
+            residual=residual,
             exact_steps=exact,
             least=least,
         )

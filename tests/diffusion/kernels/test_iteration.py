@@ -58,7 +58,7 @@ def made(
     coupling = Coupling(prior or GaussianPrior(), steps, width, device, torch.float32)
     freeze = freeze * (1 + torch.arange(length) / length)  # another one for every step
     settings = {"size": size or length, "freeze": freeze, "bound": bound, "settled": 0.3, "accelerate": accelerate}
-    settings |= {"adds_noise": noise, "eps": 1 / NOISE}  # so that some changes are taken for rounding
+    settings |= {"adds_noise": noise, "eps": (1 / NOISE, 2 / NOISE)}  # so that some changes are taken for rounding
     pair = [
         kind(steps.to(device, torch.float32), coupling, samples, width, **settings)
         for kind in (Iteration, FusedIteration)
@@ -179,12 +179,25 @@ def test_every_setting(noise, accelerate, leave, device, poisoned_memory):
 def test_steps_leave(freeze, device):
     """None but the first, some, or the whole window at once."""
     pair = made(257, 3, 16, device, size=40, freeze=freeze)
+    for each in pair:
+        each.used.fill_(1)
     before = pair[0].prefix.tolist()
     after = compare(pair, rounds=1)
     gone = [new - old for old, new in zip(before, after, strict=True)]
     assert gone[2] == 0
     assert gone[:2] == {1e-6: [1, 1], 1e9: [min(40, 257 - before[0]), 40]}.get(freeze, gone[:2])
     assert freeze != 4.0 or 1 < gone[1] < 40
+
+
+def test_a_step_that_was_evaluated_once_stays(device):
+    pair = made(50, 2, 5, device, freeze=1e9, bound=1e12)
+    for each in pair:
+        each.prefix.zero_()
+        each.moved.zero_()  # from which nothing is learnt
+        each.used.fill_(1)
+        each.used[7, 1] = 0
+    assert compare(pair, rounds=1) == [50, 7]
+    assert compare(pair, rounds=1) == [50, 50]
 
 
 def test_scaled_inputs_times_of_another_kind_and_a_basis(device):
@@ -216,7 +229,8 @@ def test_samples_go_back(device, monkeypatch):
     for each in pair:
         each.growth.fill_(1)
         each.growth[15] = torch.tensor([1.0, 90.0, 90.0, 90.0], device=device)
-        each.used.zero_()
+        each.used.fill_(1)
+        each.moved.zero_()  # from which nothing is learnt
         each.prefix.copy_(torch.tensor([0, 0, 20, 12]))
         each.excess[:, 2] = 1e3  # that sample has finished before
     after = compare(pair, rounds=1)
