@@ -284,6 +284,7 @@ def test_a_start_that_may_be_good_is_never_rounded(net, device, monkeypatch):
         assert found.iterations[1] == 1
         assert (found.final - first.final).abs().max() <= 1e-3
         assert run(CoarseStart(stride=8))[1][0]
+        assert not any(run(CoarseStart(stride=8), size=30)[1])
         assert run(MeanStart(torch.zeros(1, 8, 8)))[1][0]
         found, rough = run(None, size=1)  # the plain loop, in effect
         assert not any(rough)

@@ -289,8 +289,10 @@ class Prepared:
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
-        # TF32 would move a good start away from the solution; and of one step there is nothing to learn in advance.
+        # TF32 would move a good start away from the solution, and of one step there is nothing to learn in advance. Steps that
+        # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
         gains = iteration.size > 1 and not may_be_good(start) and window.max_iterations > 3
+        gains = gains and (iteration.size == iteration.length or not isinstance(start, CoarseStart))
         rough = window.tf32 is not None and gains and has_tf32(problem)
         # What was given from outside is somewhere else in every run.
         begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
