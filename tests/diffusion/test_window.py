@@ -218,7 +218,7 @@ def test_early_steps_are_held_to_less_than_late_ones(net, device):
     thresholds = Window(tolerance=1e-2, freeze=0.5).thresholds_for(problem).to(device)
     assert thresholds[-1].item() == pytest.approx(5e-3)
     assert (thresholds[1:] > thresholds[:-1]).all()
-    assert 25 < (thresholds[-1] / thresholds[0]).item() < 30
+    assert 90 < (thresholds[-1] / thresholds[0]).item() < 100
     with torch.no_grad():
         iteration = window.Prepared(Window(tolerance=1e-2, freeze=0.5), problem, digits.prior()).iteration
         states, _ = start_states(None, problem, digits.prior(), iteration.coupling)
@@ -466,7 +466,7 @@ def test_the_plan_says_what_was_chosen_and_why(net, device):
     assert "of 40 steps at a time" in said
     assert "busy" in said
     assert (
-        "tolerance: 0.001 of the final sample; the first step leaves at an update of 3.6e-06, the last at 0.0001"
+        "tolerance: 0.001 of the final sample; the first step leaves at an update of 5.6e-07, the last at 5e-05"
         in said
     )
     assert (

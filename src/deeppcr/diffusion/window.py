@@ -26,9 +26,9 @@ from .start import Coarse, CoarseStart, GaussianStart, may_be_good, start_states
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
 #: An error left at the first step may grow on its way to the final sample, one left at the last does not. By how much is the
-#: network's affair: 2 to 60 times in DDIM with networks trained well and badly, less where the sampler adds noise. Where more
-#: was seen in the end, a sample goes back (``Iteration``).
-_GROWTH = 30.0
+#: network's and the sample's affair: 2 to 60 times in DDIM with networks trained well and badly, hundreds of times in a few
+#: samples of DDPM. Where more was seen in the end, a sample goes back (``Iteration``).
+_GROWTH = 100.0
 #: where one window holds all of so many steps or more, the network is first asked at some of them
 _MANY = 512
 #: the share of a window's steps that may still move when TF32 has done what it can
@@ -59,7 +59,7 @@ class Window:
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8
         freeze: the last step leaves the window when its update is below this share of the tolerance; earlier ones when it
-            is below less, the first a thirtieth of it, since what is left may grow on its way to the final sample. Where the
+            is below less, the first a hundredth of it, since what is left may grow on its way to the final sample. Where the
             iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
         max_iterations: the loop takes over after these
@@ -78,7 +78,7 @@ class Window:
 
     tolerance: float | None = None
     size: int | None = None
-    freeze: float = 0.1
+    freeze: float = 0.05
     accelerate: bool = True
     max_iterations: int = 200
     tf32: float | None = 0.01
