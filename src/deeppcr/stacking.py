@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
@@ -20,18 +21,19 @@ _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 
 
 def group_callables(
-    callables: Sequence[Callable], xs: Any, layout: Layout
+    callables: Sequence[Callable], xs: Any, layout: Layout, *, stack: bool = True
 ) -> tuple[list[tuple[list[int], StepGroup]], str]:
     """Groups of steps, each with the indices of its members, and a sentence on what was stacked.
 
     Args:
         callables: L of them, each ``f(z)``, or ``f(z, x)`` where xs is not None
         xs: nest of tensors [L, ...], or None
+        stack: without it, each is called itself, and not a copy that stands for several: it may keep what it likes
     """
     alike: list[list[int]] = []
     for index, candidate in enumerate(callables):
         for members in alike:
-            if _same_structure(callables[members[0]], candidate):
+            if candidate is callables[members[0]] or (stack and _same_structure(callables[members[0]], candidate)):
                 members.append(index)
                 break
         else:
@@ -69,8 +71,6 @@ def _stack(modules: list[Any], inputs: Any, layout: Layout) -> StepGroup:
 
 def _same_structure(a: Any, b: Any) -> bool:
     """Whether two callables compute the same function of their input and their parameters and buffers."""
-    if a is b:
-        return True
     if not (isinstance(a, nn.Module) and isinstance(b, nn.Module)):
         return False
     parts_a, parts_b = list(a.named_modules()), list(b.named_modules())
@@ -78,6 +78,9 @@ def _same_structure(a: Any, b: Any) -> bool:
         return False
     if not all(_same_module(m, n) for (_, m), (_, n) in zip(parts_a, parts_b, strict=True)):
         return False
+
+    if any(is_lazy(tensor) for module in (a, b) for tensor in (*module.parameters(), *module.buffers())):
+        return False  # that is seen when they have been called
 
     def tensors(module):
         return [(name, t.shape, t.dtype, t.device) for name, t in [*module.named_parameters(), *module.named_buffers()]]
