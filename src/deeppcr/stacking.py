@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
@@ -78,9 +77,6 @@ def _same_structure(a: Any, b: Any) -> bool:
         return False
     if not all(_same_module(m, n) for (_, m), (_, n) in zip(parts_a, parts_b, strict=True)):
         return False
-
-    if any(is_lazy(tensor) for module in (a, b) for tensor in (*module.parameters(), *module.buffers())):
-        return False  # that is seen when they have been called
 
     def tensors(module):
         return [(name, t.shape, t.dtype, t.device) for name, t in [*module.named_parameters(), *module.named_buffers()]]
