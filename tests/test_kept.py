@@ -207,6 +207,15 @@ def test_lazy_modules_are_made_by_the_first_call(where):
     assert relative_error(states, loop.states) < 1e-5
 
 
+def test_random_numbers_are_not_taken_for_a_state_that_is_kept():
+    class Random(Remembering):
+        def forward(self, z):
+            return nn.functional.dropout(super().forward(z))
+
+    with pytest.raises(StepError, match="draws random numbers"):
+        solve(Random(), Z0, length=20)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("of its own"), torch.OutOfMemoryError("out of memory")])
 def test_an_error_of_the_step_is_not_taken_for_a_state_that_it_keeps(error):
     class Failing(Remembering):
