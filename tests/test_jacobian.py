@@ -153,3 +153,32 @@ def test_chunk_is_enlarged_until_the_blocks_fit(device):
     assert solution.plan.chunk == 32  # 8 chunks of blocks fit, 16 do not
     assert any("memory budget" in note for note in solution.plan.notes)
     assert relative_error(solution.states, problem.loop()) < 1e-9
+
+
+@pytest.mark.parametrize("with_xs", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "stacked", "both"])
+def test_a_given_function_sees_the_callers_inputs_of_a_list_of_steps(kind, with_xs):
+    class Scaled(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(scale))
+
+        def forward(self, z, x=0.0):
+            return self.scale * torch.sin(z) + x
+
+    alone = [lambda z, x=0.0: 0.5 * torch.sin(z) + x, lambda z, x=0.0: x + 0.5 * z.sin()]
+    stacked = [Scaled(0.5), Scaled(0.5)]
+    steps = {"alone": alone, "stacked": stacked, "both": [*alone, *stacked]}[kind]
+    xs = torch.arange(1.0, len(steps) + 1).reshape(-1, 1, 1) if with_xs else None
+    seen = []
+
+    def derivative(z, *x):
+        seen.append(x)
+        return Diagonal(0.5 * torch.cos(z) + (0 * x[0] if with_xs else 0))
+
+    z0 = torch.ones(2, 3)
+    solution = deeppcr.solve(steps, z0, xs, solver=Newton(jacobian=GivenJacobian(derivative, exact=True), chunk=1))
+    loop = deeppcr.solve(steps, z0, xs, solver=deeppcr.Loop())
+    assert relative_error(solution.states, loop.states) < 1e-6
+    assert seen
+    assert all(len(x) == with_xs for x in seen)

@@ -435,3 +435,17 @@ def test_backward_hooks_keep_a_module_out_of_the_stack(device):
     layers[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0 * g for g in inputs))
     solution = deeppcr.solve(layers, torch.randn(2, 4, dtype=torch.float64, device=device))
     assert any("1 called one by one" in note for note in solution.plan.notes)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_are_compared_on_states_of_the_loop_which_a_step_may_take_as_indices(rows):
+    table, asked = torch.randn(11, 1), []
+
+    def step(z, x):
+        index = z[:, :1].round().long()
+        asked.append(index)
+        return torch.cat([z[:, :1], torch.tanh(z[:, 1:] + table[index.squeeze(1).clamp(0, 10)] + x)], 1)
+
+    z0 = torch.tensor([[10.0, 0.3]]).repeat(rows, 1)
+    Sequence(deeppcr.rowwise(step), z0, torch.rand(20, rows, 1))
+    assert {int(i) for each in asked for i in each.flatten()} == {10}

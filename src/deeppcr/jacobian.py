@@ -41,20 +41,6 @@ class Jacobian:
         """Values [N, B, D] and N blocks, at the states ``previous`` [N, B, D] before ``steps``."""
         raise NotImplementedError
 
-    @staticmethod
-    def _map(function: Callable, sequence: Sequence, previous: Tensor, steps: range) -> Any:
-        try:
-            return sequence.map(function, previous, steps)
-        except TypeError as error:
-            takes = "(z): there are no xs" if sequence.xs is None else "(z, x)"
-            try:
-                signature(function).bind(*(None,) * (1 if sequence.xs is None else 2))
-            except TypeError:
-                raise TypeError(f"jacobian: the function is called as step is, with {takes}. {error}") from error
-            except ValueError:  # not every function has a signature
-                pass
-            raise
-
     def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks | None:
         """The blocks alone, where they do not need the values; None where both come together."""
         return None

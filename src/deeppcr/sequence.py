@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .folding import check_fold
-from .kept import Kept, changes_in_place, version_of
+from .kept import Kept, changes_in_place, version_of, with_lazy_parts
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
 from .linear.solve import is_capturing
@@ -63,7 +63,9 @@ class Sequence:
         length: L
         layout: of a state
         initial: [B, D], ``z_0``, still attached to the caller's graph
+        xs: as given
         needs_gradients: whether anything that the states depend on requires a gradient
+        first: [B, D], the state after the first step, where the loop is to go on from it
         trace: of the first step, where it was asked for and could be made
     """
 
@@ -80,6 +82,7 @@ class Sequence:
     ):
         self.layout = Layout.of(z0, batch_dims)
         self.initial = self.layout.pack(z0)
+        self.xs = xs
         several = isinstance(step, (list, tuple, nn.ModuleList))
         self.length = _find_length(step if several else None, xs, length)
         inner = step.step if isinstance(step, Rowwise) else step
@@ -91,7 +94,9 @@ class Sequence:
             for index, each in enumerate(step):
                 if not callable(each):
                     raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
-            members, said = group_callables(list(step), xs, self.layout)
+            if watched:
+                self._make_lazy_parts(step)
+            members, said = group_callables(list(step), xs, self.layout, stack=watched)
             self._groups = members
             placed = {m: (group, place) for indices, group in members for place, m in enumerate(indices)}
             self._places = [placed[index] for index in range(self.length)]
@@ -104,9 +109,11 @@ class Sequence:
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
         self.trace = Trace(self.layout.device) if traced and not several else None
-        self._kept = [(group, Kept(group, once=traced)) for _, group in self._groups] if watched else []
+        self._kept = Kept([group for _, group in self._groups], once=traced) if watched else None
         first = self._take_first_step(xs)
-        self.check_kept(self._group_of(0)[0])
+        self.first = None if watched else first
+        if self._kept is not None:
+            self._kept.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
         if self._groups[0][1].way == "rowwise" and self.length > 1:
@@ -115,9 +122,6 @@ class Sequence:
         self.needs_gradients = first.requires_grad or any(
             leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
         )
-        if several:  # what other callables close over shows only in their own output
-            singles = [group.function for _, group in self._groups if isinstance(group.function, nn.Module)]
-            self.needs_gradients |= any(p.requires_grad for module in singles for p in module.parameters())
 
     def _take_first_step(self, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
@@ -145,13 +149,19 @@ class Sequence:
                 raise StepError(changes_in_place(name))
         return first
 
-    def check_kept(self, *groups: StepGroup) -> None:
-        """Raise where calls of the steps (of these groups, or all) have left something behind that other calls depend on."""
-        for group, kept in self._kept:
-            if not groups or group in groups:
-                kept.check(self.initial)
-        if not groups:  # the last look: a graph keeps the sequence, and is not to keep what modules once held
-            self._kept = []
+    @torch.no_grad()
+    def _make_lazy_parts(self, steps: Any) -> None:
+        """Lazy modules make their parameters at their first call, by the shape of the state, which all steps share."""
+        for index in with_lazy_parts(steps):
+            state = self.layout.unpack(self.initial.detach().clone())
+            inputs = () if self.xs is None else (pytree.tree_map(lambda leaf, i=index: leaf[i], self.xs),)
+            steps[index](state, *inputs)
+
+    def check_kept(self, error: BaseException | None = None) -> None:
+        """After the last call: raise where calls have left something behind that others depend on, or that led to ``error``."""
+        kept, self._kept = self._kept, None  # a graph keeps the sequence, and is not to keep what modules once held
+        if kept is not None:
+            kept.last_look(error)
 
     def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
         """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
@@ -176,7 +186,7 @@ class Sequence:
         Only for sequences of one step function.
         """
         moved, group = copy(self), self._groups[0][1]
-        moved.initial, moved.notes, moved._verified, moved._kept = initial, [], set(), []
+        moved.initial, moved.xs, moved.notes, moved._verified, moved._kept = initial, xs, [], set(), None
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
 
@@ -215,12 +225,10 @@ class Sequence:
         return values, pushed
 
     def map(self, function: Callable, previous: Tensor, steps: range) -> Any:
-        """``function(z, x)`` on the user's own state and input at every step, results stacked over steps.
-
-        Only for sequences of one step function.
-        """
-        group = self._groups[0][1]
-        return vmap_over_steps(function, self.layout.unpack(previous), group.inputs(_as_slice(steps)))
+        """``function(z, x)`` on the user's own state and input at every step, results stacked over steps."""
+        at = _as_slice(steps)
+        xs = pytree.tree_map(lambda leaf: leaf[at], self.xs) if self.xs is not None else None
+        return vmap_over_steps(function, self.layout.unpack(previous), xs)
 
     def _gather(self, steps: range, evaluate: Callable) -> tuple[Tensor, ...]:
         """Let every group evaluate its share of ``steps`` and put the results in order."""
@@ -264,11 +272,6 @@ class Sequence:
         new = name not in self._verified
         self._verified.add(name)
         return new
-
-    @property
-    def xs(self) -> Any:
-        """What the steps see, stacked. Only for sequences of one step function."""
-        return self._groups[0][1].xs
 
     @property
     def evaluation(self) -> str:

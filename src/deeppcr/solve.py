@@ -20,7 +20,7 @@ from .newton import Loop, Newton, Outcome
 from .progress import measure
 from .sequence import Rowwise, Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-from .steps import StepError
+from .steps import StepError, is_out_of_memory
 from .stopping import FixedIterations, UpdateTest
 from .straight import run_unseen
 
@@ -104,19 +104,22 @@ def _solve(
     if found is not None:  # and has been checked
         outcome, residual = found
         if not (torch.is_grad_enabled() and sequence.needs_gradients):
+            sequence.check_kept()
             return _solution(sequence, outcome, plan, residual)
         adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
         # Its values come from the step as it is now: what a trace cannot see shows here.
         measured, checked = _measure(sequence, outcome, solver, adjoint.values)
         if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
+            sequence.check_kept()
             return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         plan.note("not captured: the step gives another result than when it was recorded")
 
     try:
         with torch.set_grad_enabled(unrolled and fixed):
             outcome = solver.run(sequence, start, plan)
-    except (StepError, RuntimeError):
-        sequence.check_kept()  # which may know better what is wrong
+    except (StepError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            sequence.check_kept(error)  # which may know better what is wrong
         raise
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
@@ -215,8 +218,10 @@ def _adjoint(sequence: Sequence, outcome: Outcome, solver: Newton) -> tuple[Adjo
 
 
 def _plain_loop(sequence: Sequence) -> Outcome:
-    states, state = [], sequence.initial
-    for index in range(sequence.length):
+    state = sequence.first
+    assert state is not None
+    states = [state]  # no step is taken twice: it may keep what it likes
+    for index in range(1, sequence.length):
         state = sequence.step(index, state)
         states.append(state)
     rows, device = sequence.layout.rows, sequence.layout.device

@@ -20,18 +20,19 @@ _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 
 
 def group_callables(
-    callables: Sequence[Callable], xs: Any, layout: Layout
+    callables: Sequence[Callable], xs: Any, layout: Layout, *, stack: bool = True
 ) -> tuple[list[tuple[list[int], StepGroup]], str]:
     """Groups of steps, each with the indices of its members, and a sentence on what was stacked.
 
     Args:
         callables: L of them, each ``f(z)``, or ``f(z, x)`` where xs is not None
         xs: nest of tensors [L, ...], or None
+        stack: without it, each is called itself, and not a copy that stands for several: it may keep what it likes
     """
     alike: list[list[int]] = []
     for index, candidate in enumerate(callables):
         for members in alike:
-            if _same_structure(callables[members[0]], candidate):
+            if candidate is callables[members[0]] or (stack and _same_structure(callables[members[0]], candidate)):
                 members.append(index)
                 break
         else:
@@ -69,8 +70,6 @@ def _stack(modules: list[Any], inputs: Any, layout: Layout) -> StepGroup:
 
 def _same_structure(a: Any, b: Any) -> bool:
     """Whether two callables compute the same function of their input and their parameters and buffers."""
-    if a is b:
-        return True
     if not (isinstance(a, nn.Module) and isinstance(b, nn.Module)):
         return False
     parts_a, parts_b = list(a.named_modules()), list(b.named_modules())
