@@ -466,8 +466,7 @@ def test_the_plan_says_what_was_chosen_and_why(net, device):
     assert "of 40 steps at a time" in said
     assert "busy" in said
     assert (
-        "tolerance: 0.001 of the final sample; the first step leaves at an update of 5.6e-07, the last at 5e-05"
-        in said
+        "tolerance: 0.001 of the final sample; the first step leaves at an update of 5.6e-07, the last at 5e-05" in said
     )
     assert (
         "no CUDA graphs: graphs=False" if device.type == "cuda" else "no CUDA graphs: the noise is on the cpu"
