@@ -1,6 +1,7 @@
 """What rounding leaves: a tolerance that it does not reach is not certified, and residuals are of what is returned."""
 
 import contextlib
+import copy
 import math
 import warnings
 
@@ -208,3 +209,21 @@ def test_what_cannot_be_estimated_is_not_called_rounding(on_failure):
     else:
         assert found.results == (Result.NOT_CONVERGED,) * 2
         assert found.exact_steps.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [DDIM(), DDPM()])
+def test_a_network_of_half_precision_is_not_asked_for_more_than_it_knows(dtype, step, net, device):
+    """Its rounding keeps states moving by more than any tolerance: steps leave with that, and do not wait to be exact."""
+    half, schedule = copy.deepcopy(net).to(dtype), digits.TRAINING.take(100)
+    noise = noise_for(3, 100, device=device)
+    given = schedule, Noise(noise.initial.to(dtype), noise.steps.to(dtype))
+    with torch.no_grad():
+        exact = sample(net, schedule, Noise(*(each.float() for each in (given[1].initial, given[1].steps))), step=step,
+                       solver=deeppcr.Loop()).final  # fmt: skip
+        loop = sample(half, *given, step=step, solver=deeppcr.Loop()).final
+        found = sample(half, *given, step=step, jacobian=digits.prior())
+    assert found.result is Result.PRECISION_FLOOR
+    assert found.evaluations.max() < 8 * 100
+    assert found.iterations.max() < 50
+    assert (found.final.float() - exact).abs().max() <= 1.3 * (loop.float() - exact).abs().max()

@@ -20,7 +20,7 @@ from .graphs import Cache, Replayed, fingerprint, full_precision, layout_of, own
 from .iteration import STRICTER, Iteration
 from .prior import GaussianPrior
 from .problem import Problem
-from .rounding import Rounding
+from .rounding import Rounding, of_network
 from .start import Coarse, CoarseStart, GaussianStart, may_be_good, start_states
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
@@ -211,14 +211,16 @@ class Prepared:
             self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
         with full_precision(device):
             eps = problem.denoiser.eps(problem.initial.detach().to(problem.network_dtype))
+        coarse = of_network(problem, self.coupling, eps)
         self.iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
             problem.samples,
             problem.width,
             size=window.size_for(problem),
-            freeze=window.thresholds_for(problem),
-            bound=window.freeze**0.5 * self.tolerance,
+            freeze=window.thresholds_for(problem) + coarse,
+            # To go back would not help where it is the network that rounds.
+            bound=math.inf if coarse.any() else window.freeze**0.5 * self.tolerance,
             settled=float(window.tf32 or math.inf),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
