@@ -277,3 +277,7 @@ def catalogue() -> Table:
 def command_line() -> str:
     """The command as it was given, to be given again."""
     return shlex.join(["deeppcr", *sys.argv[1:]])
+
+
+if __name__ == "__main__":  # python -m deeppcr.cli must not end in silence
+    app()
