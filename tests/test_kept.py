@@ -385,3 +385,49 @@ def test_inputs_that_a_later_step_changes():
 
     with pytest.raises(StepError, match="changes xs in place"):
         solve(step, Z0, xs, solver=deeppcr.Jacobi())
+
+
+class KeepsItsWeight(nn.Module):
+    """Finds what it multiplies with at its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.raw, self.weight = nn.Parameter(0.3 * torch.randn(4, 4)), None
+
+    def forward(self, z):
+        if self.weight is None:
+            self.weight = self.raw - self.raw.mT
+        return torch.tanh(z @ self.weight) + 0.5 * z
+
+
+def test_modules_of_a_list_do_not_use_what_the_first_one_keeps():
+    steps = [KeepsItsWeight() for _ in range(6)]
+    with torch.no_grad(), pytest.raises(StepError, match="KeepsItsWeight keeps 'weight'"):
+        deeppcr.solve(steps, torch.randn(3, 4))
+
+
+def test_what_was_kept_without_its_history_cuts_off_no_gradient():
+    kept, linear, z0 = KeepsItsWeight(), nn.Linear(4, 4), torch.randn(3, 4)
+    steps = [lambda z: linear(z)] + [lambda z, i=i: kept(z) * (1 + i / 10) for i in range(4)]
+    deeppcr.solve(steps, z0).states.sum().backward()
+    found = kept.raw.grad
+    kept.raw.grad, kept.weight = None, None
+    deeppcr.solve(steps, z0, solver=deeppcr.Loop()).states.sum().backward()
+    torch.testing.assert_close(found, kept.raw.grad)
+
+
+def test_the_loop_calls_each_step_once_and_keeps_its_states():
+    calls = []
+
+    def step(z):
+        calls.append(len(z))
+        return torch.tanh(z)
+
+    deeppcr.solve(deeppcr.rowwise(step), torch.randn(3, 4), length=5, solver=deeppcr.Loop())
+    assert calls == [3] * 5
+
+    def late(z, x):
+        return z.mul_(0.5) if x > 0 else 2 * z
+
+    with pytest.raises(deeppcr.StepError, match="in place"):
+        deeppcr.solve(late, torch.randn(3, 4), torch.tensor([0.0, 0.0, 1.0, 0.0]), solver=deeppcr.Loop())

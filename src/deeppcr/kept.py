@@ -160,7 +160,8 @@ class Kept:
         for group, reached in zip(self._groups, self._reached, strict=True):
             if not roots.isdisjoint(reached):
                 real = group is self._groups[0] and group.module is None
-                here, given = (state, x) if real else (first, group.inputs(0))
+                # What the first of several modules has left in their copy is right for it: it is the last one that must agree.
+                here, given = (state, x) if real else (first, group.inputs(-1))
                 calls.append((partial(_call, group, here, given), first if real else None))
         now = [call() for call, _ in calls]
         _restore(replaced.values())

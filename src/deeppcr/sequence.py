@@ -116,7 +116,7 @@ class Sequence:
             self._kept.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
-        if self._groups[0][1].way == "rowwise" and self.length > 1:
+        if self._groups[0][1].way == "rowwise" and self.length > 1 and watched:
             check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
         inputs = [group.xs for _, group in self._groups]
         self.needs_gradients = first.requires_grad or any(

@@ -15,6 +15,7 @@ from .captured import graphs, may_capture
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .guess import RepeatInitial, as_guess
 from .jacobian import DenseJacobian, GivenJacobian
+from .kept import changes_in_place, version_of
 from .linear.solve import in_functorch, is_capturing
 from .newton import Loop, Newton, Outcome
 from .progress import measure
@@ -121,6 +122,7 @@ def _solve(
         if not is_out_of_memory(error):
             sequence.check_kept(error)  # which may know better what is wrong
         raise
+    sequence.check_kept()  # a tensor that was kept without its history would cut off gradients
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
     implicit = adjoint is not None
@@ -222,7 +224,11 @@ def _plain_loop(sequence: Sequence) -> Outcome:
     assert state is not None
     states = [state]  # no step is taken twice: it may keep what it likes
     for index in range(1, sequence.length):
-        state = sequence.step(index, state)
+        version = version_of(state)
+        after = sequence.step(index, state)
+        if version_of(state) != version:  # which has been kept, or is the caller's
+            raise StepError(changes_in_place("its state"))
+        state = after
         states.append(state)
     rows, device = sequence.layout.rows, sequence.layout.device
     return Outcome(
