@@ -47,6 +47,7 @@ def timing(length: int, width: int, settings: Any, noise: random.Random, *, devi
             "phases": {"jacobian": 0.7 * newton, "linear": 0.2 * newton, "total": newton},
             **solved(5, 2 + steps / 2, 1e-6),
         },
+        "newton": {"status": "ok", "seconds": spread(0.8 * newton, 5), **solved(5, 1 + steps / 2, 1e-6)},
         "batch": {"samples": settings.batch, "seconds": {"loop": [2.0], "graph": [1.0] * 3, "auto": [1.25] * 3}},
     }
     if device == "cuda":
@@ -55,6 +56,7 @@ def timing(length: int, width: int, settings: Any, noise: random.Random, *, devi
         del found["batch"]["seconds"]["graph"]
     if length * width > 2**17:
         found["printed"] = {"status": "out of memory"}
+        del found["newton"]
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("sklearn")
 import deeppcr
 import made_up_diffusion
-from deeppcr.diffusion import Window, models, sample
+from deeppcr.diffusion import GaussianStart, Window, models, sample
 from deeppcr.paper import (
     denoisers,
     diffusion_guess,
@@ -134,6 +134,17 @@ def test_the_paper_method_is_timed_within_a_budget(sampling, monkeypatch):
         assert max(errors(found.found[0].final, sampling.loop(draws[0]))) < 1e-2
     record = diffusion_timing._printed(sampling, draws, sampling.loop(draws[0]), diffusion_timing.Settings(budget=1e-6))
     assert record["repeats"] == found.remark["repeats"]
+
+
+@pytest.mark.parametrize("sampling", ["latent"], indirect=True)
+def test_the_paper_method_starts_from_the_path_of_gaussian_data_too(sampling):
+    draws = sampling.draw(3, seed=0).split(1)
+    reference = torch.cat([sampling.loop(draw) for draw in draws])
+    record = diffusion_timing._newton(sampling, draws, reference, diffusion_timing.Settings(loop_runs=2, budget=60))
+    assert len(record["iterations"]) == 2
+    assert max(record["error"]) < 1e-2
+    start = GaussianStart()
+    assert record["iterations"] == [int(sampling.printed(draw, start=start).iterations.max()) for draw in draws[:2]]
 
 
 @pytest.mark.parametrize("sampling", ["latent"], indirect=True)

@@ -1,6 +1,7 @@
 """``diffusion-guess``: where the iteration starts, and what that saves; with and without classes.
 
-Starts: the mean of the training set, that of the sample's class, zeros, and a coarse sampler.
+Starts: the mean of the training set, that of the sample's class, zeros, the path of Gaussian data (with the training set's
+covariance; of unit variance for the paper's method), and a coarse sampler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from deeppcr.diffusion.graphs import full_precision
-from deeppcr.diffusion.start import CoarseStart, MeanStart
+from deeppcr.diffusion.start import CoarseStart, GaussianStart, MeanStart
 
 from .denoisers import PRESETS, Model, pixel_model
 from .diffusion_timing import Settings as Shared
@@ -25,7 +26,7 @@ from .settings import setting
 from .store import PaperError
 from .table import table, times
 
-GUESSES = ("mean", "class-mean", "zeros", "coarse")
+GUESSES = ("mean", "class-mean", "zeros", "prior", "coarse")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Settings:
     """Sizes, and what is compared.
 
     Attributes:
-        guesses: "mean", "class-mean" (of networks that are told a class), "zeros", "coarse"
+        guesses: "mean", "class-mean" (of networks that are told a class), "zeros", "prior", "coarse"
         runs: samples of each start
         loop_runs: of the eager loop
         budget: seconds for the paper's method; at least one run
@@ -117,13 +118,15 @@ def looped(
     return kept[1]
 
 
-def start_of(guess: str, model: Model, settings: Settings) -> MeanStart | CoarseStart:
+def start_of(guess: str, model: Model, settings: Settings) -> MeanStart | GaussianStart | CoarseStart:
     if guess == "mean":
         return MeanStart(model.mean)
     if guess == "class-mean":
         return MeanStart(model.class_means)
     if guess == "zeros":
         return MeanStart(torch.zeros_like(model.mean))
+    if guess == "prior":
+        return GaussianStart()
     return CoarseStart(stride=settings.stride, sweeps=settings.sweeps)
 
 
@@ -170,7 +173,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 EXPERIMENT = Experiment(
     name="diffusion-guess",
     paper="fig. 23",
-    what="where sampling in parallel starts: training mean, class mean, zeros, a coarse sampler; with and without classes",
+    what="where sampling in parallel starts: training mean, class mean, zeros, the path of Gaussian data, a coarse sampler; with and without classes",
     full=FULL,
     quick=QUICK,
     cells=cells,

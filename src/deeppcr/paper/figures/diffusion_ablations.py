@@ -13,9 +13,15 @@ from . import style
 from .diffusion_panels import panels, sizes_along
 from .drawing import Drawing
 
-GUESSES = {"mean": "training mean", "class-mean": "class mean", "zeros": "zeros", "coarse": "coarse sampler"}
+GUESSES = {
+    "mean": "training mean",
+    "class-mean": "class mean",
+    "zeros": "zeros",
+    "prior": "path of Gaussian data",
+    "coarse": "coarse sampler",
+}
 _PAPER = {"latent": "fig. 20", "pixel": "fig. 21"}
-_COLOURS = {"mean": "#0072b2", "class-mean": "#009e73", "zeros": "#cc79a7", "coarse": "#e69f00"}
+_COLOURS = {"mean": "#0072b2", "class-mean": "#009e73", "zeros": "#cc79a7", "prior": "#56b4e9", "coarse": "#e69f00"}
 
 
 def iterations(result: dict[str, Any]) -> list[Drawing]:
