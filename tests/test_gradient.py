@@ -381,6 +381,25 @@ def test_rows_with_finite_gradients_are_checked_whatever_the_others_hold(device)
         coupled.backward(gradients)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("last", ["softmax", "layer norm", "direction"])
+def test_a_gradient_that_no_step_lets_through_is_rounding_and_no_error(last, dtype, device):
+    """The sum of a softmax is 1 whatever it is of: what the loop returns is rounding, and so is this."""
+    normalise = {
+        "softmax": lambda z: torch.softmax(z, -1),
+        "layer norm": lambda z: torch.nn.functional.layer_norm(z, (6,)),
+        "direction": lambda z: torch.nn.functional.normalize(z, dim=-1),
+    }[last]
+    make = Generator(0, dtype, device)
+    z0, weights = make.normal(5, 6).requires_grad_(), make.normal(70, 6, 6) / 2
+    step = lambda z, weight: normalise(torch.tanh(z @ weight))  # noqa: E731
+    for length in (2, 70):
+        states = deeppcr.solve(step, z0, weights[:length]).states
+        loss = states[-1].square().sum() if last == "direction" else states[-1].sum()
+        (gradient,) = torch.autograd.grad(loss, z0)
+        assert gradient.abs().max() < 1e4 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("depth", [1, 50])
 def test_loss_scaling_skips_a_step_whose_gradients_overflow(depth, device):
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3, device=device) for _ in range(depth))

@@ -137,9 +137,11 @@ class Adjoint:
         defect = self.defect(adjoint, gradients)
         if self._arithmetic(gradients) not in (torch.float32, torch.float64):
             # Products in half precision are too coarse to correct by: their rounding adds up as well.
-            return self._checked(adjoint, defect, gradients)
-        correction = self._substitute(defect, parts, kept)
-        return self._checked(adjoint, correction, gradients) + correction
+            return self._checked(adjoint, self._significant(defect, adjoint), gradients)
+        error = correction = self._substitute(defect, parts, kept)
+        if not values_can_be_read(error) or self._wrong(adjoint, error, gradients).any():
+            error = self._substitute(self._significant(defect, adjoint), parts, kept)
+        return self._checked(adjoint, error, gradients) + correction
 
     def _arithmetic(self, gradients: Tensor) -> torch.dtype:
         """The precision in which the step computes."""
@@ -199,7 +201,7 @@ class Adjoint:
 
     def _step_by_step(self, gradients: Tensor) -> Tensor:
         adjoint = self._backwards(gradients)
-        return self._checked(adjoint, self.defect(adjoint, gradients), gradients)
+        return self._checked(adjoint, self._significant(self.defect(adjoint, gradients), adjoint), gradients)
 
     def _backwards(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""
@@ -212,17 +214,32 @@ class Adjoint:
             found.append(gradients[index - 1] + pulled)
         return torch.stack(found[::-1])
 
-    def _checked(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
-        """The adjoint; raises where its error, step by step and row by row, is more than rounding can explain.
+    def _significant(self, defect: Tensor, adjoint: Tensor) -> Tensor:
+        """The defect but for what rounding leaves of the largest adjoint of the steps after.
 
-        Where values cannot be read, rows with such an error become NaN, and so do those with anything in them that is
-        not finite.
+        A gradient that a step does not let through, such as that of the sum of a softmax, leaves nothing but rounding further
+        back: two ways to find it agree in no digit.
         """
+        rounding = {torch.float64: 1e-13, torch.float32: 1e-5}.get(self._arithmetic(defect), 0.02)
+        after = adjoint[1:].abs().amax(-1, keepdim=True).flip(0).cummax(0).values.flip(0)
+        room = torch.cat([rounding * after, torch.zeros_like(after[:1])])
+        return defect - torch.minimum(torch.maximum(defect, -room), room)
+
+    def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
+        """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""
         allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self._arithmetic(gradients), 0.2)
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number
-        wrong = ~(error.abs().amax(-1) <= allowed * scale + underflow)
+        return ~(error.abs().amax(-1) <= allowed * scale + underflow)
+
+    def _checked(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
+        """The adjoint; raises where its error is more than rounding can explain.
+
+        Where values cannot be read, rows with such an error become NaN, and so do those with anything in them that is
+        not finite.
+        """
+        wrong = self._wrong(adjoint, error, gradients)
         if not values_can_be_read(adjoint):
             wrong |= ~torch.isfinite(adjoint).all(-1)
             return adjoint.where(~wrong.any(0).unsqueeze(-1), torch.nan)
