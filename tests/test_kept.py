@@ -517,6 +517,39 @@ def test_modules_are_left_as_a_first_call_leaves_them_by_any_error(error):
     assert torch.equal(module.seen, Z0)
 
 
+def test_modules_are_left_as_a_first_call_leaves_them_by_a_folded_call_that_is_stopped():
+    module = Seeing()
+
+    def step(z):
+        after = module(z)
+        if len(z) > 3:
+            raise KeyboardInterrupt
+        return after
+
+    with pytest.raises(KeyboardInterrupt):
+        solve(deeppcr.rowwise(step), Z0, length=5)
+    assert torch.equal(module.seen, Z0)
+
+
+def test_what_is_kept_only_with_gradients_is_undone():
+    class Watching(Seeing):
+        def forward(self, z):
+            if torch.is_grad_enabled():
+                return super().forward(z)
+            return torch.tanh(self.linear(z))
+
+    module = Watching()
+    solve(module, Z0, length=5).states.sum().backward()
+    assert torch.equal(module.seen, Z0)
+
+
+def test_a_solve_that_is_refused_leaves_parameters_alone_that_its_transforms_could_not_write():
+    layers = [nn.Tanh(), SetByFirst()]
+    with pytest.raises(StepError, match="changes the parameter 'shift'"):
+        solve(layers, Z0)
+    assert not layers[1].shift.any()
+
+
 def test_a_backward_pass_leaves_what_was_kept_since_the_solve():
     module = Seeing()
     solution = solve(module, Z0, length=30)
@@ -563,8 +596,9 @@ class Parts(nn.Module):
         lambda model, part: (lambda z: model.b(z)) if part else (lambda z: model.a(z)),
         lambda model, part: lambda z: model.parts[part](z),
         lambda model, part: partial(lambda part, z: model.parts[part](z), part),
+        lambda model, part: (lambda z: model.parts[1](z)) if part else (lambda z: model.parts[0](z)),
     ],
-    ids=["name", "closure", "partial"],
+    ids=["name", "closure", "partial", "code"],
 )
 def test_where_solves_repeat_a_step_that_calls_another_part_of_a_model_is_looked_at(make):
     model = Parts()
@@ -573,9 +607,9 @@ def test_where_solves_repeat_a_step_that_calls_another_part_of_a_model_is_looked
         Sequence(make(model, 1), Z0, length=5, traced=True)
 
 
-@pytest.mark.parametrize("change", [lambda m: m.append(normed()), lambda m: m.__setitem__(0, normed())])
+@pytest.mark.parametrize("change", [lambda m: m[1].append(normed()), lambda m: m.__setitem__(0, normed())])
 def test_where_solves_repeat_a_model_that_has_another_part_is_looked_at(change):
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential())
     before = model[0]  # which lives on
     Sequence(model, Z0, length=5, traced=True).check_kept()
     change(model)

@@ -144,7 +144,6 @@ def _solve_sequence(
         if on_failure == "loop":
             with torch.no_grad():
                 outcome = _finish_by_loop(sequence, outcome)
-            sequence.restore_kept()
             adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
             residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
             if again.results != outcome.results:
