@@ -1,5 +1,7 @@
 """Modules that keep something from one call to the next are refused where that matters, and left alone where not."""
 
+from collections import deque
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 
@@ -112,20 +114,21 @@ def test_a_module_whose_result_depends_on_what_it_keeps_is_refused_and_left_as_i
 class Late(nn.Module):
     """Its result depends on what it keeps, but not at once."""
 
-    def __init__(self):
+    def __init__(self, last=3):
         super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.linear, self.calls, self.last = nn.Linear(4, 4), 0, last
 
     def forward(self, z):
         self.calls += 1
-        return torch.tanh(self.linear(z)) * (1 if self.calls < 4 else 1.01)
+        return torch.tanh(self.linear(z)) * (1 if self.calls <= self.last else 1.01)
 
 
-def test_what_matters_only_later_is_found_after_the_solve():
-    module = Late()
+@pytest.mark.parametrize("last", [2, 3, 4])
+def test_what_matters_only_later_is_found_after_the_solve(last):
+    module = Late(last)
     with pytest.raises(StepError, match="Late keeps 'calls'"):
         solve(module, Z0, length=20)
-    assert module.calls == 2  # on the first state: all others are undone
+    assert module.calls == 1  # the first: all others are undone
 
 
 class SetByFirst(nn.Module):
@@ -163,7 +166,7 @@ def test_parameters_that_a_later_module_of_a_list_sets_are_left_to_the_loop(coun
         StepError, match=r"changes the parameter 'shift' of a SetByFirst.*solver=Loop|SetByFirst keeps 'done'"
     ):
         solve(layers, Z0, solver=deeppcr.Jacobi())
-    with pytest.raises(StepError, match="side effects"):
+    with pytest.raises(StepError, match=r"changes the parameter 'shift' of a SetByFirst.*solver=Loop"):
         solve(layers, Z0)
     assert not layers[1].done
     loop = solve(layers, Z0, solver=deeppcr.Loop())
@@ -184,14 +187,14 @@ def test_parameters_that_every_call_changes():
     assert torch.allclose(module.shift, torch.tensor(0.1))  # as the first call, which is real, has left it
 
 
-@pytest.mark.parametrize("where", ["one step", "closure", "list", "loop"])
+@pytest.mark.parametrize("where", ["one step", "closure", "loop"])
 def test_lazy_modules_are_made_by_the_first_call(where):
     def make():
         return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh()).eval()
 
-    if where in ("list", "loop"):
+    if where == "loop":
         layers = [nn.Tanh(), *(make() for _ in range(3))]
-        step, settings = layers, {"solver": deeppcr.Loop()} if where == "loop" else {}
+        step, settings = layers, {"solver": deeppcr.Loop()}
     else:
         layers, settings = [make()], {"length": 10}
         step = layers[0] if where == "one step" else lambda z: layers[0](z)
@@ -205,6 +208,29 @@ def test_lazy_modules_are_made_by_the_first_call(where):
         assert type(layer[1]) is nn.BatchNorm1d
     loop = solve(step, Z0, **settings | {"solver": deeppcr.Loop()})
     assert relative_error(states, loop.states) < 1e-5
+
+
+class LazyNorm(nn.Module):
+    """Has a lazy part, and centres by what it first sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shift = nn.LazyLinear(4), SetByFirst()
+
+    def forward(self, z):
+        return self.shift(torch.tanh(self.linear(z)))
+
+
+def test_lazy_modules_in_a_list_are_left_to_the_loop():
+    layers = [LazyNorm() for _ in range(3)]
+    with pytest.raises(
+        StepError, match=r"a LazyLinear in the list has parameters that .* yet to make.*solver=Loop\(\)"
+    ):
+        solve(layers, Z0)
+    assert not layers[1].shift.done
+    states = solve(layers, Z0, solver=deeppcr.Loop()).states
+    assert relative_error(solve(layers, Z0).states, states) < 1e-5
+    assert torch.allclose(layers[1].shift.shift, -layers[1].linear(states[0]).tanh().mean(0), atol=1e-6)
 
 
 def test_random_numbers_are_not_taken_for_a_state_that_is_kept():
@@ -244,8 +270,8 @@ def test_an_error_that_comes_of_what_is_kept_is_explained():
 def test_a_model_that_many_steps_share_is_looked_at_once(monkeypatch):
     net = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(50))
     looked_at = []
-    original = deeppcr.kept._Held
-    monkeypatch.setattr(deeppcr.kept, "_Held", lambda module: looked_at.append(module) or original(module))
+    original = deeppcr.kept.Held
+    monkeypatch.setattr(deeppcr.kept, "Held", lambda module: looked_at.append(module) or original(module))
     Sequence([lambda z, l=l: net[l](z) for l in range(50)], Z0)
     assert len(looked_at) == 151
 
@@ -261,8 +287,8 @@ def test_of_a_large_model_only_what_the_step_names_is_looked_at(monkeypatch):
     with pytest.raises(StepError, match="changes the buffer '_u'"):
         solve(lambda z: model.cell(z), Z0, length=20)
     looked_at = []
-    original = deeppcr.kept._Held
-    monkeypatch.setattr(deeppcr.kept, "_Held", lambda module: looked_at.append(module) or original(module))
+    original = deeppcr.kept.Held
+    monkeypatch.setattr(deeppcr.kept, "Held", lambda module: looked_at.append(module) or original(module))
     model.eval()
     Sequence(lambda z: model.cell(z), Z0, length=20)
     assert len(looked_at) < 10
@@ -342,7 +368,7 @@ def test_where_solves_repeat_a_module_is_looked_at_once_in_each_mode_of_all_insi
     module = normed().eval()
     Sequence(module, Z0, length=5, traced=True).check_kept()
     with monkeypatch.context() as patch:
-        patch.setattr(deeppcr.kept, "_Held", None)  # which cannot be called
+        patch.setattr(deeppcr.kept, "Held", None)  # which cannot be called
         Sequence(module, Z0, length=5, traced=True).check_kept()
     module[0].train()
     for _ in range(2):  # it has not become harmless by being refused
@@ -431,3 +457,299 @@ def test_the_loop_calls_each_step_once_and_keeps_its_states():
 
     with pytest.raises(deeppcr.StepError, match="in place"):
         deeppcr.solve(late, torch.randn(3, 4), torch.tensor([0.0, 0.0, 1.0, 0.0]), solver=deeppcr.Loop())
+
+
+class Seeing(nn.Module):
+    """Keeps what it last saw, and fails when told to."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.linear, self.seen, self.log, self.error = nn.Linear(4, 4), None, [], error
+
+    def forward(self, z):
+        self.seen = z.detach()
+        self.log.append(self.seen)
+        if self.error is not None and self.seen.shape == Z0.shape and not _is_plain(self.seen):
+            raise self.error
+        return torch.tanh(self.linear(z))
+
+
+def _is_plain(tensor):
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _solve_and_pull(step, **settings):
+    solve(step, Z0, length=30, **settings).states.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Newton stopped")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: solve(step, Z0, length=30),
+        _solve_and_pull,
+        lambda step: _solve_and_pull(step, gradient=deeppcr.Unrolled()),
+        lambda step: _solve_and_pull(step, solver=Newton(max_iterations=1)),
+        lambda step: solve(step, Z0, length=30, solver=Newton(max_iterations=1), on_failure="return"),
+        lambda step: check(step, Z0, length=30),
+        lambda step: solve(deeppcr.rowwise(lambda z: step(z) - z.mean(0)), Z0, length=30),
+        lambda step: solve(deeppcr.rowwise(step), Z0, length=30),
+    ],
+    ids=["solve", "backward", "unrolled", "finished by loop", "returned", "check", "refused", "rowwise"],
+)
+def test_modules_are_left_as_a_first_call_leaves_them(call):
+    module = Seeing()
+    with suppress(StepError):  # of rows that influence each other
+        call(module)
+    assert len(module.log) == 1
+    assert _is_plain(module.seen)
+    assert torch.equal(module.seen, Z0)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("of its own"), KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")]
+)
+def test_modules_are_left_as_a_first_call_leaves_them_by_any_error(error):
+    module = Seeing(error)
+    with pytest.raises(type(error)):
+        solve(module, Z0, length=30, solver=deeppcr.Jacobi())
+    assert len(module.log) == 1
+    assert torch.equal(module.seen, Z0)
+
+
+def test_modules_are_left_as_a_first_call_leaves_them_by_a_folded_call_that_is_stopped():
+    module = Seeing()
+
+    def step(z):
+        after = module(z)
+        if len(z) > 3:
+            raise KeyboardInterrupt
+        return after
+
+    with pytest.raises(KeyboardInterrupt):
+        solve(deeppcr.rowwise(step), Z0, length=5)
+    assert torch.equal(module.seen, Z0)
+
+
+def test_what_is_kept_only_with_gradients_is_undone():
+    class Watching(Seeing):
+        def forward(self, z):
+            if torch.is_grad_enabled():
+                return super().forward(z)
+            return torch.tanh(self.linear(z))
+
+    module = Watching()
+    solve(module, Z0, length=5).states.sum().backward()
+    assert torch.equal(module.seen, Z0)
+
+
+def test_a_solve_that_is_refused_leaves_parameters_alone_that_its_transforms_could_not_write():
+    layers = [nn.Tanh(), SetByFirst()]
+    with pytest.raises(StepError, match="changes the parameter 'shift'"):
+        solve(layers, Z0)
+    assert not layers[1].shift.any()
+
+
+def test_a_backward_pass_leaves_what_was_kept_since_the_solve():
+    module = Seeing()
+    solution = solve(module, Z0, length=30)
+    module(2 * Z0)
+    solution.states.sum().backward()
+    assert torch.equal(module.seen, 2 * Z0)
+    assert len(module.log) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Newton stopped")
+@pytest.mark.parametrize("settings", [{}, {"solver": Newton(max_iterations=1)}])
+def test_what_was_kept_without_its_history_cuts_off_no_unrolled_gradient(settings):
+    kept = KeepsItsWeight()
+    steps = [nn.Tanh(), kept, nn.Tanh()]
+    solve(steps, Z0, gradient=deeppcr.Unrolled(), **settings).states.sum().backward()
+    assert kept.weight is None
+    found, kept.raw.grad = kept.raw.grad, None
+    solve(steps, Z0, solver=deeppcr.Loop()).states.sum().backward()
+    torch.testing.assert_close(found, kept.raw.grad)
+
+
+@pytest.mark.parametrize("steps", ["one", "list", "stacked"])
+def test_a_solve_that_is_refused_leaves_batch_statistics_alone(steps):
+    norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    step = {"one": norms[0], "list": [nn.Tanh(), norms[0], nn.Tanh()], "stacked": [nn.Tanh(), *norms]}[steps]
+    with pytest.raises(StepError, match="changes the buffer 'num_batches_tracked' of a BatchNorm1d"):
+        solve(step, Z0, **({"length": 5} if steps == "one" else {}))
+    for _, norm in norms:
+        assert norm.num_batches_tracked == 0
+        assert not norm.running_mean.any()
+        assert (norm.running_var == 1).all()
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), normed()])
+        self.a, self.b = self.parts
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, part: (lambda z: model.b(z)) if part else (lambda z: model.a(z)),
+        lambda model, part: lambda z: model.parts[part](z),
+        lambda model, part: partial(lambda part, z: model.parts[part](z), part),
+        lambda model, part: (lambda z: model.parts[1](z)) if part else (lambda z: model.parts[0](z)),
+    ],
+    ids=["name", "closure", "partial", "code"],
+)
+def test_where_solves_repeat_a_step_that_calls_another_part_of_a_model_is_looked_at(make):
+    model = Parts()
+    Sequence(make(model, 0), Z0, length=5, traced=True).check_kept()
+    with pytest.raises(StepError, match="changes the buffer"):
+        Sequence(make(model, 1), Z0, length=5, traced=True)
+
+
+@pytest.mark.parametrize("change", [lambda m: m[1].append(normed()), lambda m: m.__setitem__(0, normed())])
+def test_where_solves_repeat_a_model_that_has_another_part_is_looked_at(change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential())
+    before = model[0]  # which lives on
+    Sequence(model, Z0, length=5, traced=True).check_kept()
+    change(model)
+    with pytest.raises(StepError, match="changes the buffer"):
+        Sequence(model, Z0, length=5, traced=True)
+    del before
+
+
+def test_where_solves_repeat_what_a_module_keeps_is_undone_without_another_look(monkeypatch):
+    module = Seeing()
+    for count in (1, 2):
+        if count == 2:
+            monkeypatch.setattr(deeppcr.kept, "_call", None)  # which cannot be called
+        sequence = Sequence(module, Z0, length=5, traced=True)
+        sequence.values(Z0.expand(5, -1, -1), range(5))
+        sequence.check_kept()
+        sequence.undo_kept()
+        assert len(module.log) == count
+        assert sequence.keepers == [module]
+
+
+HIDDEN = normed()
+
+
+class Experiment:
+    def __init__(self):
+        self.network = normed()
+
+    def apply(self, z):
+        return self.network(z)
+
+    def step(self, way):
+        return (lambda z: self.network(z)) if way == "attribute" else (lambda z: self.apply(z))
+
+
+def _in_a_function_inside(z):
+    def inner(z):
+        return HIDDEN(z)
+
+    return inner(z)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _in_a_function_inside,
+        lambda z: sum(HIDDEN(each) for each in (z,)),
+        Experiment().step("attribute"),
+        Experiment().step("method"),
+    ],
+    ids=["function inside", "generator", "attribute of an object", "method of an object"],
+)
+def test_modules_are_found_in_functions_inside_and_in_objects(step):
+    with pytest.raises(StepError, match="changes the buffer '_u'"):
+        solve(step, Z0, length=20)
+
+
+class Clamping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 0.8, 0.95, 1.2]))
+
+    def forward(self, z):
+        with torch.no_grad():
+            self.weight.clamp_(max=0.9)
+        return torch.tanh(z) * self.weight
+
+
+def test_what_is_written_again_to_the_same_is_no_reason_to_refuse_but_has_no_derivative():
+    module = Clamping()
+    loop = solve(deepcopy(module), Z0, length=20, solver=deeppcr.Loop())
+    assert relative_error(solve(module, Z0, length=20, solver=deeppcr.Jacobi()).states, loop.states) < 1e-5
+    with pytest.raises(StepError, match=r"changes the parameter 'weight' of a Clamping in place.*before the solve"):
+        solve(Clamping(), Z0, length=20)
+
+
+def test_an_embedding_that_scales_its_rows_is_taken_once_they_are_scaled():
+    table, xs = nn.Embedding(5, 4, max_norm=0.5), torch.arange(10)[:, None].expand(10, 3) % 5
+
+    def step(z, x):
+        return 0.5 * torch.tanh(z) + table(x)
+
+    with pytest.raises(StepError, match=r"changes the parameter 'weight' of a Embedding in place.*solver=Loop"):
+        solve(step, Z0, xs, solver=deeppcr.Jacobi())
+    loop = solve(step, Z0, xs, solver=deeppcr.Loop())
+    assert relative_error(solve(step, Z0, xs, solver=deeppcr.Jacobi()).states, loop.states) < 1e-5
+
+
+class Momentum(nn.Module):
+    """Moves on with the difference to the state that it saw before."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.linear, self.seen, self.keeps = nn.Linear(4, 4), deque(maxlen=1), keeps
+        self.before = None
+
+    def forward(self, z):
+        before = self.seen[0] if self.seen else self.before if self.before is not None else z
+        if self.keeps == "deque":
+            self.seen.append(z)
+        else:
+            self.before = z
+        return torch.tanh(self.linear(z)) + 0.3 * (z - before)
+
+
+@pytest.mark.parametrize("keeps", ["deque", "attribute"])
+@pytest.mark.parametrize("wrap", [lambda step: step, deeppcr.rowwise], ids=["vmap", "rowwise"])
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Jacobi()], ids=["Newton", "Jacobi"])
+def test_what_a_transform_says_of_a_tensor_that_was_kept_is_explained(keeps, wrap, solver):
+    with pytest.raises(StepError, match=r"a Momentum keeps '(seen|before)'"):
+        solve(wrap(Momentum(keeps)), Z0, length=20, solver=solver)
+
+
+def test_a_tensor_that_is_no_buffer_is_not_called_one():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.count = nn.Linear(4, 4), torch.zeros(4)
+
+        def forward(self, z):
+            self.count += 1
+            return torch.tanh(self.linear(z))
+
+    with pytest.raises(StepError, match="changes the tensor 'count' of a Counting in place"):
+        solve(Counting(), Z0, length=20)
+
+
+def test_what_the_first_call_of_a_later_module_makes_is_left_to_the_loop():
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mask = nn.Linear(4, 4), None
+
+        def forward(self, z):
+            if self.mask is None:
+                self.mask = 0.5 * torch.ones_like(z)
+            return torch.tanh(self.linear(z)) * self.mask
+
+    layers = [nn.Tanh(), *(Masking() for _ in range(3))]
+    with pytest.raises(StepError, match=r"a Masking keeps 'mask'.*let the loop set once: solver=Loop\(\)"):
+        solve(layers, Z0)
+    loop = solve(layers, Z0, solver=deeppcr.Loop())
+    assert relative_error(solve(layers, Z0).states, loop.states) < 1e-5

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .folding import shares
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
-from .kept import SideEffect, close, modules_of
+from .kept import SideEffect, close
+from .modules import modules_of
 from .sequence import Sequence
 from .steps import StepError
 
@@ -75,22 +76,28 @@ def check(
     except StepError as error:
         kind = "side effect" if isinstance(error, SideEffect) else "random" if "random" in str(error) else "error"
         return [Finding(kind, str(error))]
-    looked_at = _spread(sequence, steps)
-    with torch.no_grad():
-        # Near the trajectory: from the initial state, each step once.
-        states = [sequence.initial.detach()]
-        for index in looked_at:
-            states.append(sequence.step(index, states[-1]))
-        findings = list(_repeatability(sequence, step, looked_at, states))
-        if findings:
-            return findings  # nothing else can be compared with a step that gives another answer each time
-        findings += _finiteness(sequence, looked_at, states)
-        findings += _all_at_once(sequence)
-        findings += _independence(sequence, looked_at, states)
-        if not any(finding.kind == "rows" for finding in findings):  # whose derivatives are not row by row
-            findings += _derivatives(sequence, looked_at, states)
-        if jacobian is not None and not findings:
-            findings += _structure(sequence, looked_at, states, jacobian)
+    try:
+        return _look_at(sequence, step, _spread(sequence, steps), jacobian)
+    finally:
+        sequence.undo_kept()
+
+
+@torch.no_grad()
+def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jacobian | None) -> list[Finding]:
+    # Near the trajectory: from the initial state, each step once.
+    states = [sequence.initial.detach()]
+    for index in looked_at:
+        states.append(sequence.step(index, states[-1]))
+    findings = list(_repeatability(sequence, step, looked_at, states))
+    if findings:
+        return findings  # nothing else can be compared with a step that gives another answer each time
+    findings += _finiteness(sequence, looked_at, states)
+    findings += _all_at_once(sequence)
+    findings += _independence(sequence, looked_at, states)
+    if not any(finding.kind == "rows" for finding in findings):  # whose derivatives are not row by row
+        findings += _derivatives(sequence, looked_at, states)
+    if jacobian is not None and not findings:
+        findings += _structure(sequence, looked_at, states, jacobian)
     return findings
 
 

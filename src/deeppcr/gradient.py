@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .held import undone
 from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
 from .linear.solve import is_batched, values_can_be_read
@@ -282,4 +283,5 @@ class _Attach(torch.autograd.Function):
                 "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
                 "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
             )
-        return ctx.adjoint.solve(gradients), None, None
+        with undone(ctx.adjoint.sequence.keepers):
+            return ctx.adjoint.solve(gradients), None, None

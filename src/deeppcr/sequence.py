@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .folding import check_fold
-from .kept import Kept, changes_in_place, version_of, with_lazy_parts
+from .held import version_of
+from .kept import Kept, changes_in_place
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
 from .linear.solve import is_capturing
@@ -67,6 +68,7 @@ class Sequence:
         needs_gradients: whether anything that the states depend on requires a gradient
         first: [B, D], the state after the first step, where the loop is to go on from it
         trace: of the first step, where it was asked for and could be made
+        keepers: modules that keep something without consequences, as far as is known
     """
 
     def __init__(
@@ -88,14 +90,13 @@ class Sequence:
         inner = step.step if isinstance(step, Rowwise) else step
         self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
+        self.keepers: list[nn.Module] = []
         self._verified: set[str] = set()
         self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
         if several:
             for index, each in enumerate(step):
                 if not callable(each):
                     raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
-            if watched:
-                self._make_lazy_parts(step)
             members, said = group_callables(list(step), xs, self.layout, stack=watched)
             self._groups = members
             placed = {m: (group, place) for indices, group in members for place, m in enumerate(indices)}
@@ -117,7 +118,12 @@ class Sequence:
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
         if self._groups[0][1].way == "rowwise" and self.length > 1 and watched:
-            check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
+            try:
+                check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
+            except BaseException as error:
+                self.check_kept(error)
+                self.undo_kept()
+                raise
         inputs = [group.xs for _, group in self._groups]
         self.needs_gradients = first.requires_grad or any(
             leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
@@ -149,19 +155,21 @@ class Sequence:
                 raise StepError(changes_in_place(name))
         return first
 
-    @torch.no_grad()
-    def _make_lazy_parts(self, steps: Any) -> None:
-        """Lazy modules make their parameters at their first call, by the shape of the state, which all steps share."""
-        for index in with_lazy_parts(steps):
-            state = self.layout.unpack(self.initial.detach().clone())
-            inputs = () if self.xs is None else (pytree.tree_map(lambda leaf, i=index: leaf[i], self.xs),)
-            steps[index](state, *inputs)
-
     def check_kept(self, error: BaseException | None = None) -> None:
-        """After the last call: raise where calls have left something behind that others depend on, or that led to ``error``."""
+        """After the solve: raise where calls have left something behind that others depend on, or that led to ``error``."""
+        if self._kept is not None:
+            self._kept.last_look(error)
+
+    def undo_kept(self) -> None:
+        """After the last call: let modules hold what the first one has left in them."""
+        self.restore_kept()
         kept, self._kept = self._kept, None  # a graph keeps the sequence, and is not to keep what modules once held
-        if kept is not None:
-            kept.last_look(error)
+        self.keepers = list(kept.keepers.values()) if kept is not None else []
+
+    def restore_kept(self) -> None:
+        """Let modules hold what the first call has left in them: what they keep without its history cuts off gradients."""
+        if self._kept is not None:
+            self._kept.restore()
 
     def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
         """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""

@@ -13,15 +13,16 @@ from torch.utils import _pytree as pytree
 
 from .captured import graphs, may_capture
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
-from .guess import RepeatInitial, as_guess
+from .guess import Guess, RepeatInitial, as_guess
+from .held import version_of
 from .jacobian import DenseJacobian, GivenJacobian
-from .kept import changes_in_place, version_of
+from .kept import changes_in_place
 from .linear.solve import in_functorch, is_capturing
 from .newton import Loop, Newton, Outcome
 from .progress import measure
 from .sequence import Rowwise, Sequence
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-from .steps import StepError, is_out_of_memory
+from .steps import StepError
 from .stopping import FixedIterations, UpdateTest
 from .straight import run_unseen
 
@@ -92,14 +93,26 @@ def _solve(
     traced = not unrolled and may_capture(solver, z0)
     looped = isinstance(solver, Loop)  # in which a step may keep what it likes
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced, watched=not looped)
-    plan = Plan()
     if looped:
+        plan = Plan()
         outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
         if Result.NON_FINITE in outcome.results:
             warnings.warn(_describe(outcome), ConvergenceWarning, stacklevel=3)
         return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
+    try:
+        return _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
+    except BaseException as error:
+        sequence.check_kept(error)  # which may know better what is wrong
+        raise
+    finally:
+        sequence.undo_kept()
 
-    start = as_guess(guess, z0, xs)
+
+def _solve_sequence(
+    sequence: Sequence, start: Guess, solver: Newton, gradient: Implicit | Unrolled, on_failure: str, *, traced: bool
+) -> Solution:
+    plan = Plan()
+    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
     fixed = isinstance(solver.stop, FixedIterations)
     found = graphs.solve(solver, sequence, start, plan) if traced else None
     if found is not None:  # and has been checked
@@ -115,19 +128,13 @@ def _solve(
             return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         plan.note("not captured: the step gives another result than when it was recorded")
 
-    try:
-        with torch.set_grad_enabled(unrolled and fixed):
-            outcome = solver.run(sequence, start, plan)
-    except (StepError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            sequence.check_kept(error)  # which may know better what is wrong
-        raise
+    with torch.set_grad_enabled(unrolled and fixed):
+        outcome = solver.run(sequence, start, plan)
     sequence.check_kept()  # a tensor that was kept without its history would cut off gradients
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
     implicit = adjoint is not None
     residual, outcome = _measure(sequence, outcome, solver, values)
-    sequence.check_kept()
 
     if any(result in _FAILED for result in outcome.results):
         if on_failure != "loop":
@@ -144,8 +151,9 @@ def _solve(
                     "step: gives another result when all steps are evaluated at once than one after the other: it is random, keeps "
                     "a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
                 )
-        warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=3)
+        warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=4)
     states = outcome.states
+    sequence.restore_kept()
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
         if adjoint is None:
             values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
@@ -184,11 +192,14 @@ def _solve_unseen(
         )
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)  # pyright: ignore[reportArgumentType]
     plan = Plan()
-    outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
-    plan.derivative = solver.jacobian.name or sequence.derivative
-    plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
-    adjoint, values = _adjoint(sequence, outcome, solver)
-    residual, outcome = _measure(sequence, outcome, solver, values)
+    try:
+        outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
+        plan.derivative = solver.jacobian.name or sequence.derivative
+        plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
+        adjoint, values = _adjoint(sequence, outcome, solver)
+        residual, outcome = _measure(sequence, outcome, solver, values)
+    finally:
+        sequence.undo_kept()
     states = outcome.states if adjoint is None else adjoint.attach(outcome.states)
     return _solution(sequence, replace(outcome, states=states), plan, residual)
 
