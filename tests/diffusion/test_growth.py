@@ -46,21 +46,20 @@ def finished(initial, denoiser=two_narrow, **settings):
 
 @pytest.mark.parametrize("size", [7, 50])
 def test_samples_whose_errors_grow_go_back(size, device, monkeypatch):
-    initial = undecided(device)
+    initial = undecided(device, nearest=-5)
     loop = by_loop(initial)
-    monkeypatch.setattr(window, "_GROWTH", 30.0)  # so that many have to
 
     def run():
         # A GPU's rough phase would bring them closer before any may leave: it has a test of its own.
-        solver = Window(size=size, tf32=None, freeze=0.1)
+        solver = Window(size=size, tf32=None)
         found = sample(two_narrow, SCHEDULE, initial, step=DDIM(), solver=solver)
         fine = torch.tensor([result is Result.CONVERGED for result in found.results], device=device)
         return found, fine, (found.final - loop).abs().flatten()
 
     found, fine, error = run()
     assert set(found.results) <= {Result.CONVERGED, Result.PRECISION_FLOOR}
-    assert fine[:45].all()  # the others' rounding may grow too much
-    assert error[fine].max() <= 1e-3
+    assert fine.sum() >= 38  # the others' rounding may grow too much
+    assert error[fine].max() <= 1e-4
     assert "errors grew more than was expected in " in str(found.plan)
     load = Iteration.load
 
@@ -70,7 +69,7 @@ def test_samples_whose_errors_grow_go_back(size, device, monkeypatch):
 
     monkeypatch.setattr(Iteration, "load", never_back)
     before, _, error = run()
-    assert error.max() > 1.5e-3
+    assert error.max() > 5e-4
     assert (found.iterations >= before.iterations).all()
     assert (found.iterations == before.iterations).any()  # of those that need not
     assert (found.iterations > before.iterations).any()
@@ -79,7 +78,7 @@ def test_samples_whose_errors_grow_go_back(size, device, monkeypatch):
 def test_the_growth_that_is_seen_is_that_of_errors(device):
     """Against the derivative of the final sample with respect to the first state: errors grow up to 1,000 times."""
     initial = undecided(device, torch.float64)
-    iteration, _ = finished(initial, tolerance=1e-8)
+    iteration, _ = finished(initial)
     after = by_loop(initial + 1e-7), by_loop(initial - 1e-7)
     true = ((after[0] - after[1]) / 2e-7).abs().flatten()
     seen = iteration.grown()[0]
@@ -113,9 +112,43 @@ def test_what_rounding_leaves_grows_too(device):
     assert (found.final - by_loop(initial.double())).abs().max() <= 1e-3
 
 
+def test_rounding_that_was_seen_to_grow_is_said_whether_or_not_a_sample_went_back(device):
+    """Steps that leave one by one leave exactly, and no sample goes back for them; what they round grows all the same."""
+    problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), undecided(device)[:3]), GaussianPrior()
+    with torch.no_grad():
+        prepared = window.Prepared(Window(), problem, prior)
+        assert prepared.run(Window(), problem, None, deeppcr.solution.Plan()).results == [Result.CONVERGED] * 3
+        iteration = prepared.iteration
+        assert not iteration.went_back.any()
+        iteration.growth.fill_(1)
+        iteration.growth[30] = torch.tensor([1.0, 1e4, 1e30], device=device)
+        prepared.finish()
+    assert iteration.uncertain.tolist() == [0, 1, 1]
+    assert prepared.least[1] >= 4e4 * torch.finfo(torch.float32).eps
+    assert prepared.least[2] < math.inf  # which would mean that nothing is known
+
+
+def test_a_step_does_not_leave_while_the_one_before_it_jumps(device):
+    """With a Jacobian of 0 a step's update knows nothing of what becomes of the step before it."""
+    schedule = Schedule.linear(200)
+    share = schedule.alphas_bar.float().to(device)
+
+    def denoiser(z, t):
+        a = share[t].unsqueeze(-1)
+        return (1 - a).sqrt() * z / (4 * a + 1 - a) + 0.1 * torch.sin(3 * z)
+
+    for seed in range(3):
+        initial = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+        loop = sample(denoiser, schedule, initial, step=DDIM(), solver=deeppcr.Loop())
+        solver, jacobian = Window(size=200), deeppcr.ScalarJacobian(0.0)
+        found = sample(denoiser, schedule, initial, step=DDIM(), solver=solver, jacobian=jacobian)
+        assert found.result is Result.CONVERGED
+        assert (found.final - loop.final).abs().max() <= 1e-3
+
+
 def started(initial):
     problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), initial), GaussianPrior()
-    iteration = window.Prepared(Window(size=50, freeze=0.1), problem, prior).iteration
+    iteration = window.Prepared(Window(size=50), problem, prior).iteration
     states, _ = start_states(None, problem, prior, iteration.coupling)
     iteration.hold(problem.initial, problem.shift)
     iteration.load(states)
@@ -161,7 +194,7 @@ def test_a_sample_goes_back_to_the_first_step_that_left_too_early(device):
     assert iteration.prefix.tolist() == [50, 50, 7, 50]
     lowered = iteration.thresholds < iteration.freeze
     assert lowered.any(0).tolist() == [False, False, True, False]
-    assert iteration.thresholds[7, 2].item() == pytest.approx(1e-5 / 100)
+    assert iteration.thresholds[7, 2].item() == pytest.approx(0.05 * 1e-3 / 10 / 100)
     assert iteration.went_back.tolist() == [False, False, True, False]
     iteration.excess.fill_(1)
     iteration._go_back(iteration.prefix == 50)

@@ -214,6 +214,10 @@ class Iteration:
             small = largest <= torch.where(self.used > 1, self.thresholds, 0) + self.allowance * height
             excess = torch.where(small > first, largest - self.floor * height, 0)
             torch.where(used, excess, self.excess, out=self.excess)
+            # The first step takes what is exact, however far that is; the update of the step behind it was found before, and
+            # knows of that no more than the prior does.
+            jumped = first > small
+            small[1:] &= ~jumped[:-1]
             done = (small | first) & used | (age < 0)
             unfinished = self.prefix < length
             torch.amin(torch.where(done, length, self.index), 0, out=self.prefix)

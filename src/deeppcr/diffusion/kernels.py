@@ -328,7 +328,7 @@ def _move(
     ACCELERATE: tl.constexpr, LEAVE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The new states. The verdict is 0 where a step is done; without ``LEAVE`` it is the size of its update."""
+    """The new states. The verdict is not positive where a step is done; without ``LEAVE`` it is the size of its update."""
     sample, step, exists = _pairs(length, samples, STEPS)
     prefix = tl.load(counters + sample).to(tl.int32)
     age = step - prefix
@@ -408,7 +408,8 @@ def _move(
         small = (largest < float("inf")) & (largest <= allowed)
         tl.store(excesses + pair, tl.where(small & (first == 0), largest - floor * height, 0), mask=use)
         done = ((small | first) & use) | (age < 0)
-        tl.store(verdict + at_sample + step, tl.where(done, 0.0, 1.0), mask=exists)
+        # Negative: it is done, but has moved too far for the step behind it to be, too.
+        tl.store(verdict + at_sample + step, tl.where(done, tl.where(small | (first == 0), 0.0, -1.0), 1.0), mask=exists)
     else:
         tl.store(verdict + at_sample + step, largest, mask=exists)
 
@@ -444,6 +445,8 @@ def _count(
         large += (found >= settled).to(tl.int32)  # what is no number is infinite here
     if LEAVE:
         now = tl.min(left, 0)
+        jumped = tl.load(verdict + (sample.to(tl.int64) * length + prefix), mask=prefix < length, other=0) < 0
+        now = tl.minimum(now, tl.where(jumped, prefix + 1, length))
         if (now == length) & (prefix < length):
             after = 0.0
             for at in range(0, length, BLOCK):

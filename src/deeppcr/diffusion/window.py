@@ -364,9 +364,10 @@ class Prepared:
         assert self.rounding is not None
         height = torch.linalg.vector_norm(iteration.states[1:], math.inf, dim=(-2, -1))  # [L, B]
         least = self.rounding.least(height)
-        # What rounding leaves grows, too. Of samples that went back the growth is known from nearby, of others roughly.
-        grown = STRICTER * iteration.floor * (height * iteration.grown()).amax(0)
-        self.least.copy_(torch.where(iteration.went_back, torch.maximum(least, grown), least))
+        # What rounding leaves grows, too. Where a sample went back, it may do so in other directions than were seen.
+        room = torch.where(iteration.went_back, STRICTER, 1.0) * iteration.floor
+        grown = (height * iteration.grown().clamp(max=1 / iteration.floor)).amax(0)
+        self.least.copy_(torch.maximum(least, room * grown))
         torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
         iteration.uncertain.copy_(self.least > self.tolerance)
         iteration.uncertain.masked_fill_(~torch.isfinite(self.least), _UNKNOWN)
