@@ -59,6 +59,11 @@ class Kept:
             self._held |= {id(module): Held(module) for module in modules if id(module) not in self._held}
             self.keepers |= {id(module): module for module in known or ()}
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that the steps reach, without those inside of them."""
+        return [root for root, _ in self._roots.values()]
+
     @torch.no_grad()
     def look_at_first(self, state: Tensor, x: Any, first: Tensor) -> None:
         """Raise where the first step, taken just now, has left something behind that a second call depends on, or changes.

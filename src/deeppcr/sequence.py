@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .folding import check_fold
 from .held import version_of
+from .hooks import NoHooks, refuse_hooked
 from .kept import Kept, changes_in_place
 from .layout import Layout, describe
 from .linear.hierarchical import interleave
@@ -111,7 +113,9 @@ class Sequence:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
         self.trace = Trace(self.layout.device) if traced and not several else None
         self._kept = Kept([group for _, group in self._groups], once=traced) if watched else None
-        first = self._take_first_step(xs)
+        differentiated = watched and torch.is_grad_enabled()
+        with NoHooks() if differentiated else nullcontext():
+            first = self._take_first_step(xs)
         self.first = None if watched else first
         if self._kept is not None:
             self._kept.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
@@ -128,6 +132,8 @@ class Sequence:
         self.needs_gradients = first.requires_grad or any(
             leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
         )
+        if self._kept is not None and differentiated and self.needs_gradients:
+            refuse_hooked(self._kept.roots)
 
     def _take_first_step(self, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
