@@ -199,3 +199,25 @@ def test_a_sample_goes_back_to_the_first_step_that_left_too_early(device):
     iteration.excess.fill_(1)
     iteration._go_back(iteration.prefix == 50)
     assert iteration.prefix.tolist() == [0, 0, 7, 0]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_where_values_are_clipped_and_no_step_is_found_before_its_turn_nothing_is_certified(clip, device):
+    """The loop amplifies every rounding; large moves that are clipped do not show it."""
+    weight = 3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def chaotic(z, t):
+        return torch.sin(z @ weight)
+
+    initial = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    step, schedule = DDIM(clip=clip), Schedule.linear(1000).take(40)
+    loop = sample(chaotic, schedule, initial, step=step, solver=deeppcr.Loop())
+    nearly = sample(chaotic, schedule, initial * (1 + 1e-6), step=step, solver=deeppcr.Loop())
+    found = sample(chaotic, schedule, initial, step=step, on_failure="return")
+    if clip is not None:
+        assert ((nearly.final - loop.final).abs().amax(1) > 1e-3).all()
+        assert (found.iterations >= 30).all()
+    for row, result in enumerate(found.results):
+        if result is Result.CONVERGED:
+            assert (found.final - loop.final)[row].abs().max() <= 1e-3
+    assert (clip is None) or Result.CONVERGED not in found.results

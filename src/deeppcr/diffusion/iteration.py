@@ -48,7 +48,8 @@ class Iteration:
         samples, width: B, D
         size: at most so many steps of a sample are evaluated in an iteration
         freeze: [L], a step leaves when its update is below this
-        bound: a sample goes back to a step whose last update, times the growth that was seen since, is more
+        bound: a sample goes back to a step whose last update, times the growth that was seen since, is more. The first step of
+            its window jumps when it moves further than this
         settled: while the network is imprecise, it is counted how many steps have larger updates than this
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
@@ -112,6 +113,7 @@ class Iteration:
         self.counters = torch.zeros(7, samples, **whole)
         self.prefix, self.diverged, self.unsettled, self.uncertain, self.returned = self.counters[:5]
         self.iterations, self.evaluations = self.counters[5:]
+        self.jumps = torch.zeros(samples, **whole)  # of first steps; counted where values are clipped
         self.shown = self.counters[:5]
         if like.is_cuda:
             self.shown = torch.zeros(5, samples, dtype=torch.long, pin_memory=True)
@@ -136,8 +138,7 @@ class Iteration:
         """
         self.states[1:].copy_(start)
         self.counters.zero_()
-        self.measured.zero_()
-        for buffer in (self.moved, self.excess):
+        for buffer in (self.measured, self.moved, self.excess, self.jumps):
             buffer.zero_()
         self.growth.fill_(1)
         self.thresholds.copy_(self.freeze.expand_as(self.thresholds))
@@ -217,6 +218,8 @@ class Iteration:
             # The first step takes what is exact, however far that is; the update of the step behind it was found before, and
             # knows of that no more than the prior does.
             jumped = first > small
+            if self.coefficients.limit is not None:
+                self.jumps += (jumped & (largest > self.bound)).any(0)
             small[1:] &= ~jumped[:-1]
             done = (small | first) & used | (age < 0)
             unfinished = self.prefix < length

@@ -409,9 +409,8 @@ def _move(
         tl.store(excesses + pair, tl.where(small & (first == 0), largest - floor * height, 0), mask=use)
         done = ((small | first) & use) | (age < 0)
         # Negative: it is done, but has moved too far for the step behind it to be, too.
-        tl.store(
-            verdict + at_sample + step, tl.where(done, tl.where(small | (first == 0), 0.0, -1.0), 1.0), mask=exists
-        )
+        found = tl.where(done, tl.where(small | (first == 0), 0.0, -1.0), 1.0)
+        tl.store(verdict + at_sample + step, found, mask=exists)
     else:
         tl.store(verdict + at_sample + step, largest, mask=exists)
 

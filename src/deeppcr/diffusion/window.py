@@ -39,6 +39,9 @@ _GAIN = 0.9
 _TF32 = 2.0**-10
 #: of a sample: the estimate of what rounding leaves is not finite
 _UNKNOWN = 2
+#: Where values are clipped, and so large a share of all steps has jumped when they became exact, in a window of so many steps or more,
+#: the iteration has found none of them before its turn, and how small errors grow was not seen: as in a chaotic sampler.
+_JUMPED, _WIDE = 3 / 4, 16
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
@@ -368,6 +371,8 @@ class Prepared:
         room = torch.where(iteration.went_back, STRICTER, 1.0) * iteration.floor
         grown = (height * iteration.grown().clamp(max=1 / iteration.floor)).amax(0)
         self.least.copy_(torch.maximum(least, room * grown))
+        if iteration.size >= _WIDE:
+            self.least.masked_fill_(iteration.jumps > _JUMPED * iteration.length, math.inf)
         torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
         iteration.uncertain.copy_(self.least > self.tolerance)
         iteration.uncertain.masked_fill_(~torch.isfinite(self.least), _UNKNOWN)
