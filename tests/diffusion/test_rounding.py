@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import deeppcr
 from deeppcr import Result
@@ -233,3 +234,91 @@ def test_a_network_of_half_precision_is_not_asked_for_more_than_it_knows(dtype, 
     assert found.evaluations.max() < 8 * 100
     assert found.iterations.max() < 50
     assert (found.final.float() - exact).abs().max() <= 1.3 * (loop.float() - exact).abs().max()
+
+
+def test_half_precision_inside_of_a_network_is_seen_like_that_around_it(net):
+    """It takes and returns float32: told by these, it was asked for more than it knows, and took as many iterations as steps."""
+    switch = {"on": True}
+
+    def inside(z, t):
+        with torch.autocast("cpu", torch.bfloat16, enabled=switch["on"]):
+            return net(z, t).float()
+
+    net, schedule, noise = net.cpu(), digits.TRAINING.take(100), noise_for(3, 100)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            around = sample(net, schedule, noise, jacobian=digits.prior())
+        for _ in range(2):  # it is remembered
+            found = sample(inside, schedule, noise, jacobian=digits.prior())
+            assert torch.equal(found.final, around.final)
+            assert found.iterations.tolist() == around.iterations.tolist()
+            assert found.result is around.result is Result.PRECISION_FLOOR
+            assert "rounding of a network that computes in bfloat16" in str(found.plan)
+        switch["on"] = False
+        assert sample(inside, schedule, noise, jacobian=digits.prior()).result is Result.CONVERGED
+
+
+def test_what_a_network_computes_in_is_asked_anew_where_it_may_have_changed():
+    net = nn.Linear(6, 6).eval()
+    net.low = True
+
+    def plainly(z, t):
+        return net(z)
+
+    def cast(z, t):
+        with torch.autocast("cpu", torch.bfloat16, enabled=net.low):
+            return net(z).float()
+
+    def through(function):
+        return lambda z, t: function(z, t)
+
+    def coarsest(denoiser):
+        problem = Problem(denoiser, DDIM().steps(Schedule.linear(20), "epsilon"), torch.randn(2, 6))
+        problem.check_times()
+        calls.clear()
+        again = Problem(denoiser, DDIM().steps(Schedule.linear(20), "epsilon"), torch.randn(2, 6))
+        found = again.denoiser.coarsest(again.initial)
+        assert not calls  # it is remembered
+        return found
+
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.float16):
+            assert coarsest(through(plainly)) == torch.float16
+        assert coarsest(through(cast)) == torch.bfloat16
+        assert coarsest(through(plainly)) == torch.float32
+        net.low = False
+        assert coarsest(through(cast)) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("half", "compute"),
+    [
+        (True, lambda z, w: (z.half() @ w.half()).float()),
+        (True, lambda z, w: nn.functional.conv1d(z[:, None].half(), w[:1, None, :3].half(), padding=1)[:, 0].float()),
+        (
+            True,
+            lambda z, w: nn.functional.scaled_dot_product_attention(*[z[:, None, None].half()] * 3)[:, 0, 0].float(),
+        ),
+        (False, lambda z, w: nn.functional.embedding(torch.zeros(len(z), dtype=torch.long), w.half()).float() * z),
+        (False, lambda z, w: torch.cat([w.half()[:1], w.half()[:1]])[:1].float() * z),
+        (False, lambda z, w: (z @ w) / 2),
+    ],
+    ids=["matrices", "convolution", "attention", "table", "storage", "float32"],
+)
+def test_products_tell_what_a_network_computes_in(half, compute):
+    weights = torch.eye(6) / 2
+    problem = Problem(lambda z, t: compute(z, weights), DDIM().steps(Schedule.linear(20), "epsilon"), torch.randn(2, 6))
+    assert problem.denoiser.coarsest(problem.initial) == (torch.float16 if half else torch.float32)
+    assert problem.rows_seen == 0
+
+
+def test_autocast_around_is_of_the_network_alone():
+    """States and their updates keep their precision: in a prior's basis, too."""
+    states, matrix = torch.randn(4, 3, 6, 1), torch.linalg.qr(torch.randn(6, 6)).Q
+    steps = DDIM().steps(Schedule.linear(4), "epsilon")
+    coupling = Coupling(GaussianPrior(torch.rand(6), matrix), steps, 6, states.device, states.dtype)
+    expected = coupling.spread(states)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(coupling.spread(states), expected)

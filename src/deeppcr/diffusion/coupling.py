@@ -13,7 +13,7 @@ from torch import Tensor
 from ..jacobian import ScalarJacobian
 from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
 from .prior import GaussianPrior
-from .step import Steps
+from .step import Steps, multiply
 
 
 class Coupling:
@@ -86,5 +86,5 @@ class Coupling:
 
 def _rotate(states: Tensor, matrix: Tensor) -> Tensor:
     if states.shape[-1] == 1:
-        return (states.squeeze(-1) @ matrix).unsqueeze(-1)
-    return (states.mT @ matrix).mT.contiguous()
+        return multiply(states.squeeze(-1), matrix).unsqueeze(-1)
+    return multiply(states.mT, matrix).mT.contiguous()

@@ -5,6 +5,7 @@ Shapes: N rows, each one (step, sample) pair; B samples; D the flattened sample.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: modules that compute something else in train mode, and what they do there
 _RANDOM = (
@@ -75,6 +77,10 @@ class Denoiser:
                 )
             self.given = (classes, unconditional)
         self.output_dtype: torch.dtype | None = None  # as it came
+        self.product_dtypes: frozenset[torch.dtype] | None = (
+            None  # that it was seen to multiply in; None: nobody has looked
+        )
+        self.look: Callable[[], None] = lambda: None
         _refuse_train_mode(function)
 
     @property
@@ -114,7 +120,7 @@ class Denoiser:
         try:
             output = self.function(rows, *more)
         except RuntimeError as error:
-            known = " and ".join(sorted(map(str, self._parameter_dtypes())))
+            known = " and ".join(sorted(map(str, self.parameter_dtypes)))
             # PyTorch has many ways to say that dtypes do not fit, all of which name them.
             if "type" not in str(error) or str(rows.dtype) in (known or "torch.float32"):
                 raise
@@ -129,17 +135,46 @@ class Denoiser:
         self.output_dtype = output.dtype
         return output.flatten(1).to(rows.dtype)
 
-    def _parameter_dtypes(self) -> set[torch.dtype]:
+    @functools.cached_property
+    def parameter_dtypes(self) -> frozenset[torch.dtype]:
         tensors = (each for _, module in walk_modules(self.function) for each in module._parameters.values())
-        return {each.dtype for each in tensors if each is not None and each.dtype.is_floating_point}
+        return frozenset(each.dtype for each in tensors if each is not None and each.dtype.is_floating_point)
 
-    def eps(self, rows: Tensor) -> float:
-        """Relative precision of the network on such rows: that of the coarsest dtype that it is seen to work in."""
-        dtypes = {rows.dtype, self.output_dtype or rows.dtype} | self._parameter_dtypes()
+    def coarsest(self, rows: Tensor) -> torch.dtype:
+        """The coarsest dtype that the network is seen to work in on such rows."""
+        if self.product_dtypes is None:
+            with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
+                self.look()
+        dtypes = {rows.dtype, self.output_dtype or rows.dtype, *self.parameter_dtypes, *(self.product_dtypes or ())}
         if torch.is_autocast_enabled(rows.device.type):
             dtypes.add(torch.get_autocast_dtype(rows.device.type))
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def eps(self, rows: Tensor) -> float:
+        """Relative precision of the network on such rows."""
         tf32 = rows.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return max([torch.finfo(dtype).eps for dtype in dtypes] + tf32 * [2.0**-10])
+        return max(torch.finfo(self.coarsest(rows)).eps, tf32 * 2.0**-10)
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of all products that are made meanwhile: of matrices, convolutions, attention.
+
+    Inside of itself a network may round more than what it takes and returns, or holds, can tell. What has two factors and does
+    not go number by number is a product, or at least computes: tables that are looked up and casts do not.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        first = found[0] if isinstance(found, (tuple, list)) and found else found
+        if isinstance(first, Tensor) and first.is_floating_point() and torch.Tag.pointwise not in func.tags:
+            factors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
+            if len(factors) > 1:
+                self.dtypes.add(first.dtype)
+        return found
 
 
 def _refuse_train_mode(function: Callable) -> None:
@@ -176,7 +211,7 @@ def reachable(function: Any, depth: int = 4) -> list[Any]:
     elif hasattr(function, "__self__") and not isinstance(function.__self__, type(functools)):
         inner = [function.__self__]
     elif hasattr(function, "__code__"):
-        inner = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        inner = [function.__code__, *(cell.cell_contents for cell in function.__closure__ or () if _filled(cell))]
         inner += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     elif hasattr(function, "__dict__") and not isinstance(function, type):
         inner = list(vars(function).values())

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from functools import cached_property
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..steps import has_tangent
-from .denoiser import Denoiser, reachable
+from .denoiser import Denoiser, Products, reachable
 from .graphs import full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
@@ -27,8 +28,8 @@ from .step import Coefficients, Steps
 _SPREAD = 16
 #: at most so many of them in one call: memory may allow no more
 _TOGETHER = 8
-#: denoisers that do, and in which kinds of runs that was seen
-_by_themselves: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+#: denoisers that do, and in which kinds of runs that was seen; and the dtypes that they multiply in there
+_by_themselves: WeakKeyDictionary[Any, dict[int, frozenset[torch.dtype]]] = WeakKeyDictionary()
 
 
 class Problem:
@@ -65,6 +66,8 @@ class Problem:
         self.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype
         self.device = initial.device
         self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
+        look = weakref.WeakMethod(self.look)  # a circle would hold the noise until a collector of garbage comes by
+        self.denoiser.look = lambda: (look() or (lambda: None))()
         self.rows_seen = 0  # by the network
         self.rows_checked = False
         flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
@@ -167,39 +170,71 @@ class Problem:
         Steps from the first to the last are evaluated beside each other and each by itself, as in the loop: once for a
         denoiser and a kind of run.
         """
-        steps, length = self.steps, self.length
-        function = self.denoiser.function
-        owner = _known_by(function)
-        modules = tuple(id(each) for each in reachable(function) if isinstance(each, nn.Module))
-        about = steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None
-        kind = hash((*about, modules, getattr(function, "__func__", None)))  # of which an object may have several
-        if length == 1 or _is_known(owner, kind):
+        if self.length == 1 or _seen(*self._kind) is not None:
             return
-        count = min(length, _SPREAD)
-        picked = [round(k * (length - 1) / (count - 1)) for k in range(count)]
-        assert steps.scale is not None
-        sizes = (steps.scale * torch.hypot(steps.signal, steps.spread))[picked]  # of inputs, for data of unit variance
-        drawn = torch.randn(count, self.width, generator=torch.Generator().manual_seed(0), dtype=self.dtype)
-        samples = (sizes.to(drawn).unsqueeze(-1) * drawn).to(self.device)
-        times = self.coefficients.timesteps[picked]
-        index = torch.arange(count, device=self.device) % self.samples
-        calls = -(-count // _TOGETHER)
-
-        def evaluate(*parts: list[int]) -> Tensor:
-            return torch.cat([self.network(samples[part], times[part], index[part]) for part in parts])
-
-        beside = [list(range(count))[start::calls] for start in range(calls)]
-        seen = self.rows_seen
+        _, _, beside = self._spread
+        first, seen = self._first, self.rows_seen
         with full_precision(self.device):
-            together = evaluate(*beside)
+            together = torch.cat([first, *map(self._evaluate, beside[1:])])
             try:
-                alone = evaluate(*([row] for part in beside for row in part))
+                alone = torch.cat([self._evaluate([row]) for part in beside for row in part])
             except (RuntimeError, ValueError) as error:
                 raise _takes_not(1, len(beside[0]), error) from error
             if self._differ(alone, together):
-                raise _not_by_itself(random=self._differ(together, evaluate(*beside)))
+                again = torch.cat([*map(self._evaluate, beside)])
+                raise _not_by_itself(random=self._differ(together, again))
         self.rows_seen = seen
-        _remember(owner, kind)
+        _remember(*self._kind, self.denoiser.product_dtypes or frozenset())
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """See what the network multiplies in: once for a denoiser and a kind of run, in the first call of ``check_times``."""
+        known = frozenset() if self.length == 1 else _seen(*self._kind)
+        if known is None:
+            _ = self._first
+        else:
+            self.denoiser.product_dtypes = known
+
+    @cached_property
+    def _kind(self) -> tuple[Any, int]:
+        """What a denoiser and a kind of run are known by."""
+        function, device = self.denoiser.function, self.device
+        held = reachable(function)
+        modules = [each for each in held if isinstance(each, nn.Module)]
+        # Precision may be switched between calls: by autocast around, in parameters, by what is closed over or a module holds.
+        cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        values = (each for nest in (held, *(vars(module).values() for module in modules)) for each in nest)
+        switches = [each for each in values if isinstance(each, (bool, torch.dtype, CodeType))]
+        precision = cast, self.denoiser.parameter_dtypes, *switches
+        about = self.steps.key, self.shape, self.network_dtype, device, self.denoiser.guidance is None
+        own = getattr(function, "__func__", None)  # of which an object may have several
+        return _known_by(function), hash((*about, *map(id, modules), *precision, own))
+
+    @cached_property
+    def _spread(self) -> tuple[Tensor, list[int], list[list[int]]]:
+        """Inputs [N, D] of steps from the first to the last, which steps they are, and which of them share a call."""
+        steps, count = self.steps, min(self.length, _SPREAD)
+        picked = [round(k * (self.length - 1) / (count - 1)) for k in range(count)]
+        assert steps.scale is not None
+        sizes = (steps.scale * torch.hypot(steps.signal, steps.spread))[picked]  # for data of unit variance
+        drawn = torch.randn(count, self.width, generator=torch.Generator().manual_seed(0), dtype=self.dtype)
+        calls = -(-count // _TOGETHER)
+        beside = [list(range(count))[start::calls] for start in range(calls)]
+        return (sizes.to(drawn).unsqueeze(-1) * drawn).to(self.device), picked, beside
+
+    def _evaluate(self, rows: list[int]) -> Tensor:
+        samples, picked, _ = self._spread
+        times = self.coefficients.timesteps[[picked[row] for row in rows]]
+        return self.network(samples[rows], times, torch.tensor(rows, device=self.device) % self.samples)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """The rows that share the first call; it is watched what the network multiplies in."""
+        seen = self.rows_seen
+        with full_precision(self.device), Products() as products:
+            found = self._evaluate(self._spread[2][0])
+        self.denoiser.product_dtypes, self.rows_seen = frozenset(products.dtypes), seen
+        return found
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         """Whether outputs of the same rows [N, D] are further apart than rounding explains, where the first are finite."""
@@ -235,13 +270,13 @@ def _known_by(function: Any) -> Any:
     return getattr(function, "known_by", owner_of(function))
 
 
-def _is_known(owner: Any, kind: int) -> bool:
+def _seen(owner: Any, kind: int) -> frozenset[torch.dtype] | None:
     try:
-        return kind in _by_themselves.get(owner, ())
+        return _by_themselves.get(owner, {}).get(kind)
     except TypeError:  # not everything can be watched
-        return False
+        return None
 
 
-def _remember(owner: Any, kind: int) -> None:
+def _remember(owner: Any, kind: int, dtypes: frozenset[torch.dtype]) -> None:
     with contextlib.suppress(TypeError):
-        _by_themselves.setdefault(owner, set()).add(kind)
+        _by_themselves.setdefault(owner, {})[kind] = dtypes

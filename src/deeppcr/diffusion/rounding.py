@@ -16,6 +16,7 @@ from torch import Tensor
 from .coupling import Coupling
 from .prior import GaussianPrior
 from .problem import Problem
+from .step import multiply
 
 #: A step leaves with an update of several roundings. For denoisers of digits the error of the final sample was up to 7.4
 #: times the estimate, and that of the plain loop, against float64, up to 2.3 times.
@@ -83,7 +84,7 @@ def _amplification(coupling: Coupling) -> Tensor:
         row[:, 0] = 1
         rows = [row]
         for block in data[1:, 0].flip(0):
-            row = (row.unsqueeze(-2) @ block).squeeze(-2)
+            row = multiply(row.unsqueeze(-2), block).squeeze(-2)
             rows.append(row)
         grown = torch.stack(rows[::-1]).norm(dim=-1)
     # An error of one coordinate is spread over all directions, and theirs over all coordinates.

@@ -281,9 +281,14 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     at = exact[row]
     share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
     if worst is Result.PRECISION_FLOOR:
+        network = problem.denoiser.coarsest(problem.initial.detach().to(problem.network_dtype))
+        whose, finer = "", "use float64"
+        if torch.finfo(network).eps > torch.finfo(problem.dtype).eps:
+            whose = f" of a network that computes in {str(network).removeprefix('torch.')}"
+            finer = "have it compute in a finer precision"
         return (
-            f"the iteration went as far as rounding lets it; what it leaves of the final sample is estimated as {float(outcome.least.max()):.0e}, "
-            f"more than the tolerance ({share}); the loop rounds as much. Loosen the tolerance, or use float64"
+            f"the iteration went as far as rounding{whose} lets it; what it leaves of the final sample is estimated as {float(outcome.least.max()):.0e}, "
+            f"more than the tolerance ({share}); the loop rounds as much. Loosen the tolerance, or {finer}"
         )
     if worst is Result.NON_FINITE:
         time = problem.steps.timesteps[at].item()

@@ -190,7 +190,7 @@ class Coefficients:
             kept = keep * states if shift is None else torch.addcmul(shift.unsqueeze(-1), keep, states)
             after, shift = torch.addcmul(kept, self.gain[index], outputs.unsqueeze(-1)), None
         else:
-            kept = (states.flatten(1, 2) @ self.keep[index][:, 0, 0].mT).view_as(states)
+            kept = multiply(states.flatten(1, 2), self.keep[index][:, 0, 0].mT).view_as(states)
             after = torch.addcmul(kept, self.gain[index], outputs.unsqueeze(-1))
         extra = shift
         if self.limit is not None:
@@ -304,3 +304,11 @@ def _steps(
 def _check_clip(clip: float | None) -> None:
     if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
         raise ValueError(f"clip: expected a positive number or None, got {clip!r}")
+
+
+def multiply(one: Tensor, other: Tensor) -> Tensor:
+    """``one @ other`` in their own precision, also under autocast, which is the network's affair."""
+    if not torch.is_autocast_enabled(one.device.type):
+        return one @ other
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
