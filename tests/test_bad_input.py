@@ -1,12 +1,13 @@
 """Bad input is named: the argument, what was expected, what came."""
 
 import sys
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 import deeppcr
-from deeppcr import Newton, StepError, solve
+from deeppcr import Loop, Newton, StepError, solve
 from problems import Generator, mlp
 
 ONES = torch.ones(2, 3)
@@ -66,6 +67,8 @@ def step(z, x):
         (lambda: solve(torch.sin, [1.0], length=3), TypeError, "z0: expected a tensor"),
         (lambda: solve(torch.sin, (), length=3), ValueError, "z0: has no tensor"),
         (lambda: solve(torch.sin, torch.ones(0, 3), length=3), ValueError, "z0: is empty"),
+        (lambda: solve(torch.sin, torch.eye(3).to_sparse(), length=3), TypeError, "z0: expected a dense tensor, got"),
+        (lambda: solve(torch.sin, torch.ones(3, device="meta"), length=3), TypeError, "z0: is on the meta device"),
         (lambda: solve(torch.sin, (ONES, ONES.double()), length=3), TypeError, "z0: its tensors must share one dtype"),
         (lambda: solve(torch.sin, (ONES, torch.ones(3, 3)), length=3), ValueError, "z0: with batch_dims=1"),
         (lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2), ValueError, "z0: with batch_dims=2"),
@@ -183,6 +186,45 @@ def test_a_mistake_in_the_step_shows_as_itself():
         solve(lambda z: undefined(z), ONES, length=3)  # noqa: F821
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         solve(lambda z, x: z @ x, ONES, torch.ones(4, 7, 7))
+
+
+@pytest.mark.parametrize("solver", [Newton(), Loop()])
+def test_inputs_of_another_dtype_get_a_hint(solver):
+    with pytest.raises(
+        StepError, match=r"state's dtype: .* got float64\[2, 3\] on cpu; its x has float64: give xs the dtype"
+    ):
+        solve(lambda z, x: z * x["a"], torch.ones(2, 3), {"a": torch.ones(4, 1, dtype=torch.float64)}, solver=solver)
+
+
+@pytest.mark.parametrize("table", [dict, WeakKeyDictionary])
+def test_modules_that_look_themselves_up(table):
+    factors = table()
+
+    def key(module):
+        return id(module) if table is dict else module
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, z):
+            return factors[key(self)] * super().forward(z)
+
+    modules = [torch.nn.Sequential(Scaled(3, 3)) for _ in range(4)]
+    with pytest.raises(KeyError):  # a mistake of the step's own
+        solve(modules, ONES, solver=Loop())
+    for module in modules:
+        factors[key(module[0])] = 0.5
+    expected = "number 0, Sequential, looks itself up in a table, where a copy that stands for 4 equal modules is not"
+    with pytest.raises(StepError, match=expected):
+        solve(modules, ONES)
+    assert solve(modules, ONES, solver=Loop()).states.isfinite().all()
+
+
+def test_another_key_that_is_missing_is_the_mistake_of_the_step():
+    class Scaled(torch.nn.Linear):
+        def forward(self, z):
+            return {}["factor"] * super().forward(z)
+
+    with pytest.raises(KeyError, match="factor"):
+        solve([Scaled(3, 3) for _ in range(4)], ONES)
 
 
 def test_autocast_gets_a_hint():

@@ -38,6 +38,8 @@ class Layout:
             if not leaf.dtype.is_floating_point:
                 hint = "" if leaf.dtype.is_complex else " (use z0.float())"
                 raise TypeError(f"z0: expected a real floating dtype, got {leaf.dtype}{hint}")
+            if leaf.layout is not torch.strided:
+                raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
             if leaf.dtype != leaves[0].dtype or leaf.device != leaves[0].device:
                 raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
         if batch_dims is not None and (
@@ -55,7 +57,11 @@ class Layout:
                 )
             if leaf.numel() == 0:
                 raise ValueError(f"z0: is empty: {describe(z0)}")
-            if not is_capturing(leaf.device) and not torch.isfinite(leaf).all():
+            if is_capturing(leaf.device):
+                continue
+            if leaf.is_meta:
+                raise TypeError("z0: is on the meta device, which holds no values; a solve decides by them")
+            if not torch.isfinite(leaf).all():
                 raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
         return Layout(spec, shapes, batch_shape, leaves[0].dtype, leaves[0].device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
-from .steps import StepGroup
+from .steps import StepError, StepGroup
 
 #: What every module has.
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -47,25 +48,37 @@ def group_callables(
             groups.append((members, StepGroup(chosen[0], inputs, layout, one_by_one=single)))
             alone, stacked = alone + single, stacked + (0 if single else len(members))
         else:
-            groups.append((members, _stack(chosen, inputs, layout)))
+            groups.append((members, _stack(chosen, members[0], inputs, layout)))
             stacked += len(members)
     said = f"{len(callables)} callables: {stacked} stacked in {sum(len(m) > 1 for m, _ in groups)} groups"
     return groups, said + (f", {alone} called one by one" if alone else "")
 
 
-def _stack(modules: list[Any], inputs: Any, layout: Layout) -> StepGroup:
+def _stack(modules: list[Any], first: int, inputs: Any, layout: Layout) -> StepGroup:
     names = [name for name, _ in [*modules[0].named_parameters(), *modules[0].named_buffers()]]
     tensors = [dict([*m.named_parameters(), *m.named_buffers()]) for m in modules]
     stacked = {name: torch.stack([each[name] for each in tensors]) for name in names}
     # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
     # given, and two threads that solve with one model must not do that to each other.
     shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
-    template = copy.deepcopy(modules[0], shared)
+    template, count = copy.deepcopy(modules[0], shared), len(modules)
+
+    def call(state: dict[str, Tensor], *arguments: Any) -> Any:
+        try:
+            return functional_call(template, state, arguments)
+        except KeyError as error:
+            # A copy is not found where the modules themselves are; any other key is the step's own mistake.
+            key = error.args[0]() if error.args and isinstance(error.args[0], ref) else next(iter(error.args), None)
+            if not any(key is part or key == id(part) for part in template.modules()):
+                raise
+            raise StepError(
+                f"step: number {first}, {type(template).__name__}, looks itself up in a table, where a copy that stands for "
+                f"{count} equal modules is not: keep what it looks for in the module, or use solver=Loop()"
+            ) from error
 
     if inputs is None:
-        return StepGroup(lambda z, state: functional_call(template, state, (z,)), stacked, layout, module=template)
-    call = lambda z, x: functional_call(template, x[0], (z, x[1]))  # noqa: E731
-    return StepGroup(call, (stacked, inputs), layout, module=template)
+        return StepGroup(lambda z, state: call(state, z), stacked, layout, module=template)
+    return StepGroup(lambda z, x: call(x[0], z, x[1]), (stacked, inputs), layout, module=template)
 
 
 def _same_structure(a: Any, b: Any) -> bool:

@@ -111,7 +111,7 @@ class StepGroup:
             output = self.layout.in_order(output)
             complaint = self.layout.complaint(output, batch)
         if complaint is not None:
-            raise StepError(f"step: {complaint}{_hint(complaint)}")
+            raise StepError(f"step: {complaint}{_hint(complaint, x, self.layout.dtype)}")
         return self.layout.pack(output)
 
     def values(self, previous: Tensor, index: slice | Tensor) -> Tensor:
@@ -218,9 +218,13 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:120]
 
 
-def _hint(complaint: str) -> str:
-    if "dtype" in complaint and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return "; autocast is on: give z0 the dtype that the step returns, or cast inside the step"
+def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
+    if "state's dtype" in complaint:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return "; autocast is on: give z0 the dtype that the step returns, or cast inside the step"
+        tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if other := next((leaf.dtype for leaf in tensors if leaf.dtype != dtype), None):
+            return f"; its x has {str(other).removeprefix('torch.')}: give xs the dtype of z0"
     if "state's shape" in complaint:
         return (
             ". A step maps a state to one of the same shape. If every step sees all earlier ones (as in a DenseNet), "

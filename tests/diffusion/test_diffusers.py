@@ -386,6 +386,27 @@ def test_the_pipeline_of_ddim(unet, eta):
     assert abs(output.images - expected).max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_inference_steps": 0}, "num_inference_steps: at least 1, got 0"),
+        ({"num_inference_steps": -3}, "num_inference_steps: at least 1, got -3"),
+        ({"batch_size": 0}, "batch_size: at least 1, got 0"),
+    ],
+)
+def test_no_steps_or_no_samples(unet, given, message):
+    pipeline = diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler(**LATENT, **FREE))
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parallel_sample(pipeline, **given)
+    with pytest.raises(ValueError, match=r"^batch_size: at least 1, got 0$"):
+        parallel_sample(pipeline, 0)
+
+
+def test_no_prompts(conditional, vae):
+    with pytest.raises(ValueError, match=r"^Prompted starts from an empty sample, \(0, 2, 8, 8\)$"):
+        parallel_sample(prompted(conditional, vae), **embeds(0))
+
+
 def test_the_pipeline_of_ddpm_with_global_random_numbers(unet):
     """A pipeline that is given no generator draws from PyTorch's own, and so does its run in parallel."""
     pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(**FREE))

@@ -54,9 +54,10 @@ def test_both_modes_agree_in_outputs_and_gradients(
     net = build(kind, depth, activation, dtype, device, newton=newton, **settings)
     x = torch.randn(rows, 5, dtype=dtype, device=device)
     out, gradients = outputs_and_gradients(net, x, "parallel")
+    result = net.solution.result
     expected, expected_gradients = outputs_and_gradients(net, x, "sequential")
     if (kind, depth) != ("resnet", 257):
-        assert net.solution.result is Result.CONVERGED
+        assert result is Result.CONVERGED
     elif not isinstance(activation, str):
         # With every layer skipped the network amplifies errors: the loop has to finish it, and rounding grows, too.
         tolerance *= 10
@@ -334,21 +335,81 @@ def test_sequential_of_attention(device):
         assert relative_error(net(x), nn.Sequential(*layers)(x)) < 1e-9
 
 
+class _Residual(nn.Module):
+    """Keeps the dtype of its input under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, z):
+        return z + 0.1 * torch.tanh(self.inner(z))
+
+
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_sequential_under_autocast_runs_in_the_precision_of_its_parameters(given, device):
+@pytest.mark.parametrize("make", [LAYERS["linear"], _Residual], ids=["linear", "residual"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 20])
+def test_sequential_under_autocast_has_the_dtype_of_the_loop(depth, make, given, device):
     torch.manual_seed(0)
-    net = Sequential(*(LAYERS["linear"]() for _ in range(20)), mode="parallel").to(device)
+    net = Sequential(*(make() for _ in range(depth)), mode="parallel").to(device)
     x = torch.randn(3, 6, device=device).to(given).requires_grad_()
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = net(x)
-        out.float().square().sum().backward()
-    expected = net(x.float(), mode="sequential")
-    assert out.dtype == given
-    assert relative_error(out.float(), expected) < (1e-4 if given == torch.float32 else 1e-2)
+        outs = {mode: net(x, mode=mode) for mode in ("sequential", "auto", "parallel")}
+        expected = net.to_torch()(x)
+        outs["parallel"].float().square().sum().backward()
+    assert (net.solution.result is Result.CONVERGED) is (depth > 2)
+    exact = net(x.float(), mode="sequential")
+    for out in outs.values():
+        assert out.dtype == expected.dtype
+        assert relative_error(out.float(), exact) < 2e-2
     ours = [p.grad for p in net.parameters()]
-    theirs = torch.autograd.grad(expected.square().sum(), list(net.parameters()))
+    theirs = torch.autograd.grad(exact.square().sum(), list(net.parameters()))
     for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, atol=1e-2 * float(b.abs().max()))
+        assert torch.allclose(a, b, atol=2e-2 * float(b.abs().max()))
+
+
+def test_sequential_under_autocast_keeps_the_precision_between_its_ends(device):
+    """Small steps of many layers would be lost to the rounding of bfloat16."""
+    torch.manual_seed(0)
+    net = Sequential(*(_Residual() for _ in range(20)), mode="parallel").to(device)
+    x = torch.randn(3, 6, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.no_grad():
+        parallel, sequential = net(x), net(x, mode="sequential")
+    exact = net(x, mode="sequential")
+    assert relative_error(parallel, exact) < 0.5 * relative_error(sequential, exact)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "resnet", "sequential"])
+def test_the_solution_is_of_the_last_call(kind, device):
+    torch.manual_seed(0)
+    if kind == "sequential":
+        net = Sequential(*(LAYERS["linear"]() for _ in range(8))).to(device)
+        x = torch.randn(3, 6, device=device)
+    else:
+        net = build(kind, 8, "relu", torch.float32, device)
+        x = torch.randn(3, 5, device=device)
+    assert net.solution is None
+    calls = (
+        (x, "sequential", 'mode="sequential"'),
+        (x, "auto", "loop wins"),
+        (x, "parallel", None),
+        (x[:0], "parallel", "an empty batch"),
+        (x, "parallel", None),
+        (x[:2], "sequential", 'mode="sequential"'),
+    )
+    for given, mode, why in calls:
+        for autocast in (False, True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                net(given, mode=mode)
+            solution = net.solution
+            assert solution.iterations.shape == solution.residual.shape == (len(given),)
+            assert solution.message.startswith("computed one step after the other: ") is (why is not None)
+            if why is not None:
+                assert solution.result is Result.LOOP
+                assert solution.exact_steps.tolist() == [8] * len(given)
+                expected = ("loop wins", "one layer after the other") if why == "loop wins" else (why,)
+                assert any(each in solution.plan.notes[0] for each in expected)
+                assert solution.plan.notes[0] in solution.message
 
 
 def test_data_parallel_training(tmp_path):

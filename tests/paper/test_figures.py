@@ -525,3 +525,20 @@ def test_each_method_says_for_itself_from_where_it_is_ahead():
                 record[way]["printed"]["seconds"] = [1e3]
     caption = by_name(figures.drawings(result), "mlp-timing-relu-forward").caption
     assert "; as printed nowhere ahead, defaults " in caption
+
+
+def test_ahead_means_ahead_at_every_width():
+    result = made_up.mlp_timing_result(replace(TIMING, depths=(16, 64), widths=(4, 16)), ("loop", "auto"))
+
+    def ended(behind):
+        """The caption's last words, where the loop takes a second, and so less than ours in these cells."""
+        for record in result["records"]:
+            ours = 2.0 if (record["L"], record["w"]) in behind else 0.5
+            record["forward"] = {"loop": {"seconds": [1.0]}, "auto": {"seconds": [ours]}}
+        caption = by_name(figures.drawings(result), "mlp-timing-relu-forward").caption
+        return caption.partition("; defaults ")[2]
+
+    assert ended([]) == "ahead at every depth."
+    assert ended([(16, 4)]) == "ahead from L ≈ 16 to 32."
+    assert ended([(16, 4), (64, 4)]) == "ahead at every depth at 1 of 2 widths."
+    assert ended([(64, 4), (64, 16)]) == "nowhere ahead."

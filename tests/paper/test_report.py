@@ -424,6 +424,17 @@ def untype(content):
     content["settings"] = 3
 
 
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", '{"schema": 1, "rec'])
+def test_a_file_with_the_name_of_an_experiment_and_not_its_content_is_named(run, tmp_path, text):
+    write(tmp_path, timing_content(quick=True))
+    path = tmp_path / "mlp-timing-other.json"
+    path.write_text(text)
+    fails_clearly(run("--results", tmp_path, "--out", tmp_path / "report.html"), str(path), "move it away")
+    path.rename(tmp_path / "notes.json")
+    if text.endswith(("}", "]")):  # another program's
+        assert run("--results", tmp_path, "--out", tmp_path / "report.html").exit_code == 0
+
+
 @pytest.mark.parametrize("damage", [drop, misname, empty, untype])
 def test_a_damaged_file_is_named_and_the_old_page_stays(run, tmp_path, damage):
     content, out = timing_content(quick=True), tmp_path / "report.html"

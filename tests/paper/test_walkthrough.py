@@ -418,6 +418,20 @@ def test_a_training_that_was_cut_short_does_not_tell_the_accuracy():
     assert "2 epochs" in trainings.cut_short(trained(epochs=2))
     slow = trained(dtype="float64", eager_steps=1)
     assert "float64" in by_what(trainings.times_of_passes(slow), "with the defaults over").why
+
+
+def test_a_steady_time_is_no_agreement_where_there_is_no_speed_up():
+    result = trained()
+    assert by_what(trainings.times_of_passes(result), "most over least").holds == YES
+    for record in result.records:
+        for run in record.get("runs", {}).values():
+            run["curves"]["forward_seconds"] = [10.0] * 20
+    assert by_what(trainings.times_of_passes(result), "with the defaults over").holds == NO
+    assert by_what(trainings.times_of_passes(result), "most over least").holds == ""
+    assert verdict(trainings.times_of_passes(result)) is Verdict.DIFFERS
+
+
+def test_one_seed_does_not_tell_of_several():
     assert by_what(trainings.seeds(trained(seeds=1)), "L = 128").holds == OPEN
 
 

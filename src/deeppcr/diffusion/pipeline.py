@@ -92,6 +92,7 @@ def parallel_sample(
             raise TypeError(
                 f'{name}: goes into a dictionary, options={{"{name}": ...}}: other arguments are the pipeline\'s'
             )
+    _check_counts(pipeline, arguments, named)
     rehearsal = _Rehearsal(pipeline, options)
     with rehearsal, torch.no_grad():
         output = pipeline(*arguments, **named)
@@ -100,6 +101,18 @@ def parallel_sample(
             f"{type(pipeline).__name__} ended its loop after {len(rehearsal.times)} of {rehearsal.length} steps"
         )
     return PipelineSample(output, rehearsal.samples)
+
+
+def _check_counts(pipeline: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Schedulers divide by the number of steps, and so do we by that of the samples: neither says what is wrong."""
+    try:
+        given = inspect.signature(pipeline).bind_partial(*arguments, **named).arguments
+    except TypeError:
+        return  # which the call itself will say
+    for name in ("num_inference_steps", "batch_size", "num_images_per_prompt"):
+        value = given.get(name)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{name}: at least 1, got {value}")
 
 
 class _Output(tuple):
@@ -183,6 +196,8 @@ class _Rehearsal:
         l = len(self.times)
         self.times.append(timestep)
         if l == 0:
+            if sample.numel() == 0:
+                raise ValueError(f"{self.name} starts from an empty sample, {tuple(sample.shape)}")
             self.latents, self.step_arguments, self.start = sample, named, fork(self.scheduler)
             _put_back(self.start, "step", self.step_before)
             self.length = self._count(timestep)

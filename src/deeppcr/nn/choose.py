@@ -9,6 +9,9 @@ import torch
 from ..solution import Plan, Result, Solution
 from . import calibrate, cost
 
+#: Why a pass is the loop where nothing was chosen.
+ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
+
 #: So that a call only looks it up, and the same call is never done in two ways.
 _choices: dict[tuple, cost.Choice] = {}
 _MOST = 4096
@@ -48,7 +51,7 @@ def choose(
 
 
 def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
-    """How a pass went that took one step after the other, by choice."""
+    """How a pass went that took one step after the other."""
     return Solution(
         states=None,
         iterations=torch.zeros(rows, dtype=torch.long, device=device),
@@ -58,5 +61,5 @@ def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
         exact_steps=torch.full((rows,), steps, device=device),
         updates=torch.zeros(0, rows, device=device),
         plan=Plan(chunk=steps, notes=[why]),
-        message="computed one step after the other: that was expected to take less time",
+        message=f"computed one step after the other: {why}",
     )

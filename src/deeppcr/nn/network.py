@@ -25,7 +25,7 @@ from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import choose, looped
+from .choose import ASKED, EMPTY, choose, looped
 from .cost import Choice
 from .rows import solve_finite_rows
 
@@ -84,7 +84,7 @@ class _Way(NamedTuple):
     Attributes:
         layers: ``fused.Layers``, what they need to know besides the tensors
         choice: the cost model's, in parallel
-        why: "auto" took the loop, where it did
+        why: the loop, where it is the loop
     """
 
     layers: Any
@@ -137,7 +137,7 @@ class Network(nn.Module):
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)
         self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
-        self._looped: tuple[int, str] | None = None  # the rows of a pass that "auto" left to the loop, and why
+        self._looped: tuple[int, str] | None = None  # the rows of the last pass, and why it was the loop, if it was
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -176,7 +176,7 @@ class Network(nn.Module):
         """The states after every step, [L, B, w], or after the last one, [B, w]."""
         chosen, why = check_mode(self.mode if mode is None else mode), ""
         if hidden.shape[0] == 0:
-            chosen = "sequential"  # nothing to solve
+            chosen, why = "sequential", EMPTY
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
         dtype = self.weight.dtype
         if hidden.dtype != dtype:
@@ -190,8 +190,8 @@ class Network(nn.Module):
                 return states
         if chosen == "auto":
             chosen, why = self._choose_without_kernels(hidden)
-            if not torch.compiler.is_compiling():
-                self._looped = (hidden.shape[0], why) if chosen == "sequential" else None
+        if chosen == "sequential" and not torch.compiler.is_exporting():
+            self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
             states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
@@ -248,7 +248,7 @@ class Network(nn.Module):
     def _find_way(self, hidden: Tensor, mode: Mode, usual: bool) -> _Way | None:
         shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
         in_loop, in_parallel = self._covered(hidden, usual)
-        choice, why = None, ""
+        choice, why = None, ASKED if mode == "sequential" else ""
         if mode == "auto" and not in_loop:
             mode, _ = self._choose_without_kernels(hidden)
         if mode != "sequential" and in_parallel:
@@ -292,7 +292,7 @@ class Network(nn.Module):
             self.__dict__.update(_passed=report, _looped=None, _warm=warm)
             if finished:
                 warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
-        elif way.why:
+        else:
             self.__dict__["_looped"] = hidden.shape[0], way.why
         return states
 
@@ -314,7 +314,7 @@ class Network(nn.Module):
 
     @property
     def solution(self) -> Solution | None:
-        """How the last pass went that was parallel, or the loop by choice of "auto"; its states are not kept."""
+        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
         if self._looped is not None:
             rows, why = self._looped
             return looped(self.weight.shape[0], rows, self.weight.device, why)

@@ -11,6 +11,7 @@ from ..newton import Newton
 from ..solution import Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton
+from .choose import ASKED, EMPTY, looped
 from .rows import solve_finite_rows
 
 
@@ -21,9 +22,10 @@ class Sequential(nn.Sequential):
     parameters, names and ``state_dict`` are those of ``torch.nn.Sequential``. Layers must treat the rows of the batch
     independently and draw no random numbers: dropout and batch normalisation in train mode do not qualify.
 
-    Under autocast, the parallel mode runs the layers in the precision of their parameters all the same, for Newton's
-    method compares small differences, and returns the dtype of its input. A row that is not finite stays so and leaves
-    the others right. Second derivatives: ``mode="sequential"``.
+    Under autocast, the parallel mode runs the first and the last layer as the loop does, so that the result has the
+    dtype that it has there, and those between them in the precision of their parameters all the same: Newton's method
+    compares small differences. A row that is not finite stays so and leaves the others right. Second derivatives:
+    ``mode="sequential"``.
 
     Args:
         layers: modules that return the shape they are given
@@ -42,32 +44,52 @@ class Sequential(nn.Sequential):
         super().__init__(*layers)
         self.mode: Mode = check_mode(mode)
         self.newton = check_newton(newton)
-        self.solution: Solution | None = None
+        #: A Solution, or of a pass by the loop its rows, their device and why.
+        self._passed: Solution | tuple[int, torch.device, str] | None = None
 
     def forward(self, input: Tensor, mode: Mode | None = None) -> Tensor:
         """[B, ...] to [B, ...]"""
-        chosen = check_mode(self.mode if mode is None else mode)
+        chosen, why = check_mode(self.mode if mode is None else mode), ASKED
         if chosen == "auto":
-            chosen = "parallel" if len(self) >= 64 and input.device.type != "cpu" else "sequential"
-        if chosen == "sequential" or len(self) == 0 or input.numel() == 0:
-            return super().forward(input)
-        return self._solve(input)
+            deep = len(self) >= 64 and input.device.type != "cpu"
+            chosen, why = "parallel" if deep else "sequential", "on a CPU, or with fewer than 64 layers, the loop wins"
+        low = torch.is_autocast_enabled(input.device.type)
+        if input.numel() == 0:
+            chosen, why = "sequential", EMPTY
+        elif len(self) < (3 if low else 1):
+            chosen, why = "sequential", "there is nothing between the first layer and the last"
+        if chosen == "sequential":
+            out = super().forward(input)
+            self._passed = input.shape[0] if input.ndim > 1 else 1, input.device, why
+            return out
+        return self._solve_under_autocast(input) if low else self._solve(list(self), input)
 
-    def _solve(self, input: Tensor) -> Tensor:
-        device, state = input.device.type, input
-        if torch.is_autocast_enabled(device):
-            state = input.to(next((p.dtype for p in self.parameters() if p.is_floating_point()), input.dtype))
-        with torch.autocast(device, enabled=False):
-            solution = solve_finite_rows(lambda start: solve(list(self), start, solver=self.newton), self._loop, state)
-        self.solution = replace(solution, states=None)
-        return solution.states[-1].to(input.dtype)
+    def _solve_under_autocast(self, input: Tensor) -> Tensor:
+        first, *layers, last = self
+        state = first(input)
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), state.dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            out = self._solve(layers, state.to(dtype))
+        return last(out.to(state.dtype))
 
-    def _loop(self, state: Tensor) -> Tensor:
-        states = []
-        for layer in self:
-            state = layer(state)
-            states.append(state)
-        return torch.stack(states)
+    def _solve(self, layers: list[nn.Module], state: Tensor) -> Tensor:
+        def loop(state: Tensor) -> Tensor:
+            states = []
+            for layer in layers:
+                state = layer(state)
+                states.append(state)
+            return torch.stack(states)
+
+        solution = solve_finite_rows(lambda start: solve(layers, start, solver=self.newton), loop, state)
+        self._passed = replace(solution, states=None)
+        return solution.states[-1]
+
+    @property
+    def solution(self) -> Solution | None:
+        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
+        if isinstance(self._passed, tuple):
+            return looped(len(self), *self._passed)
+        return self._passed
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}"

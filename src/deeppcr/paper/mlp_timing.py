@@ -238,7 +238,8 @@ class Forward:
             return self.column(lambda: network.parallel(newton), took, solution.states, solution)
         module = network.module()
         states, took = clocked(lambda: module.hidden_states(network.z0, MODES[name]), device)
-        return self.column(lambda: module.hidden_states(network.z0, MODES[name]), took, states, module.solution)
+        solution = module.solution if name in PARALLEL else None
+        return self.column(lambda: module.hidden_states(network.z0, MODES[name]), took, states, solution)
 
     def column(
         self,
@@ -271,7 +272,8 @@ class Backward:
             states, last = solution.states, solution.states[-1].sum()
         else:
             module = network.module()
-            states, solution = module.hidden_states(network.z0, MODES[name]), module.solution
+            states = module.hidden_states(network.z0, MODES[name])
+            solution = module.solution if name in PARALLEL else None
             last, tensors = states[-1].sum(), (network.z0, module.weight, module.bias)
         every = states.sum()
 

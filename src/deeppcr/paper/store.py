@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise PaperError(f"{path}: not a whole JSON file ({error}); move it away and run again") from None
     if not isinstance(content, dict) or "schema" not in content:
-        raise PaperError(f"{path}: not a result file of `deeppcr reproduce`: it has no schema version")
+        raise PaperError(f"{path}: not a result file of `deeppcr reproduce`: it has no schema version; move it away")
     if content["schema"] != SCHEMA:
         raise PaperError(
             f"{path}: written in version {content['schema']} of the format, this deeppcr reads version {SCHEMA}; "

@@ -107,6 +107,11 @@ def test_a_parallel_pass_leaves_a_solution(depth, by_kernels):
     assert net.solution.plan.evaluation == "fused kernels"
     assert net.solution.iterations.shape == (2,)
     assert net.solution.result in (Result.CONVERGED, Result.LOOP)
+    net(torch.randn(3, 4, device=by_kernels), mode="sequential")
+    assert net.solution.plan.notes == ['mode="sequential"']
+    assert net.solution.iterations.shape == (3,)
+    net(torch.randn(2, 4, device=by_kernels))
+    assert net.solution.plan.evaluation == "fused kernels"
 
 
 def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
@@ -436,6 +441,8 @@ def test_compiled_in_one_graph_where_there_are_no_kernels(width, rows, by_kernel
     x = torch.randn(rows, 4, device=by_kernels)
     with torch.no_grad():
         found = torch.compile(net, backend="eager", fullgraph=True)(x)
+    assert net.solution.result is Result.LOOP
+    assert net.solution.iterations.shape == (rows,)
     assert torch.allclose(found, net(x), atol=1e-5)
 
 

@@ -166,7 +166,7 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
             f"{as_times(ratio)} {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']:,}, w = {where['w']:,})"
             for c, (ratio, where, _) in best.items()
         ]
-        even = [f"{_SHORT[c]} {_ahead(depth, records)}" for c, (_, _, depth) in best.items()]
+        even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, (_, _, depths) in best.items()]
         said.append(f"Over {name} at best {' and '.join(each)}; {', '.join(even)}.")
     holes = Counter(
         column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")
@@ -177,22 +177,24 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
     return " ".join(said)
 
 
-def _ahead(depth: float | None, records: list[Record]) -> str:
-    """From which depth on; one between measured depths is not known to more than two digits."""
-    if depth is None:
+def _ahead(depths: list[float | None], records: list[Record]) -> str:
+    """From which depths on, of all widths; one between measured depths is not known to more than two digits."""
+    known = sorted(depth for depth in depths if depth is not None)
+    if not known:
         return "nowhere ahead"
-    if depth <= min(record["L"] for record in records):
-        return "ahead at every depth"
-    return f"ahead from L ≈ {float(f'{depth:.2g}'):,.0f}"
+    some = "" if len(known) == len(depths) else f" at {len(known)} of {len(depths)} widths"
+    if known[-1] <= min(record["L"] for record in records):
+        return f"ahead at every depth{some}"
+    low, high = (f"{float(f'{depth:.2g}'):,.0f}" for depth in (known[0], known[-1]))
+    return f"ahead from L ≈ {low}{'' if low == high else f' to {high}'}{some}"
 
 
-def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, float | None] | None:
-    """The greatest speed-up, where, and the least depth from which on some width stays ahead."""
+def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, list[float | None]] | None:
+    """The greatest speed-up, where, and for each width the depth from which on it stays ahead."""
     known = [(ratio, record) for record in records if (ratio := speedup(record, way, column, over))]
     if not known:
         return None
     by_width: dict[int, dict[int, float]] = {}
     for ratio, record in known:
         by_width.setdefault(record["w"], {})[record["L"]] = ratio
-    even = [depth for each in by_width.values() if (depth := break_even(each)) is not None]
-    return *max(known, key=lambda pair: pair[0]), min(even, default=None)
+    return *max(known, key=lambda pair: pair[0]), [break_even(each) for each in by_width.values()]

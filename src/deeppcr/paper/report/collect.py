@@ -152,7 +152,7 @@ def plain(name: str) -> str:
 def collect(folders: Sequence[Path]) -> list[Finished]:
     """What a report is made from, in the order of the catalogue.
 
-    Files that are no results of ``deeppcr reproduce``, and unfinished ones, are passed over.
+    Files that are no results of ``deeppcr reproduce``, neither by name nor by content, and unfinished ones are passed over.
     """
     found = [result for folder in folders for result in finished(folder)]
     if not found:
@@ -194,7 +194,12 @@ def finished(folder: Path) -> list[Finished]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Other programs keep their results in the same folder. What is no JSON at all is left for `read` to complain of."""
+    """Other programs keep their results in the same folder.
+
+    What is no JSON at all, or has the name of an experiment and not its content, is left for `read` to complain of.
+    """
+    if any(path.name.startswith(f"{each.name}-") for each in EXPERIMENTS):
+        return True
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

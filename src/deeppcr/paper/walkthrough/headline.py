@@ -54,7 +54,9 @@ def lines(results: Results) -> list[str]:
         *rows,
         "",
         "In brackets: its time over that of `deeppcr` with its defaults, so below 1 where `deeppcr` is slower. L layers of "
-        "width w, one row (in training 8); whole calls, with their stopping tests."
+        f"width w, one row{' (in training 8)' if trained else ''}; whole calls, with their stopping tests. Backward: the "
+        "gradients of weights, biases and input, through autograd; `backward` among [the kernels' "
+        "times](docs/performance.md#measured) is without those of the weights, and shorter."
         + (" Diffusion: L denoising steps, one sample." if sampled else ""),
         f"From {' and '.join(from_files)}.",
     ]

@@ -12,7 +12,7 @@ from ..report.collect import Finished
 from ..report.words import BASELINES, finite
 from ..resnet_training import end_loss
 from ..table import times
-from .reading import NO, OPEN, SPEED_UP, Check, holds, listed
+from .reading import NO, OPEN, SPEED_UP, YES, Check, holds, listed
 
 #: Images of MNIST that are learnt from.
 IMAGES = 60_000
@@ -56,7 +56,7 @@ def times_of_passes(result: Finished) -> list[Check]:
         checks.append(Check(f"the same over the {loop}", "", took))
     if result.images == "MNIST" and entry["eager_forward_seconds"]:
         checks.append(_whole_training(result, entry))
-    return [*checks, _steady(result)]
+    return [*checks, _steady(result, fast=any(check.holds == YES for check in checks))]
 
 
 def _why_slow(result: Finished) -> str:
@@ -88,8 +88,11 @@ def _whole_training(result: Finished, entry: Entry) -> Check:
     return Check(what, "3.2 h and 30 min", ", ".join(said))
 
 
-def _steady(result: Finished) -> Check:
-    """The largest of the last three quarters of the points over the least: what sets up at the beginning is no trend."""
+def _steady(result: Finished, *, fast: bool) -> Check:
+    """The largest of the last three quarters of the points over the least: what sets up at the beginning is no trend.
+
+    The paper takes it to confirm that the speed-up lasts: where there is none, it confirms nothing.
+    """
     what, ratios = "time of a pass over the training, most over least of 100 steps", []
     for record in result.records:
         points = record.get("runs", {}).get("parallel", {}).get("curves", {}).get("forward_seconds", [])
@@ -97,9 +100,11 @@ def _steady(result: Finished) -> Check:
         if len(points) > 1:
             ratios.append(max(points) / min(points))
     if not ratios:
-        return Check(what, "roughly constant", "not measured", OPEN)
+        return Check(what, "roughly constant: the speed-up lasts", "not measured", OPEN)
     middle = sorted(ratios)[len(ratios) // 2]
-    return Check(what, "roughly constant", f"{middle:.2f}", holds(middle <= 1.5))
+    if not fast:
+        return Check(what, "roughly constant: the speed-up lasts", f"{middle:.2f}, but without the speed-up")
+    return Check(what, "roughly constant: the speed-up lasts", f"{middle:.2f}", holds(middle <= 1.5))
 
 
 def losses(result: Finished) -> list[Check]:
