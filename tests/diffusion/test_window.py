@@ -359,6 +359,26 @@ def test_what_a_rough_network_taught_is_forgotten(net, device, monkeypatch):
     assert known == expected
 
 
+def test_small_windows_have_as_many_iterations_as_they_need():
+    """About four times as many as there are windows, where a sampler decides late; a number that was given is kept."""
+    schedule = Schedule.linear(220)
+
+    def denoiser(z, t):  # of two narrow Gaussians in every coordinate, at 3 and -1
+        share = schedule.alphas_bar.to(z)[t].unsqueeze(-1)
+        variance = 0.01 * share + 1 - share
+        mean = share.sqrt() * (1 + 2 * torch.tanh(2 * share.sqrt() * (z - share.sqrt()) / variance))
+        return (1 - share).sqrt() * (z - mean) / variance
+
+    noise = Noise.draw((2, 2), steps=220, generator=torch.Generator().manual_seed(0))
+    found = sample(denoiser, schedule, noise, solver=Window(size=4))
+    assert found.result is Result.CONVERGED
+    assert found.iterations.min() > 200
+    with pytest.warns(deeppcr.ConvergenceWarning, match="the iteration stopped with"):
+        found = sample(denoiser, schedule, noise, solver=Window(size=4, max_iterations=200))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert Window(size=600).most_iterations(600, 600) == 200
+
+
 @pytest.mark.parametrize("size", [600, 599])
 def test_a_window_of_many_steps_starts_from_a_coarse_sampler(size, device):
     """Which saves evaluations there; the result is the loop's all the same."""
