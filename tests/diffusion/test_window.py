@@ -6,6 +6,7 @@ import pickle
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -653,3 +654,50 @@ def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
         net.config = SimpleNamespace(scale=number)
         seen.add(graphs.fingerprint(denoiser))
     assert len(seen) == 26
+
+
+class Processor:
+    """As attention's are: a plain object that a module calls."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, z):
+        return self.scale * z
+
+
+@pytest.mark.parametrize("kind", ["buffer", "not a number", "callable", "its method", "array", "set"])
+def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
+    """Which a graph holds, wherever they come from; tensors of several numbers it reads when it is replayed."""
+    net, processor = torch.nn.Linear(3, 3), Processor()
+    net.table, net.names, net.call, net.several = np.ones(3), {1, 2}, processor, torch.ones(2)
+    net.method, net.numpy = processor.__call__, np
+    net.register_buffer("number", torch.tensor(0.5))
+    if kind == "not a number":
+        net.number.fill_(torch.nan)
+    if kind == "its method":
+        del net.call
+    before = graphs.fingerprint(net)
+    net.several.add_(1)
+    assert graphs.fingerprint(net) == before
+    assert hash(graphs.fingerprint(net)) == hash(before)
+    if kind == "array":
+        net.table[0] = 2
+    elif kind == "set":
+        net.names.add(3)
+    elif kind in ("callable", "its method"):
+        processor.scale = 2.0
+    else:
+        net.number.fill_(0.9)
+    assert graphs.fingerprint(net) != before
+
+
+def test_a_fingerprint_does_not_look_into_large_arrays():
+    """It is taken at every call."""
+    net = torch.nn.Linear(3, 3)
+    net.table = np.ones(100_000)
+    before = graphs.fingerprint(net)
+    assert graphs.fingerprint(net) == before
+    assert len(str(before)) < 10_000
+    net.table = np.ones(100_000)
+    assert graphs.fingerprint(net) != before

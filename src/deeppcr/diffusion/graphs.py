@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ _PRECISION = threading.RLock()
 #: What every module has, and what is looked at by itself.
 _INNER = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+#: what is known by its identity alone
+_WHOLE = (type, ModuleType, nn.Module)
+#: arrays of so many bytes are looked at
+_SMALL = 1024
 
 
 class Cache:
@@ -84,7 +89,9 @@ def owner_of(function: Callable) -> Any:
 def fingerprint(function: Callable) -> tuple:
     """What graphs of a denoiser depend on: where its tensors lie, and the plain values that it and its closure hold.
 
-    What tensors hold does not matter: a graph reads them when it is replayed.
+    What tensors hold does not matter, for a graph reads them when it is replayed: but for a single number on the CPU, which is
+    an argument of the kernels. Not seen: what objects with slots hold, closures of functions that a module holds, large arrays of
+    NumPy that are changed in place, and a class whose ``forward`` is replaced.
     """
     found: list[Any] = [id(owner_of(function)), type(function), getattr(function, "__func__", None)]
     waiting, seen = reachable(function), set()
@@ -126,8 +133,11 @@ class _Same:
 
 
 def _mark(value: Any, depth: int = 3) -> Hashable:
+    if type(value) in _PLAIN:  # most are: the quickest way to know
+        return value
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
+        held = repr(value.item()) if value.ndim == 0 and value.is_cpu else None  # as text NaN equals itself
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, held
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
@@ -135,10 +145,15 @@ def _mark(value: Any, depth: int = 3) -> Hashable:
     if isinstance(value, dict):
         return tuple((_mark(name, depth), _mark(each, depth)) for name, each in value.items())
     if isinstance(value, MethodType):  # made anew at every look
-        return _Same(value.__self__), _Same(value.__func__)
+        return _mark(value.__self__, depth), _Same(value.__func__)
     inside = getattr(value, "__dict__", None)
-    if depth and isinstance(inside, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
+    if depth and inside and isinstance(inside, dict) and not isinstance(value, _WHOLE):
         return _Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_mark(each, depth) for each in value)
+    array: Any = value
+    if type(array).__module__ == "numpy" and getattr(array, "nbytes", math.inf) <= _SMALL:
+        return str(array.dtype), array.shape, array.tobytes()
     return _Same(value)
 
 
