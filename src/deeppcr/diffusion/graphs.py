@@ -23,7 +23,8 @@ from .denoiser import reachable
 _PRECISION = threading.RLock()
 #: What every module has, and what is looked at by itself.
 _INNER = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+#: what is known by its value
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 #: what is known by its identity alone
 _WHOLE = (type, ModuleType, nn.Module)
 #: arrays of so many bytes are looked at
@@ -110,7 +111,7 @@ def fingerprint(function: Callable) -> tuple:
     return tuple(found)
 
 
-class _Same:
+class Same:
     """Equal where the same object is meant, as long as it lives: what is gone is equal to nothing.
 
     It keeps nothing alive that can be watched: what a module holds may hold the module.
@@ -126,35 +127,35 @@ class _Same:
             self._value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value() is other._value() is not None
+        return isinstance(other, Same) and self._value() is other._value() is not None
 
     def __hash__(self) -> int:
         return self._hash
 
 
 def _mark(value: Any, depth: int = 3) -> Hashable:
-    if type(value) in _PLAIN:  # most are: the quickest way to know
+    if type(value) in PLAIN:  # most are: the quickest way to know
         return value
     if isinstance(value, Tensor):
         held = repr(value.item()) if value.ndim == 0 and value.is_cpu else None  # as text NaN equals itself
         return value.data_ptr(), value.shape, value.stride(), value.dtype, held
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(_mark(each, depth) for each in value)
     if isinstance(value, dict):
         return tuple((_mark(name, depth), _mark(each, depth)) for name, each in value.items())
     if isinstance(value, MethodType):  # made anew at every look
-        return _mark(value.__self__, depth), _Same(value.__func__)
+        return _mark(value.__self__, depth), Same(value.__func__)
     inside = getattr(value, "__dict__", None)
     if depth and inside and isinstance(inside, dict) and not isinstance(value, _WHOLE):
-        return _Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
+        return Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
     if isinstance(value, (set, frozenset)):
         return frozenset(_mark(each, depth) for each in value)
     array: Any = value
     if type(array).__module__ == "numpy" and getattr(array, "nbytes", math.inf) <= _SMALL:
         return str(array.dtype), array.shape, array.tobytes()
-    return _Same(value)
+    return Same(value)
 
 
 def layout_of(nest: Any) -> Hashable:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..steps import has_tangent
-from .denoiser import Denoiser, reachable
-from .graphs import full_precision, owner_of
+from .denoiser import Denoiser, filled, reachable
+from .graphs import PLAIN, Same, full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
 
@@ -28,7 +28,11 @@ _SPREAD = 16
 #: at most so many of them in one call: memory may allow no more
 _TOGETHER = 8
 #: denoisers that do, and in which kinds of runs that was seen
-_by_themselves: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+_by_themselves: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
+#: of one denoiser no more kinds than these: where a closure holds another number in every call, each call is a kind
+_KINDS = 64
+#: containers of more entries are not looked into: a denoiser may note something there in every call
+_FEW = 16
 
 
 class Problem:
@@ -170,9 +174,10 @@ class Problem:
         steps, length = self.steps, self.length
         function = self.denoiser.function
         owner = _known_by(function)
-        modules = tuple(id(each) for each in reachable(function) if isinstance(each, nn.Module))
-        about = steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None
-        kind = hash((*about, modules, getattr(function, "__func__", None)))  # of which an object may have several
+        modules = tuple(Same(each) for each in reachable(function) if isinstance(each, nn.Module))
+        about = hash((steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None))
+        closed = isinstance(function, (FunctionType, MethodType, functools.partial))
+        kind = about, modules, _made_of(function) if closed else None
         if length == 1 or _is_known(owner, kind):
             return
         count = min(length, _SPREAD)
@@ -235,13 +240,37 @@ def _known_by(function: Any) -> Any:
     return getattr(function, "known_by", owner_of(function))
 
 
-def _is_known(owner: Any, kind: int) -> bool:
+def _made_of(value: Any, depth: int = 6) -> Hashable:
+    """What tells functions of the same code apart: what they close over. Of tensors their shapes: values change in training."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    inside: Any = None
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if filled(cell)]
+        inside = value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+    elif isinstance(value, MethodType):
+        inside = value.__self__, value.__func__
+    elif isinstance(value, functools.partial):
+        inside = value.func, value.args, value.keywords
+    elif isinstance(value, (list, tuple, dict)):
+        inside = () if len(value) > _FEW else value.items() if isinstance(value, dict) else value
+    if inside is None or depth == 0:
+        return Same(value)
+    return type(value), tuple(_made_of(each, depth - 1) for each in inside)
+
+
+def _is_known(owner: Any, kind: tuple) -> bool:
     try:
         return kind in _by_themselves.get(owner, ())
     except TypeError:  # not everything can be watched
         return False
 
 
-def _remember(owner: Any, kind: int) -> None:
+def _remember(owner: Any, kind: tuple) -> None:
     with contextlib.suppress(TypeError):
-        _by_themselves.setdefault(owner, set()).add(kind)
+        kinds = _by_themselves.setdefault(owner, set())
+        if len(kinds) == _KINDS:
+            kinds.clear()
+        kinds.add(kind)
