@@ -8,7 +8,18 @@ import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, CoarseStart, GaussianPrior, GaussianStart, Noise, Schedule, Window, sample, window
+from deeppcr.diffusion import (
+    DDIM,
+    CoarseStart,
+    GaussianPrior,
+    GaussianStart,
+    Noise,
+    Schedule,
+    Steps,
+    Window,
+    sample,
+    window,
+)
 from deeppcr.diffusion.problem import Problem
 from deeppcr.solution import Plan
 from diffusion.test_growth import SCHEDULE, by_loop, finished, two_narrow, undecided
@@ -139,3 +150,35 @@ def test_of_samples_that_went_back_only_those_are_certified_that_rounding_leaves
     assert (~certified).sum() > 100
     error = (outcome.states[-1, :, :, 0] - by_loop(initial.double())).abs().flatten()
     assert error[certified].max() <= 1e-3
+
+
+def test_hundreds_of_ratios_that_were_seen_multiply_to_little_where_errors_do_not_grow():
+    """From a start near the solution, where states move by little more than their rounding."""
+    schedule = Schedule.linear(400)
+    spread = (1 - schedule.alphas_bar).sqrt().float()
+
+    def denoiser(z, t):
+        return spread[t].unsqueeze(-1) * (z + 0.1 * torch.sin(z))
+
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(20, 1, generator=generator)
+    loop = sample(denoiser, schedule, initial, step=DDIM(), solver=deeppcr.Loop(), keep_states=True).states
+    problem, solver = Problem(denoiser, DDIM().steps(schedule), initial), Window(size=400)
+    with torch.no_grad():
+        prepared = window.Prepared(solver, problem, GaussianPrior())
+        prepared.run(solver, problem, loop + 1e-5 * torch.randn(loop.shape, generator=generator), Plan())
+    assert (prepared.iteration.growth != 1).float().mean() > 0.1  # it was seen
+    assert prepared.iteration.grown().max() < 1.3
+
+
+def test_what_counts_as_rounding_of_large_states_seldom_sends_samples_back():
+    """States of 30, which nothing damps: a step that left with far more than rounding would have to be done again."""
+    one = torch.ones(50, dtype=torch.float64)
+    steps = Steps(torch.arange(49, -1, -1), one, one / 50, 0.7 * one, 0.7 * one)
+    initial = torch.linspace(15, 30, 40).unsqueeze(1)
+    problem = Problem(lambda z, t: torch.sin(3 * z) + torch.cos(t / 20).unsqueeze(-1), steps, initial)
+    with torch.no_grad():
+        prepared = window.Prepared(Window(size=10), problem, GaussianPrior())
+        outcome = prepared.run(Window(size=10), problem, GaussianStart(), Plan())
+    assert set(outcome.results) <= {Result.CONVERGED, Result.PRECISION_FLOOR}
+    assert prepared.returned < 10
