@@ -1,6 +1,8 @@
 """One call holds rows of different times and samples: a denoiser that does not treat them row by row is refused."""
 
+import functools
 import gc
+import types
 
 import pytest
 import torch
@@ -216,6 +218,109 @@ def test_a_model_is_known_however_often_it_is_wrapped():
             model.rows = []
             found = parallelize(Euler(), model)(latents)
             assert len(model.rows) == int(found.iterations.max()) + 1 + checks
+
+
+def mixing(z, t):
+    return ideal(z, t) + 0.3 * column((1 - t / LENGTH) ** 8) * z.mean(0)
+
+
+def of_flag(wrong):
+    return lambda z, t: mixing(z, t) if wrong else ideal(z, t)
+
+
+def of_function(wrong):
+    inner = mixing if wrong else ideal
+    return lambda z, t: inner(z, t)
+
+
+def of_default(wrong):
+    return lambda z, t, settings={"wrong": wrong}: mixing(z, t) if settings["wrong"] else ideal(z, t)
+
+
+def of_arguments(wrong):
+    return functools.partial(lambda wrong, z, t: mixing(z, t) if wrong else ideal(z, t), wrong)
+
+
+def of_object(wrong):
+    settings = types.SimpleNamespace(wrong=wrong)
+    return lambda z, t: mixing(z, t) if settings.wrong else ideal(z, t)
+
+
+@pytest.mark.parametrize("made", [of_flag, of_function, of_default, of_arguments, of_object])
+def test_a_denoiser_is_no_proof_of_others_of_the_same_code(made):
+    with torch.no_grad():
+        sample(made(False), SCHEDULE, draw(), solver=Window(size=8))
+        with pytest.raises(ValueError, match="rows must not influence each other"):
+            sample(made(True), SCHEDULE, draw(), solver=Window(size=8))
+
+
+class Holder:
+    def __init__(self, net):
+        self.net = net
+
+    def __call__(self, z, t):
+        return self.net(z, t)
+
+
+class Mixing(nn.Module):
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, z, t):
+        return mixing(z, t) if self.wrong else ideal(z, t)
+
+
+def test_a_network_that_is_gone_is_no_proof_of_the_next():
+    """Which may lie where it lay."""
+    denoiser = Holder(Mixing(False))
+    address, elsewhere = id(denoiser.net), []
+    with torch.no_grad():
+        sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+        denoiser.net = None
+        for _ in range(1000):
+            denoiser.net = Mixing(True)
+            if id(denoiser.net) == address:
+                break
+            elsewhere.append(denoiser.net)
+        with pytest.raises(ValueError, match="rows must not influence each other"):
+            sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+    assert id(denoiser.net) == address
+
+
+def test_a_denoiser_in_training_is_looked_at_once():
+    """Made anew around the same network for every call, with other values, and other tensors of the same shape."""
+    net, weight = Small(), torch.tensor(1.0)
+    calls = []
+
+    def made(weight, embedding):
+        def denoiser(z, t):
+            calls.append(len(z))
+            return weight * net(z, t) + embedding
+
+        return denoiser
+
+    spent = []
+    for number in range(4):
+        calls.clear()
+        with torch.no_grad():
+            found = sample(made(weight, torch.zeros(4) + 0.01 * number), SCHEDULE, draw())
+            weight.mul_(1.01)
+            for each in net.parameters():
+                each.mul_(1.01)
+        spent.append(len(calls) - int(found.iterations.max()))
+    assert spent == [19, 1, 1, 1]
+
+
+def test_what_is_known_of_a_denoiser_is_bounded():
+    def made(number):
+        return lambda z, t: ideal(z, t) + 1e-6 * number
+
+    schedule, noise = SCHEDULE.take(2), draw(1, 2)
+    with torch.no_grad():
+        for number in range(problem._KINDS + 5):
+            sample(made(number), schedule, noise)
+    assert 0 < len(problem._by_themselves[made(0).__code__]) <= problem._KINDS
 
 
 def test_denoisers_are_not_kept_alive():

@@ -324,3 +324,16 @@ def test_a_schedule_that_was_changed_in_place_is_seen(device):
         fresh = sample(lambda z, t: 0.5 * z, Schedule(schedule.alphas_bar.clone()), noise).final
     assert torch.equal(after, fresh)
     assert not torch.allclose(after, before)
+
+
+@pytest.mark.parametrize("solver", [Window(), Newton(), deeppcr.Loop()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("trained", [False, True])
+def test_final_samples_do_not_keep_the_others_alive(solver, trained):
+    """A view of the last state would hold the memory of all steps; where they are asked for it may."""
+    weight = torch.tensor(0.9, requires_grad=trained)
+    given = (lambda z, t: weight * z, Schedule.linear(20), torch.ones(2, 3))
+    final = sample(*given, step=DDIM(), solver=solver).final
+    assert final.requires_grad == trained
+    assert final.untyped_storage().nbytes() == final.nbytes
+    found = sample(*given, step=DDIM(), solver=solver, keep_states=True)
+    assert torch.equal(found.states[-1], final)

@@ -6,6 +6,7 @@ import pickle
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,6 +361,26 @@ def test_what_a_rough_network_taught_is_forgotten(net, device, monkeypatch):
     assert known == expected
 
 
+def test_small_windows_have_as_many_iterations_as_they_need():
+    """About four times as many as there are windows, where a sampler decides late; a number that was given is kept."""
+    schedule = Schedule.linear(220)
+
+    def denoiser(z, t):  # of two narrow Gaussians in every coordinate, at 3 and -1
+        share = schedule.alphas_bar.to(z)[t].unsqueeze(-1)
+        variance = 0.01 * share + 1 - share
+        mean = share.sqrt() * (1 + 2 * torch.tanh(2 * share.sqrt() * (z - share.sqrt()) / variance))
+        return (1 - share).sqrt() * (z - mean) / variance
+
+    noise = Noise.draw((2, 2), steps=220, generator=torch.Generator().manual_seed(0))
+    found = sample(denoiser, schedule, noise, solver=Window(size=4))
+    assert found.result is Result.CONVERGED
+    assert found.iterations.min() > 200
+    with pytest.warns(deeppcr.ConvergenceWarning, match="the iteration stopped with"):
+        found = sample(denoiser, schedule, noise, solver=Window(size=4, max_iterations=200))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert Window(size=600).most_iterations(600, 600) == 200
+
+
 @pytest.mark.parametrize("size", [600, 599])
 def test_a_window_of_many_steps_starts_from_a_coarse_sampler(size, device):
     """Which saves evaluations there; the result is the loop's all the same."""
@@ -634,3 +655,50 @@ def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
         net.config = SimpleNamespace(scale=number)
         seen.add(graphs.fingerprint(denoiser))
     assert len(seen) == 26
+
+
+class Processor:
+    """As attention's are: a plain object that a module calls."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, z):
+        return self.scale * z
+
+
+@pytest.mark.parametrize("kind", ["buffer", "not a number", "callable", "its method", "array", "set"])
+def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
+    """Which a graph holds, wherever they come from; tensors of several numbers it reads when it is replayed."""
+    net, processor = torch.nn.Linear(3, 3), Processor()
+    net.table, net.names, net.call, net.several = np.ones(3), {1, 2}, processor, torch.ones(2)
+    net.method, net.numpy = processor.__call__, np
+    net.register_buffer("number", torch.tensor(0.5))
+    if kind == "not a number":
+        net.number.fill_(torch.nan)
+    if kind == "its method":
+        del net.call
+    before = graphs.fingerprint(net)
+    net.several.add_(1)
+    assert graphs.fingerprint(net) == before
+    assert hash(graphs.fingerprint(net)) == hash(before)
+    if kind == "array":
+        net.table[0] = 2
+    elif kind == "set":
+        net.names.add(3)
+    elif kind in ("callable", "its method"):
+        processor.scale = 2.0
+    else:
+        net.number.fill_(0.9)
+    assert graphs.fingerprint(net) != before
+
+
+def test_a_fingerprint_does_not_look_into_large_arrays():
+    """It is taken at every call."""
+    net = torch.nn.Linear(3, 3)
+    net.table = np.ones(100_000)
+    before = graphs.fingerprint(net)
+    assert graphs.fingerprint(net) == before
+    assert len(str(before)) < 10_000
+    net.table = np.ones(100_000)
+    assert graphs.fingerprint(net) != before

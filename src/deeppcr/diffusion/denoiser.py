@@ -211,7 +211,7 @@ def reachable(function: Any, depth: int = 4) -> list[Any]:
     elif hasattr(function, "__self__") and not isinstance(function.__self__, type(functools)):
         inner = [function.__self__]
     elif hasattr(function, "__code__"):
-        inner = [function.__code__, *(cell.cell_contents for cell in function.__closure__ or () if _filled(cell))]
+        inner = [function.__code__, *(cell.cell_contents for cell in function.__closure__ or () if filled(cell))]
         inner += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     elif hasattr(function, "__dict__") and not isinstance(function, type):
         inner = list(vars(function).values())
@@ -220,7 +220,8 @@ def reachable(function: Any, depth: int = 4) -> list[Any]:
     return [found for value in inner for found in reachable(value, depth - 1)]
 
 
-def _filled(cell: Any) -> bool:
+def filled(cell: Any) -> bool:
+    """Whether a cell of a closure holds anything yet."""
     try:
         return cell.cell_contents is not cell
     except ValueError:

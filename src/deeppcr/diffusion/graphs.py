@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from .denoiser import reachable
 _PRECISION = threading.RLock()
 #: What every module has, and what is looked at by itself.
 _INNER = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+#: what is known by its value
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+#: what is known by its identity alone
+_WHOLE = (type, ModuleType, nn.Module)
+#: arrays of so many bytes are looked at
+_SMALL = 1024
 
 
 class Cache:
@@ -84,7 +90,9 @@ def owner_of(function: Callable) -> Any:
 def fingerprint(function: Callable) -> tuple:
     """What graphs of a denoiser depend on: where its tensors lie, and the plain values that it and its closure hold.
 
-    What tensors hold does not matter: a graph reads them when it is replayed.
+    What tensors hold does not matter, for a graph reads them when it is replayed: but for a single number on the CPU, which is
+    an argument of the kernels. Not seen: what objects with slots hold, closures of functions that a module holds, large arrays of
+    NumPy that are changed in place, and a class whose ``forward`` is replaced.
     """
     found: list[Any] = [id(owner_of(function)), type(function), getattr(function, "__func__", None)]
     waiting, seen = reachable(function), set()
@@ -103,7 +111,7 @@ def fingerprint(function: Callable) -> tuple:
     return tuple(found)
 
 
-class _Same:
+class Same:
     """Equal where the same object is meant, as long as it lives: what is gone is equal to nothing.
 
     It keeps nothing alive that can be watched: what a module holds may hold the module.
@@ -119,27 +127,35 @@ class _Same:
             self._value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value() is other._value() is not None
+        return isinstance(other, Same) and self._value() is other._value() is not None
 
     def __hash__(self) -> int:
         return self._hash
 
 
 def _mark(value: Any, depth: int = 3) -> Hashable:
+    if type(value) in PLAIN:  # most are: the quickest way to know
+        return value
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
-    if isinstance(value, _PLAIN):
+        held = repr(value.item()) if value.ndim == 0 and value.is_cpu else None  # as text NaN equals itself
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, held
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(_mark(each, depth) for each in value)
     if isinstance(value, dict):
         return tuple((_mark(name, depth), _mark(each, depth)) for name, each in value.items())
     if isinstance(value, MethodType):  # made anew at every look
-        return _Same(value.__self__), _Same(value.__func__)
+        return _mark(value.__self__, depth), Same(value.__func__)
     inside = getattr(value, "__dict__", None)
-    if depth and isinstance(inside, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
-        return _Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
-    return _Same(value)
+    if depth and inside and isinstance(inside, dict) and not isinstance(value, _WHOLE):
+        return Same(value), tuple((name, _mark(each, depth - 1)) for name, each in inside.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_mark(each, depth) for each in value)
+    array: Any = value
+    if type(array).__module__ == "numpy" and getattr(array, "nbytes", math.inf) <= _SMALL:
+        return str(array.dtype), array.shape, array.tobytes()
+    return Same(value)
 
 
 def layout_of(nest: Any) -> Hashable:

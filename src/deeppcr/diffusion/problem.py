@@ -9,9 +9,9 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..steps import has_tangent
-from .denoiser import Denoiser, Products, reachable
-from .graphs import full_precision, owner_of
+from .denoiser import Denoiser, Products, filled, reachable
+from .graphs import PLAIN, Same, full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
 
@@ -29,7 +29,11 @@ _SPREAD = 16
 #: at most so many of them in one call: memory may allow no more
 _TOGETHER = 8
 #: denoisers that do, and in which kinds of runs that was seen; and the dtypes that they multiply in there
-_by_themselves: WeakKeyDictionary[Any, dict[int, frozenset[torch.dtype]]] = WeakKeyDictionary()
+_by_themselves: WeakKeyDictionary[Any, dict[Hashable, frozenset[torch.dtype]]] = WeakKeyDictionary()
+#: of one denoiser no more kinds than these: where a closure holds another number in every call, each call is a kind
+_KINDS = 64
+#: containers of more entries are not looked into: a denoiser may note something there in every call
+_FEW = 16
 
 
 class Problem:
@@ -196,7 +200,7 @@ class Problem:
             self.denoiser.product_dtypes = known
 
     @cached_property
-    def _kind(self) -> tuple[Any, int]:
+    def _kind(self) -> tuple[Any, Hashable]:
         """What a denoiser and a kind of run are known by."""
         function, device = self.denoiser.function, self.device
         held = reachable(function)
@@ -207,8 +211,9 @@ class Problem:
         switches = [each for each in values if isinstance(each, (bool, torch.dtype, CodeType))]
         precision = cast, self.denoiser.parameter_dtypes, *switches
         about = self.steps.key, self.shape, self.network_dtype, device, self.denoiser.guidance is None
-        own = getattr(function, "__func__", None)  # of which an object may have several
-        return _known_by(function), hash((*about, *map(id, modules), *precision, own))
+        closed = isinstance(function, (FunctionType, MethodType, functools.partial))
+        kind = hash((*about, *precision)), tuple(map(Same, modules)), _made_of(function) if closed else None
+        return _known_by(function), kind
 
     @cached_property
     def _spread(self) -> tuple[Tensor, list[int], list[list[int]]]:
@@ -270,13 +275,37 @@ def _known_by(function: Any) -> Any:
     return getattr(function, "known_by", owner_of(function))
 
 
-def _seen(owner: Any, kind: int) -> frozenset[torch.dtype] | None:
+def _made_of(value: Any, depth: int = 6) -> Hashable:
+    """What tells functions of the same code apart: what they close over. Of tensors their shapes: values change in training."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    inside: Any = None
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if filled(cell)]
+        inside = value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+    elif isinstance(value, MethodType):
+        inside = value.__self__, value.__func__
+    elif isinstance(value, functools.partial):
+        inside = value.func, value.args, value.keywords
+    elif isinstance(value, (list, tuple, dict)):
+        inside = () if len(value) > _FEW else value.items() if isinstance(value, dict) else value
+    if inside is None or depth == 0:
+        return Same(value)
+    return type(value), tuple(_made_of(each, depth - 1) for each in inside)
+
+
+def _seen(owner: Any, kind: Hashable) -> frozenset[torch.dtype] | None:
     try:
         return _by_themselves.get(owner, {}).get(kind)
     except TypeError:  # not everything can be watched
         return None
 
 
-def _remember(owner: Any, kind: int, dtypes: frozenset[torch.dtype]) -> None:
+def _remember(owner: Any, kind: Hashable, dtypes: frozenset[torch.dtype]) -> None:
     with contextlib.suppress(TypeError):
-        _by_themselves.setdefault(owner, {})[kind] = dtypes
+        kinds = _by_themselves.setdefault(owner, {})
+        if len(kinds) == _KINDS:
+            kinds.clear()
+        kinds[kind] = dtypes

@@ -201,8 +201,7 @@ def _by_window(
         coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
     return Samples(
-        final=problem.unflatten(states[-1, ..., 0]),
-        states=problem.unflatten(states[..., 0]) if keep_states else None,
+        **_kept(problem, states[..., 0], keep_states),
         iterations=outcome.iterations,
         evaluations=outcome.evaluations,
         residual=outcome.residual.amax(0),
@@ -211,6 +210,12 @@ def _by_window(
         plan=plan,
         message=message,
     )
+
+
+def _kept(problem: Problem, states: Tensor, keep_states: bool) -> dict[str, Any]:
+    """``final`` and ``states`` of Samples, from [L, B, D]. A view of the last state would keep the memory of all."""
+    final = states[-1] if keep_states else states[-1].clone()
+    return {"final": problem.unflatten(final), "states": problem.unflatten(states) if keep_states else None}
 
 
 def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, message: str) -> Tensor:
@@ -335,8 +340,7 @@ def _by_newton(
     plan.note(start_in_words(start, prior))
     found = rotated.unpack(solution.states)[..., 0]
     return Samples(
-        final=problem.unflatten(found[-1]),
-        states=problem.unflatten(found) if keep_states else None,
+        **_kept(problem, found, keep_states),
         iterations=solution.iterations,
         evaluations=torch.full_like(solution.iterations, problem.rows_seen // problem.samples),
         residual=solution.residual,

@@ -65,7 +65,8 @@ class Window:
             is below less, the first a hundredth of it, since what is left may grow on its way to the final sample. Where the
             iterates showed that it has grown to more than the square root of this share, the sample goes back
         accelerate: extrapolate from the last three updates
-        max_iterations: the loop takes over after these
+        max_iterations: the loop takes over after these; None: 200, or where that is more, eight times as many as there are
+            windows of ``size`` in all steps: small windows that were tried took about four times as many
         tf32: until the updates of three quarters of the window's steps are below this, and only while their number grows, a GPU
             multiplies in TF32, and no step leaves: what has left was last seen in full precision. Not where the start is
             earlier samples or given states: these may be better than TF32 can tell. None: never
@@ -83,7 +84,7 @@ class Window:
     size: int | None = None
     freeze: float = 0.05
     accelerate: bool = True
-    max_iterations: int = 200
+    max_iterations: int | None = None
     tf32: float | None = 0.01
     graphs: bool = True
     _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
@@ -97,7 +98,7 @@ class Window:
             raise ValueError(f"freeze: expected a share of the tolerance in (0, 1], got {self.freeze!r}")
         for name, least in (("size", 1), ("max_iterations", 1)):
             value = getattr(self, name)
-            if (value is not None or name == "max_iterations") and (not isinstance(value, int) or value < least):
+            if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: expected a whole number from {least}, got {value!r}")
 
     def tolerance_for(self, dtype: torch.dtype) -> float:
@@ -108,6 +109,10 @@ class Window:
     def size_for(self, problem: Problem) -> int:
         length, rows = problem.length, _FILLING.get(problem.device.type, 1024)
         return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
+
+    def most_iterations(self, length: int, size: int) -> int:
+        """After how many iterations the loop takes over, of so many steps in windows of this size."""
+        return self.max_iterations or max(200, 8 * -(-length // size))
 
     def start_for(self, problem: Problem, start: Any) -> Any:
         """Where a run starts for which that was not said.
@@ -294,19 +299,20 @@ class Prepared:
 
     def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
+        most = window.most_iterations(iteration.length, iteration.size)
         # TF32 would move a good start away from the solution, and of one step there is nothing to learn in advance. Steps that
         # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
-        gains = iteration.size > 1 and not may_be_good(start) and window.max_iterations > 3
+        gains = iteration.size > 1 and not may_be_good(start) and most > 3
         gains = gains and (iteration.size == iteration.length or not isinstance(start, CoarseStart))
         rough = window.tf32 is not None and gains and has_tf32(problem)
         # What was given from outside is somewhere else in every run.
         begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
         begin(self.begin, start, rough)
         left, full, before = iteration.most_rows, iteration.length // iteration.size, math.inf
-        for number in range(window.max_iterations):
+        for number in range(most):
             call(self.iterate, min(-(-left // quantum) * quantum, iteration.most_rows), rough)
             if rough:
-                rough, before = self.goes_on_roughly(before, number, window.max_iterations)
+                rough, before = self.goes_on_roughly(before, number, most)
                 if not rough:
                     iteration.forget()
                 continue
