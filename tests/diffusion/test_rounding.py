@@ -277,7 +277,7 @@ def test_what_a_network_computes_in_is_asked_anew_where_it_may_have_changed():
         problem.check_times()
         calls.clear()
         again = Problem(denoiser, DDIM().steps(Schedule.linear(20), "epsilon"), torch.randn(2, 6))
-        found = again.denoiser.coarsest(again.initial)
+        found = again.coarsest
         assert not calls  # it is remembered
         return found
 
@@ -310,7 +310,7 @@ def test_what_a_network_computes_in_is_asked_anew_where_it_may_have_changed():
 def test_products_tell_what_a_network_computes_in(half, compute):
     weights = torch.eye(6) / 2
     problem = Problem(lambda z, t: compute(z, weights), DDIM().steps(Schedule.linear(20), "epsilon"), torch.randn(2, 6))
-    assert problem.denoiser.coarsest(problem.initial) == (torch.float16 if half else torch.float32)
+    assert problem.coarsest == (torch.float16 if half else torch.float32)
     assert problem.rows_seen == 0
 
 
@@ -322,3 +322,18 @@ def test_autocast_around_is_of_the_network_alone():
     expected = coupling.spread(states)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(coupling.spread(states), expected)
+
+
+def test_what_a_network_returns_is_remembered_where_it_is_not_called_again(device):
+    """As in runs that are replayed."""
+    noise, calls = Noise.draw((2, 3), 20, device=device), []
+
+    def denoiser(z, t):
+        calls.append(len(z))
+        return (0.5 * z).bfloat16()
+
+    first, second = (Problem(denoiser, DDPM().steps(Schedule.linear(20)), noise) for _ in range(2))
+    first.check_times()
+    calls.clear()
+    assert second.coarsest is torch.bfloat16
+    assert not calls

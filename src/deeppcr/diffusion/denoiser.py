@@ -5,7 +5,6 @@ Shapes: N rows, each one (step, sample) pair; B samples; D the flattened sample.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -77,10 +76,8 @@ class Denoiser:
                 )
             self.given = (classes, unconditional)
         self.output_dtype: torch.dtype | None = None  # as it came
-        self.product_dtypes: frozenset[torch.dtype] | None = (
-            None  # that it was seen to multiply in; None: nobody has looked
-        )
-        self.look: Callable[[], None] = lambda: None
+        #: that it was seen to multiply in and to return; None: nobody has looked
+        self.seen_dtypes: frozenset[torch.dtype] | None = None
         _refuse_train_mode(function)
 
     @property
@@ -142,18 +139,10 @@ class Denoiser:
 
     def coarsest(self, rows: Tensor) -> torch.dtype:
         """The coarsest dtype that the network is seen to work in on such rows."""
-        if self.product_dtypes is None:
-            with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
-                self.look()
-        dtypes = {rows.dtype, self.output_dtype or rows.dtype, *self.parameter_dtypes, *(self.product_dtypes or ())}
+        dtypes = {rows.dtype, self.output_dtype or rows.dtype, *self.parameter_dtypes, *(self.seen_dtypes or ())}
         if torch.is_autocast_enabled(rows.device.type):
             dtypes.add(torch.get_autocast_dtype(rows.device.type))
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-    def eps(self, rows: Tensor) -> float:
-        """Relative precision of the network on such rows."""
-        tf32 = rows.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return max(torch.finfo(self.coarsest(rows)).eps, tf32 * 2.0**-10)
 
 
 class Products(TorchDispatchMode):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from types import CodeType, FunctionType, MethodType
@@ -70,8 +69,6 @@ class Problem:
         self.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype
         self.device = initial.device
         self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
-        look = weakref.WeakMethod(self.look)  # a circle would hold the noise until a collector of garbage comes by
-        self.denoiser.look = lambda: (look() or (lambda: None))()
         self.rows_seen = 0  # by the network
         self.rows_checked = False
         flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
@@ -188,16 +185,30 @@ class Problem:
                 again = torch.cat([*map(self._evaluate, beside)])
                 raise _not_by_itself(random=self._differ(together, again))
         self.rows_seen = seen
-        _remember(*self._kind, self.denoiser.product_dtypes or frozenset())
+        _remember(*self._kind, self.denoiser.seen_dtypes or frozenset())
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The coarsest dtype that the network is seen to work in."""
+        if self.denoiser.seen_dtypes is None:
+            with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
+                self.look()
+        return self.denoiser.coarsest(self.initial.detach().to(self.network_dtype))
+
+    @property
+    def eps(self) -> float:
+        """Relative precision of the network, as it is set to multiply."""
+        tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return max(torch.finfo(self.coarsest).eps, tf32 * 2.0**-10)
 
     @torch.no_grad()
     def look(self) -> None:
-        """See what the network multiplies in: once for a denoiser and a kind of run, in the first call of ``check_times``."""
+        """See what the network multiplies in, and returns: once for a denoiser and a kind of run, in the first call of ``check_times``."""
         known = frozenset() if self.length == 1 else _seen(*self._kind)
         if known is None:
             _ = self._first
         else:
-            self.denoiser.product_dtypes = known
+            self.denoiser.seen_dtypes = known
 
     @cached_property
     def _kind(self) -> tuple[Any, Hashable]:
@@ -238,14 +249,15 @@ class Problem:
         seen = self.rows_seen
         with full_precision(self.device), Products() as products:
             found = self._evaluate(self._spread[2][0])
-        self.denoiser.product_dtypes, self.rows_seen = frozenset(products.dtypes), seen
+        returned = self.denoiser.output_dtype or self.network_dtype
+        self.denoiser.seen_dtypes, self.rows_seen = frozenset({*products.dtypes, returned}), seen
         return found
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         """Whether outputs of the same rows [N, D] are further apart than rounding explains, where the first are finite."""
         # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
         sizes = torch.nan_to_num(one.abs(), 0, 0, 0).amax(-1, keepdim=True)
-        allowed = 3 * self.denoiser.eps(one.to(self.network_dtype)) ** 0.5 * sizes
+        allowed = 3 * self.eps**0.5 * sizes
         return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
 
     def unflatten(self, states: Tensor) -> Tensor:

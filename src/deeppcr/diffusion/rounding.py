@@ -33,9 +33,7 @@ class Rounding:
     """
 
     def __init__(self, problem: Problem, coupling: Coupling):
-        coefficients, like = problem.coefficients, problem.initial.detach()
-        eps = torch.finfo(problem.dtype).eps
-        coarse = problem.denoiser.eps(like.to(problem.network_dtype))
+        coefficients, coarse, eps = problem.coefficients, problem.eps, torch.finfo(problem.dtype).eps
         self.weights = torch.full((problem.length,), eps, device=problem.device, dtype=problem.dtype)
         if coarse > eps:  # its outputs are about as large as its inputs
             gain = coefficients.slope[:, 0, 0].abs().amax(-1)

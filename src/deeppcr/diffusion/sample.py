@@ -270,7 +270,7 @@ def _is_far_off(problem: Problem, outcome: Outcome, tolerance: float) -> bool:
     if not rows:
         return False
     with full_precision(problem.device):
-        eps = problem.denoiser.eps(problem.initial.detach().to(problem.network_dtype))
+        eps = problem.eps
     coarse = eps if eps > torch.finfo(problem.dtype).eps else 0.0
     sizes = outcome.states[-1, rows, :, 0].abs().amax(-1)
     return bool((outcome.least[rows] >= _FAR * (coarse * sizes).clamp_min(tolerance)).any())
@@ -286,7 +286,7 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     at = exact[row]
     share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
     if worst is Result.PRECISION_FLOOR:
-        network = problem.denoiser.coarsest(problem.initial.detach().to(problem.network_dtype))
+        network = problem.coarsest
         whose, finer = "", "use float64"
         if torch.finfo(network).eps > torch.finfo(problem.dtype).eps:
             whose = f" of a network that computes in {str(network).removeprefix('torch.')}"

@@ -197,7 +197,7 @@ def kind_for(problem: Problem) -> type[Iteration]:
 
 def has_tf32(problem: Problem) -> bool:
     """Whether the network multiplies faster where it may round its factors to TF32."""
-    if problem.device.type != "cuda" or problem.network_dtype != torch.float32 or torch.is_autocast_enabled("cuda"):
+    if problem.device.type != "cuda" or problem.coarsest != torch.float32:
         return False
     return torch.cuda.get_device_capability(problem.device) >= (8, 0)
 
@@ -218,8 +218,8 @@ class Prepared:
         if self.prior is not jacobian:
             self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
         with full_precision(device):
-            eps = problem.denoiser.eps(problem.initial.detach().to(problem.network_dtype))
-        coarse = of_network(problem, self.coupling, eps)
+            eps = problem.eps
+        coarse, self.tf32 = of_network(problem, self.coupling, eps), has_tf32(problem)
         self.iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
@@ -304,7 +304,7 @@ class Prepared:
         # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
         gains = iteration.size > 1 and not may_be_good(start) and most > 3
         gains = gains and (iteration.size == iteration.length or not isinstance(start, CoarseStart))
-        rough = window.tf32 is not None and gains and has_tf32(problem)
+        rough = window.tf32 is not None and gains and self.tf32
         # What was given from outside is somewhere else in every run.
         begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
         begin(self.begin, start, rough)
