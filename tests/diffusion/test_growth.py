@@ -140,7 +140,7 @@ def test_a_step_does_not_leave_while_the_one_before_it_jumps(device):
     for seed in range(3):
         initial = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(device)
         loop = sample(denoiser, schedule, initial, step=DDIM(), solver=deeppcr.Loop())
-        solver, jacobian = Window(size=200), deeppcr.ScalarJacobian(0.0)
+        solver, jacobian = Window(size=200, max_iterations=300), deeppcr.ScalarJacobian(0.0)
         found = sample(denoiser, schedule, initial, step=DDIM(), solver=solver, jacobian=jacobian)
         assert found.result is Result.CONVERGED
         assert (found.final - loop.final).abs().max() <= 1e-3

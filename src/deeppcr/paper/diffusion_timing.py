@@ -173,6 +173,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "iterations": fmean(mine["iterations"]),
                 "evaluations": fmean(mine["evaluations"]) / record["L"],
                 "error": max(float(each) for each in mine["error"]),
+                "mean_error": fmean(float(each) for each in mine["error"]),
                 "not_converged": sum(name != "CONVERGED" for name in mine["results"]),
             }
         batch = {name: median(each) for name, each in record["batch"]["seconds"].items()}
