@@ -132,3 +132,20 @@ def test_modules_are_found_wherever_the_step_holds_them():
     xs = torch.randn(10, 3, 4, dtype=torch.float64)
     assert "side effect" in kinds(lambda z, x: cell.step(z, x), Z0, xs)
     assert kinds([norm] * 4, Z0) == ["side effect"]
+
+
+def test_a_step_that_multiplies_in_half_precision_is_called_that():
+    """With other steps beside it, it rounds otherwise: not for want of a function of its state. (On a GPU it may round alike.)"""
+    torch.manual_seed(0)
+    layer, z0 = torch.nn.Linear(16, 16), torch.randn(3, 16)
+
+    def step(z):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(z)
+        return torch.tanh(y.float())
+
+    with pytest.raises(deeppcr.StepError, match=r"multiplies in torch\.bfloat16, while its state is torch\.float32"):
+        deeppcr.solve(step, z0, length=50)
+    assert [finding.kind for finding in deeppcr.check(step, z0, length=50)] == ["precision"]
+    loose = deeppcr.Newton(atol=2e-2, rtol=2e-2)
+    assert deeppcr.solve(step, z0, length=50, solver=loose).result is deeppcr.Result.CONVERGED

@@ -16,6 +16,7 @@ from .kept import SideEffect, close
 from .modules import modules_of
 from .sequence import Sequence
 from .steps import StepError
+from .trace import coarser_products
 
 #: Steps that are compared with themselves alone.
 _MOST_COMPARED = 1000
@@ -26,7 +27,8 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: "random", "side effect", "rows", "structure", "evaluation", "derivative", "slow", "not finite" or "error"
+        kind: "random", "side effect", "rows", "structure", "evaluation", "precision", "derivative", "slow", "not finite" or
+            "error"
         message: what was seen, and what to do
 
     >>> import torch, deeppcr
@@ -94,7 +96,9 @@ def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jaco
     findings += _finiteness(sequence, looked_at, states)
     findings += _all_at_once(sequence)
     findings += _independence(sequence, looked_at, states)
-    if not any(finding.kind == "rows" for finding in findings):  # whose derivatives are not row by row
+    if not any(
+        finding.kind in ("rows", "precision") for finding in findings
+    ):  # whose derivatives are not row by row, or are coarse
         findings += _derivatives(sequence, looked_at, states)
     if jacobian is not None and not findings:
         findings += _structure(sequence, looked_at, states, jacobian)
@@ -165,6 +169,14 @@ def _all_at_once(sequence: Sequence) -> Iterator[Finding]:
     for index in _spread(sequence, _MOST_COMPARED):
         alone = sequence.step(index, sequence.initial.detach())
         if not close(together[index], alone):
+            coarse = coarser_products(lambda: sequence.step(0, sequence.initial.detach()), sequence.layout.dtype)
+            if coarse is not None:
+                yield Finding(
+                    "precision",
+                    f"the step multiplies in {coarse}, while its state is {sequence.layout.dtype}: evaluated together, steps round "
+                    "otherwise than alone, by more than a default tolerance. Loosen it, or have the step compute in the state's precision",
+                )
+                return
             yield Finding(
                 "evaluation", f"step {index + 1} evaluated together with the others differs from the step alone"
             )

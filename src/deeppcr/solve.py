@@ -25,6 +25,7 @@ from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Soluti
 from .steps import StepError
 from .stopping import FixedIterations, UpdateTest
 from .straight import run_unseen
+from .trace import coarser_products
 
 _FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
 _TRUSTED = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
@@ -147,10 +148,7 @@ def _solve_sequence(
             adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
             residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
             if again.results != outcome.results:
-                raise StepError(
-                    "step: gives another result when all steps are evaluated at once than one after the other: it is random, keeps "
-                    "a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
-                )
+                raise _differs(sequence)
         warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=4)
     states = outcome.states
     sequence.restore_kept()
@@ -273,6 +271,22 @@ def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tenso
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
     exact = torch.where(changed, 0, outcome.exact_steps)
     return residual, replace(outcome, results=results, exact_steps=exact)
+
+
+def _differs(sequence: Sequence) -> StepError:
+    """Said of a step that gives another result when all steps are evaluated at once than one after the other."""
+    what = "step: gives another result when all steps are evaluated at once than one after the other: "
+    dtype, first = sequence.layout.dtype, sequence.initial.detach()
+    coarse = coarser_products(lambda: sequence.step(0, first), dtype)
+    if coarse is not None:
+        rounding = 2 * torch.finfo(coarse).eps
+        return StepError(
+            f"{what}it multiplies in {coarse}, while its state is {dtype}. Have it compute in that precision, or loosen the "
+            f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
+        )
+    return StepError(
+        f"{what}it is random, keeps a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
+    )
 
 
 def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:

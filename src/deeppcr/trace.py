@@ -183,3 +183,32 @@ def _without(addresses: frozenset[int], value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_without(addresses, each) for each in value)
     return "outside" if isinstance(value, int) and value in addresses else value
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of all products that are made meanwhile: of matrices, convolutions, attention.
+
+    Inside of itself a step or a network may round more than what it takes and returns, or holds, can tell. What has two factors and does
+    not go number by number is a product, or at least computes: tables that are looked up and casts do not.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        first = found[0] if isinstance(found, (tuple, list)) and found else found
+        if isinstance(first, Tensor) and first.is_floating_point() and torch.Tag.pointwise not in func.tags:
+            factors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
+            if len(factors) > 1:
+                self.dtypes.add(first.dtype)
+        return found
+
+
+def coarser_products(function: Callable[[], Any], dtype: torch.dtype) -> torch.dtype | None:
+    """The coarsest dtype that a function multiplies in, where that is coarser than this one."""
+    with torch.no_grad(), Products() as products:
+        function()
+    coarsest = max([*products.dtypes, dtype], key=lambda each: torch.finfo(each).eps)
+    return coarsest if torch.finfo(coarsest).eps > torch.finfo(dtype).eps else None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 #: modules that compute something else in train mode, and what they do there
 _RANDOM = (
@@ -143,27 +142,6 @@ class Denoiser:
         if torch.is_autocast_enabled(rows.device.type):
             dtypes.add(torch.get_autocast_dtype(rows.device.type))
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-class Products(TorchDispatchMode):
-    """The dtypes of all products that are made meanwhile: of matrices, convolutions, attention.
-
-    Inside of itself a network may round more than what it takes and returns, or holds, can tell. What has two factors and does
-    not go number by number is a product, or at least computes: tables that are looked up and casts do not.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        first = found[0] if isinstance(found, (tuple, list)) and found else found
-        if isinstance(first, Tensor) and first.is_floating_point() and torch.Tag.pointwise not in func.tags:
-            factors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
-            if len(factors) > 1:
-                self.dtypes.add(first.dtype)
-        return found
 
 
 def _refuse_train_mode(function: Callable) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..steps import has_tangent
-from .denoiser import Denoiser, Products, filled, reachable
+from ..trace import Products
+from .denoiser import Denoiser, filled, reachable
 from .graphs import PLAIN, Same, full_precision, owner_of
 from .noise import Noise
 from .step import Coefficients, Steps
