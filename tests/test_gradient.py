@@ -400,6 +400,24 @@ def test_a_gradient_that_no_step_lets_through_is_rounding_and_no_error(last, dty
         assert gradient.abs().max() < 1e4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mistake_far_back_where_gradients_have_vanished_still_shows(dtype, device):
+    """There they are a millionth of what they are at the end; optimisers that divide by their size make much of them."""
+    make = Generator(0, dtype, device)
+    weights = make.normal(40, 8, 8) / 5
+
+    def layer(index):
+        weight = weights[index]
+        if index >= 5:
+            return lambda z: torch.tanh(z @ weight)
+        return lambda z: torch.tanh(z @ weight) + 0.3 * torch.tanh(z).mean(0)  # rows that influence each other
+
+    z0 = make.normal(5, 8).requires_grad_()
+    states = deeppcr.solve([layer(index) for index in range(40)], z0).states
+    with pytest.raises(RuntimeError, match="the adjoint does not hold"):
+        states[-1].sum().backward()
+
+
 @pytest.mark.parametrize("depth", [1, 50])
 def test_loss_scaling_skips_a_step_whose_gradients_overflow(depth, device):
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3, device=device) for _ in range(depth))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import deeppcr
 from deeppcr import Loop, StepError
@@ -60,3 +61,13 @@ def test_a_hook_on_a_parameter_is_called_as_ever(device):
     deeppcr.solve(net, torch.ones(3, 4, device=device), length=20).states.sum().backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], net.weight.grad)
+
+
+def test_hooks_that_look_on_are_no_reason_to_refuse(device):
+    """Those of PyTorch's counter of operations."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to(device)
+    z0 = torch.ones(3, 4, device=device, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        states = deeppcr.solve(net, z0, length=20).states
+    assert counter.get_total_flops() > 0
+    states.sum().backward()

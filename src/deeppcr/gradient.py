@@ -21,6 +21,10 @@ from .sequence import Sequence
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
 _MAX_SWEEPS = 60
+#: What a product of a step is taken to round, relative to its largest terms; of half precision see where it is used.
+_ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
+#: Directions in which rounding is sent back through all steps: a single one may be one that they do not let through.
+_PROBES = 3
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class Adjoint:
             # Products in half precision are too coarse to correct by: their rounding adds up as well.
             return self._checked(adjoint, self._significant(defect, adjoint), gradients)
         error = correction = self._substitute(defect, parts, kept)
-        if not values_can_be_read(error) or self._wrong(adjoint, error, gradients).any():
-            error = self._substitute(self._significant(defect, adjoint), parts, kept)
+        if values_can_be_read(error) and self._wrong(adjoint, error, gradients).any():
+            error = (error.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
         return self._checked(adjoint, error, gradients) + correction
 
     def _arithmetic(self, gradients: Tensor) -> torch.dtype:
@@ -215,16 +219,30 @@ class Adjoint:
             found.append(gradients[index - 1] + pulled)
         return torch.stack(found[::-1])
 
-    def _significant(self, defect: Tensor, adjoint: Tensor) -> Tensor:
-        """The defect but for what rounding leaves of the largest adjoint of the steps after.
+    def _room(self, adjoint: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
+        """How far rounding alone may put the adjoint off, [L, B, D].
 
         A gradient that a step does not let through, such as that of the sum of a softmax, leaves nothing but rounding further
-        back: two ways to find it agree in no digit.
+        back: two ways to find it agree in no digit. What the products of all steps round is sent back through them, in a
+        few directions of no meaning: it decays as everything does, so that a mistake further back still shows.
         """
-        rounding = {torch.float64: 1e-13, torch.float32: 1e-5}.get(self._arithmetic(defect), 0.02)
-        after = adjoint[1:].abs().amax(-1, keepdim=True).flip(0).cummax(0).values.flip(0)
-        room = torch.cat([rounding * after, torch.zeros_like(after[:1])])
-        return defect - torch.minimum(torch.maximum(defect, -room), room)
+        products = []
+        for number, part in enumerate(parts):
+            blocks = kept[number] if kept is not None else self._transposed(part)
+            products.append(type(blocks)(blocks.data.abs()).apply(adjoint[part].abs()))
+        rounded = torch.cat([torch.cat(products)[1:], torch.zeros_like(adjoint[:1])])
+        generator, room = torch.Generator().manual_seed(0), torch.zeros_like(adjoint)
+        for _ in range(_PROBES):
+            probe = torch.randn(rounded.shape, generator=generator, dtype=rounded.dtype).to(rounded.device)
+            room = torch.maximum(room, self._substitute(probe * rounded, parts, kept).abs())
+        return _ROUNDING[adjoint.dtype] * room.amax(-1, keepdim=True)
+
+    def _significant(self, defect: Tensor, adjoint: Tensor) -> Tensor:
+        """The defect of each step by itself, but for what products with the adjoint of the step after it round."""
+        rounding = _ROUNDING.get(self._arithmetic(defect), 0.02)
+        room = rounding * adjoint[1:].abs().amax(-1, keepdim=True)
+        inner = defect[:-1]
+        return torch.cat([inner - torch.minimum(torch.maximum(inner, -room), room), defect[-1:]])
 
     def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
         """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""

@@ -21,14 +21,16 @@ class NoHooks(TorchFunctionMode):
     """Inside, a hook on the gradient of a tensor is refused."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.register_hook:
+        # PyTorch's own (of counters of operations, say) look on and change nothing.
+        if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_WHY}")
         return func(*args, **(kwargs or {}))
 
 
 def refuse_hooked(roots: Iterable[nn.Module]) -> None:
     """Raise where a module or one inside of it has a hook on its gradient."""
-    if all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks:
+    roots = list(roots)
+    if roots and (all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks):
         raise StepError(f"step: all modules have a backward hook, {_WHY}")
     for root in roots:
         for name, module in root.named_modules():

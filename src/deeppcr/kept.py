@@ -271,7 +271,7 @@ def _keeps(module: nn.Module, name: str) -> str:
 def _is_yet_to_be_made(module: nn.Module) -> str:
     return (
         f"step: a {type(module).__name__} in the list has parameters that its first call is yet to make, from a state that only "
-        "the loop knows. Let the loop do that once: solver=Loop()"
+        'the loop knows. Let the loop do that once: solver=Loop(), or mode="sequential" of deeppcr.nn'
     )
 
 

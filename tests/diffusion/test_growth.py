@@ -1,5 +1,6 @@
 """Errors that grow on their way to the final sample: they are seen, and samples that left too early go back."""
 
+import copy
 import math
 
 import pytest
@@ -11,7 +12,9 @@ from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample, win
 from deeppcr.diffusion.iteration import Iteration
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import start_states
+from diffusion import digits
 from diffusion.rough import Rough
+from diffusion.test_sample import noise_for
 
 SCHEDULE = Schedule.linear(50)
 
@@ -221,3 +224,14 @@ def test_where_values_are_clipped_and_no_step_is_found_before_its_turn_nothing_i
         if result is Result.CONVERGED:
             assert (found.final - loop.final)[row].abs().max() <= 1e-3
     assert (clip is None) or Result.CONVERGED not in found.results
+
+
+def test_clipping_alone_is_no_reason_to_fall_back(device):
+    """However small the tolerance is: what moves by less than a share of the clip is no jump."""
+    net, noise = copy.deepcopy(digits.trained()).double().to(device), noise_for(6, 50, torch.float64, device=device)
+    given, step = (net, digits.TRAINING.take(50), noise), DDIM(clip=0.6)
+    with torch.no_grad():
+        loop = sample(*given, step=step, solver=deeppcr.Loop())
+        found = sample(*given, step=step, jacobian=digits.prior(), solver=Window(size=50))
+    assert found.result is Result.CONVERGED
+    assert (found.final - loop.final).abs().max() <= 1e-8

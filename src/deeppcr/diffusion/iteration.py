@@ -35,6 +35,8 @@ FLOOR = 4.0
 NOISE = 100.0
 #: by how much more than the growth that was seen thresholds are lowered: it may have been seen in other directions
 STRICTER = 10.0
+#: where values are clipped, a first step jumps when it moves by more than this share of the clip
+FAR = 0.05
 #: of the extrapolation's least squares, relative: what keeps it solvable where two changes are parallel but for rounding
 RIDGE = 1e-5
 
@@ -48,8 +50,7 @@ class Iteration:
         samples, width: B, D
         size: at most so many steps of a sample are evaluated in an iteration
         freeze: [L], a step leaves when its update is below this
-        bound: a sample goes back to a step whose last update, times the growth that was seen since, is more. The first step of
-            its window jumps when it moves further than this
+        bound: a sample goes back to a step whose last update, times the growth that was seen since, is more
         settled: while the network is imprecise, it is counted how many steps have larger updates than this
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
@@ -219,7 +220,7 @@ class Iteration:
             # knows of that no more than the prior does.
             jumped = first > small
             if self.coefficients.limit is not None:
-                self.jumps += (jumped & (largest > self.bound)).any(0)
+                self.jumps += (jumped & (largest > max(self.bound, FAR * self.coefficients.limit))).any(0)
             small[1:] &= ~jumped[:-1]
             done = (small | first) & used | (age < 0)
             unfinished = self.prefix < length

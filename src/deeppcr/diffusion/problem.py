@@ -288,6 +288,11 @@ def _known_by(function: Any) -> Any:
     return getattr(function, "known_by", owner_of(function))
 
 
+def _last(entry: Any) -> Any:
+    """What an entry of a list or, with its key, of a dictionary holds."""
+    return entry[-1] if isinstance(entry, tuple) and entry else entry
+
+
 def _made_of(value: Any, depth: int = 6) -> Hashable:
     """What tells functions of the same code apart: what they close over. Of tensors their shapes: values change in training."""
     if isinstance(value, PLAIN):
@@ -304,6 +309,10 @@ def _made_of(value: Any, depth: int = 6) -> Hashable:
         inside = value.func, value.args, value.keywords
     elif isinstance(value, (list, tuple, dict)):
         inside = () if len(value) > _FEW else value.items() if isinstance(value, dict) else value
+        if not isinstance(value, tuple):  # a number in there may count calls
+            inside = [
+                each for each in inside if not isinstance(_last(each), (int, float)) or isinstance(_last(each), bool)
+            ]
     if inside is None or depth == 0:
         return Same(value)
     return type(value), tuple(_made_of(each, depth - 1) for each in inside)

@@ -302,8 +302,9 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
     if not math.isfinite(float(outcome.least[row])):
         did = "it was computed one step at a time instead" if looped else "it is not to be trusted"
         return (
-            "how far the final sample is from the loop's cannot be estimated: by the Jacobian, or by what was seen, errors grow "
-            f"beyond all numbers; {did} ({share}). Try a GaussianPrior of your data, or float64"
+            "how far the final sample is from the loop's cannot be estimated: by the Jacobian, or by what was seen, errors grow beyond "
+            "all numbers, or values are clipped and every step moved far until it had its turn, as in a chaotic sampler; "
+            f"{did} ({share}). Try a GaussianPrior of your data, or float64"
         )
     did = "the rest was computed one step at a time" if looped else "the rest is not to be trusted"
     return (

@@ -41,7 +41,7 @@ _TF32 = 2.0**-10
 _UNKNOWN = 2
 #: Where values are clipped, and so large a share of all steps has jumped when they became exact, in a window of so many steps or more,
 #: the iteration has found none of them before its turn, and how small errors grow was not seen: as in a chaotic sampler.
-_JUMPED, _WIDE = 3 / 4, 16
+_JUMPED, _WIDE = 2 / 3, 16
 #: graphs are made for at most so many counts of rows, when each first occurs; a call is filled up to the next
 _BUCKETS = 32
 
