@@ -38,7 +38,8 @@ def drawn(monkeypatch):
 
     def draw(content):
         for record in content["records"]:
-            int(record["L"])  # as the real ones do, it falls over what is damaged
+            if "part" not in record:  # of training
+                int(record["L"])  # as the real ones do, it falls over what is damaged
             assert content["experiment"] != "mlp-timing" or record["forward"]
         names = [f"{content['experiment']}-{number}" for number in "12"]
         return [Figure(name, "A line", "fig. 3", "It is flat.", SVG.replace("NAME", name)) for name in names]
