@@ -33,7 +33,7 @@ demo: $(call extra,paper) ## a deep network in parallel, in one table; then quic
 COVERAGE := --cov $(if $(strip $(ARGS)),,--cov-fail-under=95)
 test: $(call extra,dev) $(call extra,paper) $(call extra,diffusers) $(call extra,docs) ## run every test on the CPU, doctests and import contracts included, with coverage
 	@side_by_side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist worksteal'); \
-	if $(PY) -c 'import pytest_cov' 2>/dev/null; then $(PY) -m pytest $$side_by_side $(COVERAGE) $(ARGS); \
+	if $(PY) -c 'import pytest_cov' 2>/dev/null; then $(PY) -m pytest $$side_by_side $(ARGS) $(COVERAGE); \
 	else echo 'pytest-cov is missing: running without coverage'; $(PY) -m pytest $$side_by_side $(ARGS); fi
 
 test-gpu: $(call extra,dev) $(call extra,diffusers) ## run every test on the GPU
