@@ -4,6 +4,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -539,12 +540,13 @@ def test_a_checkpoint_that_is_spoilt_is_as_good_as_none(images, context, tmp_pat
     assert found["runs"]["eager"]["curves"]["step"][-1] == 24
 
 
+@pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("mode", ["sequential", "parallel"])
-def test_replayed_steps_train_as_steps_taken_one_by_one(mode, images, context):
+def test_replayed_steps_train_as_steps_taken_one_by_one(mode, timed, images, context):
     settings = replace(TRAINING, window=5)  # ends inside an epoch of 12 steps
 
     def run(replayed):
-        runner = resnet.Runner(settings, 16, 0, images, mode, resnet.newton(settings))
+        runner = resnet.Runner(settings, 16, 0, images, mode, resnet.newton(settings), timed=timed)
         runner.replayable = replayed
         return runner, resnet.train({mode: runner}, images, settings, 0, context)["runs"][mode]
 
@@ -553,7 +555,33 @@ def test_replayed_steps_train_as_steps_taken_one_by_one(mode, images, context):
         assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=1e-5)
     assert replayed["test_accuracy"] == by_one["test_accuracy"]
     assert resnet.distance(one, other) < 1e-5
-    assert len(replayed["curves"]["replayed_seconds"]) >= 4
+    if timed:
+        assert len(replayed["curves"]["replayed_seconds"]) >= 4
+    else:
+        assert not [name for name in replayed["curves"] if "seconds" in name]
+
+
+def test_only_the_first_seeds_of_a_training_are_timed(images, context, monkeypatch):
+    """The others can share a device. On a CPU, where nothing is replayed, all have times: those of the second are taken away."""
+    settings = replace(resnet_training.QUICK, depths=(16,), seeds=2, epochs=1, window=5)
+    context.cache["images"] = images
+    seen = []
+
+    class Noted(resnet.Runner):
+        def __init__(self, *arguments, timed, **more):
+            seen.append(timed)
+            super().__init__(*arguments, timed=timed, **more)
+
+    monkeypatch.setattr(resnet_training, "Runner", Noted)
+    cells = [{"L": 16, "seed": seed} for seed in (0, 1)]
+    records = [{**cell, **resnet_training.measure(cell, settings, context)} for cell in cells]
+    assert seen == [True, True, False, False]
+    for run in records[1]["runs"].values():
+        run["curves"].pop("forward_seconds")
+    entry = resnet_training.summarise(records)[0]
+    first = records[0]["runs"]["parallel"]["curves"]["forward_seconds"]
+    assert entry["parallel"]["forward_seconds"] == median(first)
+    assert len(entry["parallel"]["loss"]) == 2
 
 
 @pytest.mark.parametrize(("guess", "count"), [("batch-mean", 1), ("random", 2), ("zeros", 5)])

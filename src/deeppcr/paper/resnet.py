@@ -48,6 +48,7 @@ class Settings:
         rate: of plain stochastic gradient descent
         window: steps that make one point of a curve
         seeds: runs with seed, seed + 1, ...
+        timed_seeds: of so many of them passes are timed; the others, replayed as a whole, can share a device
         data: "mnist" or "digits"
         train, test: how many images; None for all
         eager_steps: forward passes of the eager loop that are timed
@@ -67,6 +68,7 @@ class Settings:
     rate: float = 1e-3
     window: int = 100
     seeds: int = 5
+    timed_seeds: int = setting(1, least=0)
     data: str = setting("mnist", choices=("mnist", "digits"))
     train: int | None = None
     test: int | None = None
@@ -124,6 +126,7 @@ class Runner:
             "eager" or "parallel"
         newton: of the parallel mode
         guess: of the parallel mode: "batch-mean", "random", "zeros", "first-layer"
+        timed: whether some steps of every window are taken one by one, and timed, where all could be replayed
     """
 
     def __init__(
@@ -135,8 +138,9 @@ class Runner:
         mode: str,
         newton: deeppcr.Newton | None = None,
         guess: str = "batch-mean",
+        timed: bool = True,
     ):
-        self.device, self.mode = images.train.device, mode
+        self.device, self.mode, self.timed = images.train.device, mode, timed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # on the CPU: the same network on every device
             network = deeppcr.nn.ResNet(
@@ -197,7 +201,7 @@ class Runner:
         Args:
             number: of the first of them, counted from the beginning of the training
         """
-        timed = min(count, TIMED) if self.replayable else count
+        timed = min(count, TIMED if self.timed else 0) if self.replayable else count
         for index in range(first, first + timed):
             picked = order[index]
             self.step(images.train[picked], images.train_labels[picked], number + index - first)
@@ -219,7 +223,9 @@ class Runner:
         if bad:
             self.diverged, count = number + bad[0], bad[0]
         self.losses += losses[:count]
-        found: dict[str, list[float]] = {"loss": losses, "accuracy": hits, "replayed_seconds": [seconds] * count}
+        found: dict[str, list[float]] = {"loss": losses, "accuracy": hits}
+        if self.timed:
+            found["replayed_seconds"] = [seconds] * count
         if passes is not None and isinstance(self._report, deeppcr.Solution):
             iterations, exact = passes[:count].unbind(1)
             found["iterations"] = iterations.double().mean(1).tolist()

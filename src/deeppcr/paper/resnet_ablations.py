@@ -43,7 +43,8 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     data, seed = images(settings, context), cell["seed"]
-    runner = Runner(settings, cell["L"], seed, data, "parallel", newton(settings, cell["iterations"]), cell["guess"])
+    method, timed = newton(settings, cell["iterations"]), seed < settings.seed + settings.timed_seeds
+    runner = Runner(settings, cell["L"], seed, data, "parallel", method, cell["guess"], timed)
     return train({"parallel": runner}, data, settings, seed, context)
 
 
@@ -56,7 +57,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         run = record["runs"]["parallel"]
         curves = run["curves"]
-        seconds = median(curves["forward_seconds"]) if curves else None
+        seconds = median(curves["forward_seconds"]) if curves.get("forward_seconds") else None
         entry = {
             **{name: record[name] for name in ("L", "guess", "iterations", "seed")},
             "loss": last(curves["loss"]) if curves else None,

@@ -50,9 +50,10 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     data, depth = images(settings, context), cell["L"]
     if "timing" in cell:
         return time_forward(depth, cell["timing"], settings, context)
+    timed = cell["seed"] < settings.seed + settings.timed_seeds
     runners = {
-        "sequential": Runner(settings, depth, cell["seed"], data, "sequential"),
-        "parallel": Runner(settings, depth, cell["seed"], data, "parallel", newton(settings)),
+        "sequential": Runner(settings, depth, cell["seed"], data, "sequential", timed=timed),
+        "parallel": Runner(settings, depth, cell["seed"], data, "parallel", newton(settings), timed=timed),
     }
     return train(runners, data, settings, cell["seed"], context)
 
@@ -86,7 +87,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
     difference in a step (files of earlier versions do not have it). ``loop`` is how the layers were taken one by one:
-    "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and over seeds.
+    "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and
+    over the seeds that were timed.
     """
     found = []
     for depth in sorted({record["L"] for record in records}):
@@ -100,7 +102,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry["printed_iterations"] = fmean(timed["printed"]["iterations"]) if "printed" in timed else None
         for mode in ("sequential", "parallel"):
             curves = [run["runs"][mode]["curves"] for run in runs]
-            passes = [median(curve["forward_seconds"]) for curve in curves if curve]
+            passes = [median(curve["forward_seconds"]) for curve in curves if curve.get("forward_seconds")]
             entry[mode] = {
                 "forward_seconds": median(passes) if passes else None,
                 "loss": [last(curve["loss"]) for curve in curves if curve],
