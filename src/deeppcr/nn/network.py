@@ -78,6 +78,14 @@ def _is_usual(newton: Newton) -> bool:
     return True
 
 
+def _is_exporting() -> bool:
+    """Whether ``torch.export`` traces the call, which keeps no attributes.
+
+    ``torch.compiler.is_exporting()`` reads the same flag, but up to PyTorch 2.12 it is True inside ``torch.compile``, too.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 class _Way(NamedTuple):
     """How the kernels run a network.
 
@@ -190,7 +198,7 @@ class Network(nn.Module):
                 return states
         if chosen == "auto":
             chosen, why = self._choose_without_kernels(hidden)
-        if chosen == "sequential" and not torch.compiler.is_exporting():
+        if chosen == "sequential" and not _is_exporting():
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
             states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
