@@ -128,8 +128,13 @@ def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, devic
             train.run, error, before=train.restart, solution=lambda: getattr(train.network, "solution", None), **options
         )
 
-    in_parallel, in_kernel = (lambda net, x: net(x)), (lambda net, x: net(x, mode="sequential"))
-    methods = {"call": method(in_parallel), "fused loop": method(in_kernel)}
+    def mode(name: Any) -> Callable[..., Tensor]:
+        return lambda net, x: net(x, mode=name)
+
+    in_parallel = mode("parallel")
+    # The call as a user makes it has the default mode. What it chose is in the solution: no iterations, if it is the loop.
+    methods = {"call": method(mode("auto")), "call in parallel": method(in_parallel)}
+    methods["fused loop"] = method(mode("sequential"))
     methods["eager loop"] = method(plain_resnet, kernels=False)
     methods["all but the layers"] = method(without_layers, exact(without_layers), kernels=False)
     if can_capture(device):

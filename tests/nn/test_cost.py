@@ -66,7 +66,7 @@ def test_interpolation():
         (64, 8, 1, "sigmoid", False, 1),
         (16, 8, 1, "tanh", False, 1),  # two chunks: the second start is exact after one pass
         (16, 4, 1, "tanh", False, 2),
-        (256, 16, 4, "relu", True, 3),
+        (256, 16, 4, "relu", True, 4),
         (1, 1, 1, "relu", False, 1),
     ],
 )

@@ -14,8 +14,8 @@ from typing import Any, Literal
 #: Layers in a chunk from which on one round sufficed, at PyTorch's initialisation, ReLU up to width 256. Four times fewer
 #: took one round more, and so on.
 _LAYERS_FOR_ONE_ROUND = {"relu": 32, "tanh": 32, "sigmoid": 8}
-#: Residual networks do not contract: what a training step took.
-_RESIDUAL_ROUNDS = 3
+#: Residual networks do not contract: what a step takes in training, from the states of the step before.
+_RESIDUAL_ROUNDS = 4
 #: The share of the host's time in a call that the device does not hide: before the first kernel runs and after the last.
 #: Picked out of six on the times of one run (docs/performance.md), not measured by itself.
 _BEFORE = 0.6

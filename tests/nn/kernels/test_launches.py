@@ -150,11 +150,7 @@ def test_calls_of_an_mlp(settled):
     assert sorted(calls.operations) == ["empty.memory_format"] * 3 + ["slice.Tensor"] * 2
     assert calls.launches == 6
 
-    # With gradients the host goes on: three rounds and the loop's kernel, whatever they find. Deeper ones are waited for.
     calls = counted(lambda: net.hidden_states(hidden))
-    assert (len(calls.operations), calls.launches) == (5, 3 * 6 + 1)
-    deep = MLP(4, 4, 4096, 3, mode="parallel", newton=Newton(chunk=64))
-    calls = counted(lambda: deep.hidden_states(hidden))
     assert (len(calls.operations), calls.launches) == (5, 6)
 
     states, gradient = net.hidden_states(hidden), torch.zeros(1024, 1, 4)
@@ -175,11 +171,11 @@ def test_calls_of_a_training_step(settled):
     net = ResNet(8, 4, 256, 3, skip=4, mode="parallel", newton=Newton(chunk=2), warm_start=True)
     x, labels = torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)
     calls = counted(lambda: torch.nn.functional.cross_entropy(net(x), labels))
-    assert (len(calls.operations), calls.launches) == (16, 3 * 6 + 1)
+    assert (len(calls.operations), calls.launches) == (16, 6)
 
     def step():
         net.zero_grad(set_to_none=True)
         torch.nn.functional.cross_entropy(net(x), labels).backward()
 
     calls = counted(step)
-    assert (len(calls.operations), calls.launches) == (46, 3 * 6 + 1 + 4)
+    assert (len(calls.operations), calls.launches) == (46, 10)

@@ -135,7 +135,6 @@ def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
 def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels, monkeypatch):
     """They are averaged before it is known whether there is more to do: of one chunk, in two rounds, or by the loop."""
     monkeypatch.setattr(fused, "_ROUNDS", rounds)
-    monkeypatch.setattr(fused._Narrow, "unasked_rounds", min(rounds, 3))
     monkeypatch.setattr(fused, "_plans", {})  # nobody knows how many rounds it will take
     newton = Newton(chunk=chunk)
     net = build("mlp", 6, by_kernels, activation="tanh", mode="parallel", newton=newton, warm_start=True)
@@ -145,78 +144,30 @@ def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels
     torch.testing.assert_close(net.activations, states.detach().mean(1))
 
 
-def hard(device, **more):
-    """A chain that Newton does not follow in two rounds."""
-    net = build("mlp", 14, device, activation="tanh", mode="parallel", newton=Newton(chunk=2), **more)
+def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
+    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    net = build("mlp", 14, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2))
     with torch.no_grad():
         net.weight *= 6
-    return net, torch.randn(1, 4, device=device)
-
-
-@pytest.mark.parametrize("short", [0, 14])
-def test_what_newton_does_not_finish_is_warned_of(short, by_kernels, monkeypatch):
-    """Whether or not the host waits for the answer before the backward pass."""
-    monkeypatch.setattr(fused, "_ROUNDS", 2)
-    monkeypatch.setattr(fused._Narrow, "unasked_rounds", 2)
-    monkeypatch.setattr(fused, "_SHORT", short)
-    monkeypatch.setattr(fused, "_plans", {})
-    net, x = hard(by_kernels)
     with pytest.warns(ConvergenceWarning, match="Newton stopped with the states up to step"):
-        net(x)
+        net(torch.randn(1, 4, device=by_kernels))
     assert net.solution.result is Result.FINISHED_BY_LOOP
 
 
-def test_in_training_of_short_networks_few_passes_are_looked_at(by_kernels, monkeypatch):
-    """What they find does not depend on that, and whoever asks is told."""
-    monkeypatch.setattr(fused._Narrow, "unasked_rounds", 2)
-    monkeypatch.setattr(fused, "_LOOK_EVERY", 4)
-    monkeypatch.setattr(fused, "_plans", {})
-    net, x = hard(by_kernels)
-    exact = net(x, mode="sequential")
-    warned = []
-    for _ in range(9):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            out = net(x)
-        warned.append(len(caught))
-        assert net.solution.result is Result.FINISHED_BY_LOOP
-        assert error(out, exact) <= TOLERANCE
-    assert warned == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    # Passes that the rounds settle give no warning, looked at or not.
-    with torch.no_grad():
-        net.weight *= 0.02
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(5):
-            net(x)
-            assert net.solution.result is Result.CONVERGED
-
-
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_diverged_pass_is_no_warm_start(before, by_kernels, monkeypatch):
-    """Looked at or not."""
+def test_a_diverged_pass_is_no_warm_start(by_kernels, monkeypatch):
     monkeypatch.setattr(fused, "_ROUNDS", 2)
-    monkeypatch.setattr(fused, "_plans", {})
     newton = Newton(chunk=2)
     net = build("mlp", 12, by_kernels, mode="parallel", newton=newton, warm_start=True)
     good = net.weight.detach().clone()
     x = torch.randn(1, 4, device=by_kernels)
-    for _ in range(before):
-        net(x)
-    biases = net.bias.detach().clone()
     with torch.no_grad():
         net.weight.fill_(1e10)
         net.bias.fill_(0.1)
-    with contextlib.nullcontext() if before else pytest.warns(ConvergenceWarning):
+    with pytest.warns(ConvergenceWarning):
         assert not torch.isfinite(net(x)).all()
     with torch.no_grad():
         net.weight.copy_(good)
-        net.bias.copy_(biases)
-    for _ in range(2):
-        assert error(net(x), net(x, mode="sequential")) <= TOLERANCE
-    net(x)
-    assert torch.isfinite(net.activations).all()
-    assert net.solution.result is Result.CONVERGED
+    assert torch.isfinite(net(x)).all()
 
 
 def test_a_module_can_be_pickled_after_a_pass(by_kernels):
@@ -553,7 +504,7 @@ def test_what_times_are_measured_by(width, skip, by_kernels):
 def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
     seen = []
     run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments, **more: seen.append(arguments[4]) or run(*arguments, **more))
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     net = build("resnet", 8, by_kernels, mode="sequential")
     net(torch.randn(2, 4, device=by_kernels))
     assert seen[0].chunk_blocks(4) == 4
@@ -563,6 +514,6 @@ def test_tolerances_are_floats(by_kernels, monkeypatch):
     """A kernel is specialised on integers, and launched again as it was compiled."""
     seen = []
     run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments, **more: seen.append(arguments[4]) or run(*arguments, **more))
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
     assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)
