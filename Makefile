@@ -20,7 +20,7 @@ endif
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format docs paper bench clean
+.PHONY: help demo test test-gpu sanitize lint format docs paper bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,11 @@ test: $(call extra,dev) $(call extra,paper) $(call extra,diffusers) $(call extra
 
 test-gpu: $(call extra,dev) $(call extra,diffusers) ## run every test on the GPU
 	@$(PY) -m pytest --device=cuda $(ARGS)
+
+# The tests that run on a CPU, too, reach every branch of every kernel; the long ones of a GPU, marked so, would take hours.
+sanitize: $(call extra,dev) ## run the kernels' tests under NVIDIA's compute-sanitizer (memcheck), on a GPU
+	@compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+	$(PY) -m pytest --device=cuda -m 'not gpu' tests/linear/kernels tests/nn/kernels tests/diffusion/kernels $(ARGS)
 
 lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, import contracts
 	@$(PY) -m ruff check .

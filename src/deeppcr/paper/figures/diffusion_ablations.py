@@ -73,12 +73,14 @@ def _errors(space: str, size: str, records: list[dict[str, Any]]) -> Drawing:
             else ""
         )
         said.append(f"{name} {reached}{missed}")
+    samples = [len(record["errors"]["printed"]) for record in records]
+    each = f"{style.span(samples, '.0f')} sample{'s' if max(samples) > 1 else ''} of each"
     return Drawing(
         f"diffusion-iterations-{space}",
         f"Error after every iteration, {space} space",
         _PAPER[space],
         "Largest difference of the final state to the loop's: Newton's method as printed (lines, dots) and with the prior's "
-        f"Jacobian (dashed), both from the training set's mean. Below {SMALL} after: {'; '.join(said)}.",
+        f"Jacobian (dashed), both from the training set's mean; the largest of {each}. Below {SMALL} after: {'; '.join(said)}.",
         figure,
     )
 

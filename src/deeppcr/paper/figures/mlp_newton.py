@@ -99,6 +99,8 @@ def caption(records: list[Record], activations: list[str]) -> str:
     known = [record for record in records if record["status"] == "ok"]
     exact = sum(all(style.number(each) == 0 for each in record["error"]) for record in known)
     none = f" The error is 0 in {style.cells(exact)}, which a log axis does not show." if exact else ""
-    holes = sum(record["status"] != "ok" for record in records)
-    gone = f" Out of memory in {style.cells(holes)}." if holes else ""
+    full = sum(record["status"] == "out of memory" for record in records)
+    slow = len(records) - len(known) - full
+    gone = f" Out of memory in {style.cells(full)}." if full else ""
+    gone += f" Not tried in {style.cells(slow)}, after smaller ones took too long." if slow else ""
     return "Under the paper's test, mean of the networks of a cell. " + "; ".join(said) + "." + none + gone

@@ -99,7 +99,8 @@ def iterations(result: Finished) -> str:
             continue
         every = [record for record in result.records if record["activation"] == name]
         left = of_cells(sum(bool(_iterations(record)) for record in every), len(every))
-        shallow, deep = min(by_depth), max(by_depth)
+        # Of two layers nobody needs more than two iterations: what depends on L shows in networks that could take more.
+        shallow, deep = min((depth for depth in by_depth if depth >= 64), default=min(by_depth)), max(by_depth)
         most = max(max(each) for each in by_depth.values())
         ends = (
             f"{fmean(by_depth[shallow]):.1f} on average at L = {shallow:,}, {fmean(by_depth[deep]):.1f} at L = {deep:,}"
