@@ -24,7 +24,7 @@ LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, demo and bench"
+	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, sanitize, demo and bench"
 
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (two minutes)
 	@$(PY) -m deeppcr.paper.demo $(ARGS)
@@ -40,8 +40,9 @@ test-gpu: $(call extra,dev) $(call extra,diffusers) ## run every test on the GPU
 	@$(PY) -m pytest --device=cuda $(ARGS)
 
 # The tests that run on a CPU, too, reach every branch of every kernel; the long ones of a GPU, marked so, would take hours.
+# Without PyTorch's own reserve of memory every tensor is an allocation by itself, and what reads past its end is seen.
 sanitize: $(call extra,dev) ## run the kernels' tests under NVIDIA's compute-sanitizer (memcheck), on a GPU
-	@compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
 	$(PY) -m pytest --device=cuda -m 'not gpu' tests/linear/kernels tests/nn/kernels tests/diffusion/kernels $(ARGS)
 
 lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, import contracts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deeppcr
 from kernel_methods import Method, can_capture, captured
+from kernel_report import DEFAULT, REST
 
 
 def plain_resnet(network: deeppcr.nn.ResNet, x: Tensor) -> Tensor:
@@ -132,11 +133,9 @@ def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, devic
         return lambda net, x: net(x, mode=name)
 
     in_parallel = mode("parallel")
-    # The call as a user makes it has the default mode. What it chose is in the solution: no iterations, if it is the loop.
-    methods = {"call": method(mode("auto")), "call in parallel": method(in_parallel)}
-    methods["fused loop"] = method(mode("sequential"))
+    methods = {"call": method(in_parallel), DEFAULT: method(mode("auto")), "fused loop": method(mode("sequential"))}
     methods["eager loop"] = method(plain_resnet, kernels=False)
-    methods["all but the layers"] = method(without_layers, exact(without_layers), kernels=False)
+    methods[REST] = method(without_layers, exact(without_layers), kernels=False)
     if can_capture(device):
         methods["captured"] = method(in_parallel, graph=True, optional=True)
         methods["loop in a CUDA graph"] = method(plain_resnet, graph=True, kernels=False, optional=True)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -428,3 +430,61 @@ def test_another_layer_in_the_place_of_the_first(device):
     net = MLP(4, 4, 3, 2, device=device)
     net.input = nn.Sequential(nn.Flatten(1), nn.Linear(8, 4)).to(device)
     assert net(torch.zeros(5, 2, 4, device=device)).shape == (5, 2)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), torch.relu_, lambda z: z.tanh_()])
+@pytest.mark.parametrize("kind", ["mlp", "resnet"])
+def test_an_activation_in_place_is_refused(kind, activation):
+    """The loop would add, and return, what it has overwritten."""
+    with pytest.raises(ValueError, match="activation: it changes its argument in place"):
+        build(kind, 4, activation, torch.float32, "cpu")
+
+
+def test_activations_that_are_none_or_choosy():
+    with pytest.raises(TypeError, match="activation: expected one of relu"):
+        build("mlp", 4, None, torch.float32, "cpu")
+
+    def rows_only(z):
+        if z.ndim != 2:
+            raise RuntimeError("rows only")
+        return z.tanh()
+
+    state = torch.get_rng_state()
+    build("mlp", 4, rows_only, torch.float32, "cpu")(torch.randn(2, 5))
+    torch.set_rng_state(state)
+    noisy = build("mlp", 4, lambda z: z * torch.rand(()), torch.float32, "cpu")
+    assert torch.equal(noisy.weight, build("mlp", 4, "tanh", torch.float32, "cpu").weight), "no numbers are drawn"
+
+
+def test_names_of_layers_are_kept():
+    plain = nn.Sequential(OrderedDict(a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    net = Sequential.from_torch(plain)
+    assert list(net.state_dict()) == list(plain.state_dict()) == list(net.to_torch().state_dict())
+    net.load_state_dict(plain.state_dict())
+    layer = nn.Linear(6, 6)
+    assert len(Sequential.from_torch(nn.Sequential(layer, layer))) == 2, "one layer twice"
+
+
+def test_a_slice_runs_as_the_whole():
+    newton = Newton(chunk=2)
+    net = Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)), mode="parallel", newton=newton)
+    part = net[1:4]
+    assert (type(part), len(part), part.mode, part.newton) == (Sequential, 3, "parallel", newton)
+    assert part[0] is net[1]
+    part(torch.randn(2, 6))
+    assert part.solution.result is Result.CONVERGED
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", ["mlp", "resnet"])
+def test_a_network_is_exported_without_a_trace(kind, strict):
+    """How the last pass went is no part of the program, and not of the module after it."""
+    net = build(kind, 3, "tanh", torch.float32, "cpu", mode="sequential").eval()
+    x = torch.randn(2, 5)
+    expected = net(x)
+    net._looped = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        program = torch.export.export(net, (x,), strict=strict)
+    assert net.solution is None
+    torch.testing.assert_close(program.module()(x), expected)

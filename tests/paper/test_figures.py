@@ -437,6 +437,46 @@ def test_training_with_holes():
     assert silent(result) == []
 
 
+def test_trainings_that_were_not_timed():
+    """Of a later seed alone, or of none."""
+    result = made_up.resnet_training_result(replace(TRAINING, depths=(32,), seeds=2), points=12)
+    first, second = (record["runs"] for record in result["records"] if "runs" in record)
+    for mode, run in first.items():
+        second[mode]["curves"] |= {name: values for name, values in run["curves"].items() if "seconds" in name}
+        made_up.untimed(run["curves"])
+    drawings = figures.drawings(result)
+    assert drawings[0].name == "resnet-training-time"
+    ratio = line(panel(drawings[0], "DeepPCR over CUDA graph"), "L=32")[1]
+    seconds = {mode: run["curves"]["forward_seconds"] for mode, run in second.items()}
+    assert ratio[0] == seconds["sequential"][0] / seconds["parallel"][0]
+    for run in second.values():
+        made_up.untimed(run["curves"])
+    assert [each.name.removeprefix("resnet-training-") for each in silent(result)] == [
+        "loss",
+        "accuracy",
+        "seeds",
+        "newton",
+    ]
+
+
+def test_captions_say_how_much_there_is():
+    result = made_up.mlp_newton_result()
+    ok = [record for record in result["records"] if record["guess"] == "random" and record["status"] == "ok"]
+    ok[0]["iterations"], ok[0]["error"], ok[0]["results"] = ok[0]["iterations"][:1], [1e-8], ["CONVERGED"]
+    ok[1] |= {"status": "not measured: it took 5 s at L = 8"}
+    result["sessions"] = [{"start": "2026-01-01T00:00:00", "end": "2026-01-01T00:09:00"}] * 2
+    (caption,) = (each.caption for each in figures.drawings(result) if each.name == "mlp-newton-random")
+    for part in ("mean of the 1 to 3 networks", "Not tried in 1 cell, after", "Several processes shared the device."):
+        assert part in caption
+    result["sessions"] = result["sessions"][:1]
+    assert not [each for each in figures.drawings(result) if "shared" in each.caption]
+
+    result = made_up_diffusion.iterations_result()
+    for record in result["records"]:
+        record["errors"] = {name: curves[:1] for name, curves in record["errors"].items()}
+    assert all("the largest of 1 sample of each" in each.caption for each in figures.drawings(result))
+
+
 def test_trainings_that_all_diverged():
     """Steps, as nobody knows how many make an epoch."""
     settings = replace(COUNTS, depths=(64,), iterations=(1,))

@@ -169,7 +169,7 @@ def test_findings_from_some_of_the_cells_say_so(tmp_path):
     measured = f"{sum(record['status'] == 'ok' for record in first)} of {len(first)} cells"
     iterations, *others = networks.newton(Finished(tmp_path, newton))
     assert f"({measured})" in iterations.ours
-    assert sum("cells" in check.ours for check in others) == 1  # the error of the output, of both activations
+    assert sum("cells" in check.ours for check in others) == 2  # the error of the output, of each activation
     fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
     measured = f"{fits} of {len(memory['records'])} cells"
     assert f"as printed ({measured})," in findings.memory(Finished(tmp_path, memory))
@@ -361,6 +361,7 @@ def test_newton_counts_iterations():
         if record["status"] == "ok":
             record["iterations"] = [5 if record["activation"] == "relu" else 3] * 3
             record["results"] = ["CONVERGED"] * 3
+            record["error"] = [1e-8] * 3
     checks = networks.newton(finished(content))
     assert verdict(checks) is Verdict.AGREES
     assert "ReLU yes, at most 5" in findings.iterations(finished(content))
@@ -369,6 +370,35 @@ def test_newton_counts_iterations():
             record["iterations"] = [9] * 3
     assert by_what(networks.newton(finished(content)), "change with L").holds == NO
     assert "ReLU no, at most 9" in findings.iterations(finished(content))
+
+
+def test_the_error_of_the_output_is_judged_by_activation():
+    """The small ones of one do not hide those of the other."""
+    content = made_up.mlp_newton_result()
+    for record in content["records"]:
+        if record["status"] == "ok":
+            record["error"] = [1e-4 if record["activation"] == "sigmoid" else 1e-8] * 3
+    checks = networks.newton(finished(content))
+    assert by_what(checks, "error of the output, ReLU").holds == YES
+    sigmoid = by_what(checks, "error of the output, sigmoid")
+    assert (sigmoid.holds, sigmoid.ours[:2]) == (NO, "0%")
+    assert "10⁻⁴" in sigmoid.why
+
+
+def test_iterations_are_compared_over_the_same_widths():
+    """Where the widest are missing at large depth, fewer iterations of theirs change nothing; nor do shallow networks."""
+    content = made_up.mlp_newton_result()
+    widest = max(record["w"] for record in content["records"])
+    deepest = max(record["L"] for record in content["records"])
+    for record in content["records"]:
+        if record["status"] == "ok":
+            record["iterations"] = [2 if record["w"] == widest else 5] * 3 if record["L"] >= 64 else [1] * 3
+        if (record["w"], record["L"]) == (widest, deepest):
+            record["status"] = "out of memory"
+            record.pop("iterations", None)
+    mine = [record for record in content["records"] if record["activation"] == "relu"]
+    assert set(networks.mean_iterations_by_depth(mine).values()) == {5.0}
+    assert min(networks.mean_iterations_by_depth(mine)) == 64
 
 
 def test_two_machines():

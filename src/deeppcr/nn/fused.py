@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linear.kernels import dense
 from ..linear.kernels.launch import Launches, aligned, empty, remember, repeat
-from ..linear.solve import is_batched
+from ..linear.solve import is_batched, is_capturing
 from ..solution import Plan, Result, Solution
 from . import kernels
 from .adjoint import adjoint, all_gradients, slopes_at
@@ -234,8 +234,7 @@ class _Narrow:
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
-        # Of batches of 8 rows in residual networks of 1,024 layers that had trained for five epochs, none was settled after
-        # three rounds, and 97% were after four (docs/performance.md).
+        # Trained residual networks take four rounds as a rule: see docs/performance.md.
         self.captured_rounds = 4 if layers.residual else 3
         self.rows, self.blocks = x.shape[1], weight.shape[0]
 
@@ -385,7 +384,7 @@ def run(
         done()
         return x, None
 
-    captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    captured = is_capturing(weight.device)
     most = network.captured_rounds if captured else _ROUNDS
     found = empty(weight, 2 * most, 2, rows)
     network.prepare(initial, guess, found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -78,6 +79,15 @@ def _is_usual(newton: Newton) -> bool:
     return True
 
 
+def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a function overwrites what it is given, as far as two numbers on the CPU show."""
+    given = torch.tensor([-1.5, 0.5])
+    kept = given.clone()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):  # one that needs others is seen later
+        activation(given)
+    return not torch.equal(given, kept)
+
+
 def _is_exporting() -> bool:
     """Whether ``torch.export`` traces the call, which keeps no attributes.
 
@@ -131,6 +141,13 @@ class Network(nn.Module):
         super().__init__()
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        if not callable(activation) and not isinstance(activation, str):
+            raise TypeError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        if not isinstance(activation, str) and _changes_its_argument(activation):
+            raise ValueError(
+                "activation: it changes its argument in place, which a skip connection and the states still need; "
+                "take it without inplace=True"
+            )
         in_features, width = check_size("in_features", in_features), check_size("width", width)
         out_features = check_size("out_features", out_features)
         self.activation, self.newton = activation, check_newton(newton)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ class Sequential(nn.Sequential):
     ``mode="sequential"``.
 
     Args:
-        layers: modules that return the shape they are given
+        layers: modules that return the shape they are given; or one ``OrderedDict`` of names and modules
         mode: "parallel", "sequential" or "auto": in parallel from 64 layers on an accelerator, otherwise in sequence
         newton: settings of the parallel mode
 
@@ -40,8 +42,10 @@ class Sequential(nn.Sequential):
     True
     """
 
-    def __init__(self, *layers: nn.Module, mode: Mode = "auto", newton: Newton | None = None):
-        super().__init__(*layers)
+    def __init__(
+        self, *layers: nn.Module | OrderedDict[str, nn.Module], mode: Mode = "auto", newton: Newton | None = None
+    ):
+        super().__init__(*layers)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.mode: Mode = check_mode(mode)
         self.newton = check_newton(newton)
         #: A Solution, or of a pass by the loop its rows, their device and why.
@@ -91,16 +95,23 @@ class Sequential(nn.Sequential):
             return looped(len(self), *self._passed)
         return self._passed
 
+    def __getitem__(self, idx: Any) -> Any:
+        """A layer; of a slice a network that runs as this one does."""
+        found: Any = super().__getitem__(idx)
+        if isinstance(idx, slice):
+            found.mode, found.newton = self.mode, self.newton
+        return found
+
     def extra_repr(self) -> str:
         return f"mode={self.mode}"
 
     @classmethod
     def from_torch(cls, layers: nn.Sequential, *, mode: Mode = "auto", newton: Newton | None = None) -> Sequential:
-        """The same layers (shared, not copied), run in parallel."""
+        """The same layers (shared, not copied) under the same names, run in parallel."""
         if not isinstance(layers, nn.Sequential):
             raise TypeError(f"layers: expected a torch.nn.Sequential, got {type(layers).__name__}")
-        return cls(*layers, mode=mode, newton=newton)
+        return cls(OrderedDict(layers._modules), mode=mode, newton=newton)  # pyright: ignore[reportArgumentType]
 
     def to_torch(self) -> nn.Sequential:
         """The same layers (shared, not copied) as a plain ``torch.nn.Sequential``."""
-        return nn.Sequential(*self)
+        return nn.Sequential(OrderedDict(self._modules))  # pyright: ignore[reportArgumentType]

@@ -101,7 +101,7 @@ def images(settings: Settings, context: Context) -> Images:
 def newton(settings: Settings, iterations: int = 0) -> deeppcr.Newton:
     """The paper's method, with its test or with a fixed number of iterations; or the library's defaults."""
     if settings.solver == "default":
-        return deeppcr.Newton()
+        return deeppcr.Newton(stop=deeppcr.FixedIterations(iterations)) if iterations else deeppcr.Newton()
     stop = deeppcr.FixedIterations(iterations) if iterations else deeppcr.PaperTest(1e-4, 1e-4)
     return deeppcr.Newton(chunk=1, stop=stop, max_iterations=15)
 
@@ -126,7 +126,7 @@ class Runner:
             "eager" or "parallel"
         newton: of the parallel mode
         guess: of the parallel mode: "batch-mean", "random", "zeros", "first-layer"
-        timed: whether some steps of every window are taken one by one, and timed, where all could be replayed
+        timed: whether passes are timed; where all steps could be replayed, some of every window are taken one by one for it
     """
 
     def __init__(
@@ -282,9 +282,9 @@ class Runner:
         found = {
             "loss": value,
             "accuracy": (scores.argmax(-1) == labels).float().mean().item(),
-            "forward_seconds": passed - begun,
-            "step_seconds": ended - begun,
         }
+        if self.timed:
+            found |= {"forward_seconds": passed - begun, "step_seconds": ended - begun}
         if self.mode == "parallel":
             solution = self.network.solution
             assert solution is not None

@@ -86,7 +86,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every depth: times, speed-ups and how far the two trainings are apart.
 
     Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
-    difference in a step (files of earlier versions do not have it). ``loop`` is how the layers were taken one by one:
+    difference in a step (files of earlier versions do not have it), as long as neither has diverged. ``loop`` is how the layers were taken one by one:
     "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and
     over the seeds that were timed.
     """
@@ -108,6 +108,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss": [last(curve["loss"]) for curve in curves if curve],
                 "accuracy": [last(curve["accuracy"]) for curve in curves if curve],
                 "test_accuracy": [run["runs"][mode]["test_accuracy"] for run in runs],
+                "diverged": sum(run["runs"][mode]["diverged"] is not None for run in runs),
             }
         eager, printed = entry["eager_forward_seconds"], entry["printed_forward_seconds"]
         entry["printed_speedup_over_eager"] = eager / printed if eager and printed else None
@@ -149,9 +150,11 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
 
 
 def end_loss(entry: dict[str, Any], mode: str) -> str | None:
-    """The mean over the seeds, as it is shown; None where every training ended before its first point."""
+    """The mean over the seeds, as it is shown, with how many diverged; None where every training ended before its first point."""
     known = [loss for loss in entry[mode]["loss"] if loss is not None]
-    return f"{fmean(known):.4f}" if known else None
+    shown = f"{fmean(known):.4f}" if known else None
+    diverged = entry[mode].get("diverged")  # which files of earlier versions do not have
+    return f"{diverged} diverged, {shown or 'at once'}" if diverged else shown
 
 
 EXPERIMENT = Experiment(

@@ -5,6 +5,8 @@ On a CPU the kernels are interpreted, and so the networks are small; ``--device=
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -551,3 +553,21 @@ def test_a_product_that_overflows_settles_nothing(grouped, device):
     assert torch.isfinite(exact).all()
     assert report.solution().result is Result.FINISHED_BY_LOOP
     torch.testing.assert_close(after_blocks(x, layers), exact)
+
+
+@pytest.mark.parametrize(("residual", "rounds"), [(True, 4), (False, 3)])
+def test_rounds_where_nobody_can_ask(residual, rounds, device, monkeypatch):
+    """In a CUDA graph there are so many, whatever they find, and then the loop."""
+    layers = Layers(2, residual, "tanh", chunk=2)
+    problem = network(32, 3, 2, skip=2, residual=residual, activation="tanh", device=device)
+    seen = []
+    for kind, name in ((fused._Narrow, "one_round"), (fused._Narrow, "whole")):
+        made = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, name=name, made=made: seen.append(name) or made(*a))
+    exact, _ = fused.run(*problem, None, replace(layers, chunk=32))
+    seen.clear()
+    monkeypatch.setattr(fused, "is_capturing", lambda device: True)
+    x, report = fused.run(*problem, None, layers)
+    assert seen == ["one_round"] * rounds + ["whole"]
+    assert not report.finished
+    torch.testing.assert_close(x, exact, atol=1e-4, rtol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -33,11 +34,17 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     for guess in dict.fromkeys(record["guess"] for record in records):
         mine = [record for record in records if record["guess"] == guess]
         if any(record["status"] == "ok" for record in mine):
-            found.append(by_guess(mine, guess))
+            found.append(by_guess(mine, guess, shared_device(result)))
     return found
 
 
-def by_guess(records: list[Record], guess: str) -> Drawing:
+def shared_device(result: dict[str, Any]) -> bool:
+    """Whether parts of it were measured at the same time: then what ran out of memory or patience need not do so alone."""
+    spans = sorted((each["start"], each["end"] or each["start"]) for each in result.get("sessions", ()))
+    return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
+
+
+def by_guess(records: list[Record], guess: str, shared: bool = False) -> Drawing:
     """For each activation, iterations above and error below."""
     activations = list(dict.fromkeys(record["activation"] for record in records))
     figure, grid = style.canvas(2, len(activations), extra=0.9)
@@ -75,7 +82,7 @@ def by_guess(records: list[Record], guess: str) -> Drawing:
         f"mlp-newton-{guess}",
         f"Newton iterations from {GUESSES.get(guess, guess)}",
         "fig. 8 left",
-        caption(records, activations),
+        caption(records, activations, shared),
         figure,
     )
 
@@ -84,7 +91,7 @@ def _not_converged(record: Record) -> bool:
     return record["status"] == "ok" and any(name != "CONVERGED" for name in record["results"])
 
 
-def caption(records: list[Record], activations: list[str]) -> str:
+def caption(records: list[Record], activations: list[str], shared: bool = False) -> str:
     said = []
     for activation in activations:
         mine = [record for record in records if record["activation"] == activation and record["status"] == "ok"]
@@ -100,7 +107,9 @@ def caption(records: list[Record], activations: list[str]) -> str:
     exact = sum(all(style.number(each) == 0 for each in record["error"]) for record in known)
     none = f" The error is 0 in {style.cells(exact)}, which a log axis does not show." if exact else ""
     full = sum(record["status"] == "out of memory" for record in records)
-    slow = len(records) - len(known) - full
+    slow = sum(record["status"].startswith("not measured") for record in records)
     gone = f" Out of memory in {style.cells(full)}." if full else ""
     gone += f" Not tried in {style.cells(slow)}, after smaller ones took too long." if slow else ""
-    return "Under the paper's test, mean of the networks of a cell. " + "; ".join(said) + "." + none + gone
+    gone += " Several processes shared the device." if gone and shared else ""
+    networks = style.span((len(record["iterations"]) for record in known), ".0f") if known else "no"
+    return f"Under the paper's test, mean of the {networks} networks of a cell. " + "; ".join(said) + "." + none + gone

@@ -274,7 +274,8 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
             ours += f"; not at {'; '.join(_where(entry) for entry in missed)}" if missed and known else ""
             good = not missed and max(known) < FEW
             what = f"iterations until the error is below {SMALL}, {words}"
-            checks.append(Check(what, f"fewer than {FEW}", ours, holds(good) if method == "printed" else ""))
+            paper, verdict = (f"fewer than {FEW}", holds(good)) if method == "printed" else ("", "")
+            checks.append(Check(what, paper, ours, verdict))
         last = max(entries, key=lambda entry: (entry["L"], _size(entry)))
         ours = f"{plain(last['printed']['last'])} as printed, {plain(last['auto']['last'])} with the defaults"
         stalls = space == "pixel"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from ..figures.ablations import GUESSES
 from ..figures.style import plain
@@ -16,7 +15,7 @@ from ..report.words import activation_name
 from ..table import of_cells, times
 from . import diffusion, trainings
 from .choice import Results, command, smaller
-from .networks import BreakEven
+from .networks import FLAT, BreakEven, mean_iterations_by_depth, passes_of
 from .reading import YES, listed
 
 
@@ -86,28 +85,22 @@ def guesses(result: Finished) -> str | None:
 
 
 def iterations(result: Finished) -> str:
-    """Of the passes as printed that were timed, the same networks as those of ``mlp-newton``."""
-    counts: dict[str, dict[int, list[int]]] = {}
-    for record in result.records:
-        by_depth = counts.setdefault(record["activation"], {})
-        for each in _iterations(record):
-            by_depth.setdefault(record["L"], []).append(each)
+    """Of mlp-newton, or of the passes as printed that were timed, on the same networks."""
     said = []
-    for name, by_depth in counts.items():
-        if not by_depth:
+    for name in dict.fromkeys(record["activation"] for record in result.records):
+        every = [record for record in result.records if record["activation"] == name]
+        counts = [each for record in every for each in passes_of(record)]
+        if not counts:
             said.append(f"{activation_name(name)} not measured")
             continue
-        every = [record for record in result.records if record["activation"] == name]
-        left = of_cells(sum(bool(_iterations(record)) for record in every), len(every))
-        # Of two layers nobody needs more than two iterations: what depends on L shows in networks that could take more.
-        shallow, deep = min((depth for depth in by_depth if depth >= 64), default=min(by_depth)), max(by_depth)
-        most = max(max(each) for each in by_depth.values())
+        left = of_cells(sum(bool(passes_of(record)) for record in every), len(every))
+        means = mean_iterations_by_depth(every)
         ends = (
-            f"{fmean(by_depth[shallow]):.1f} on average at L = {shallow:,}, {fmean(by_depth[deep]):.1f} at L = {deep:,}"
+            f"{means[min(means)]:.1f} on average at L = {min(means):,}, {means[max(means)]:.1f} at L = {max(means):,}"
         )
-        grown = abs(fmean(by_depth[deep]) - fmean(by_depth[shallow]))
-        good = most <= 6 and grown < 1.5
-        said.append(f"{activation_name(name)} {'yes' if good else 'no'}, at most {most} ({ends}{left and f'; {left}'})")
+        good = max(counts) <= 6 and max(means.values()) - min(means.values()) <= FLAT
+        text = f"{activation_name(name)} {'yes' if good else 'no'}, at most {max(counts)}"
+        said.append(f"{text} ({ends}{left and f'; {left}'})")
     return f"Under the paper's test: {'; '.join(said)}."
 
 
@@ -123,13 +116,6 @@ def gains(result: Finished) -> str:
             text += f"{worst['gain']:g}"
         said.append(text)
     return f"Under the paper's test {'; '.join(said)}. What decides is whether the network amplifies errors."
-
-
-def _iterations(record: dict[str, Any]) -> list[int]:
-    if "forward" in record:  # a timing
-        entry = record["forward"].get("printed", {})
-        return [entry["iterations"]] if "iterations" in entry else []
-    return record.get("iterations", [])
 
 
 def break_even_depths(result: Finished) -> list[str]:
