@@ -1,6 +1,7 @@
 """Bad input is named: the argument, what was expected, what came."""
 
 import sys
+from copy import deepcopy
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -11,6 +12,11 @@ from deeppcr import Loop, Newton, StepError, solve
 from problems import Generator, mlp
 
 ONES = torch.ones(2, 3)
+IN_PLACE = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(3, 3))
+
+
+def differentiates(z):
+    return z - 0.1 * torch.autograd.grad((z**4).sum(), z, create_graph=True)[0]
 
 
 def step(z, x):
@@ -50,6 +56,9 @@ def step(z, x):
         ),
         (lambda: solve(lambda z: None, ONES, length=3), StepError, r"returns None, not a state like float32\[2, 3\]"),
         (lambda: solve(lambda z: z.add_(1), ONES.clone(), length=3), StepError, "changes its state in place"),
+        (lambda: solve([IN_PLACE] * 3, ONES.clone()), StepError, "changes its state in place"),
+        (lambda: solve([IN_PLACE, deepcopy(IN_PLACE)], ONES.clone()), StepError, "changes its state in place"),
+        (lambda: solve(differentiates, ONES.clone().requires_grad_(), length=3), StepError, "use torch.func.grad"),
         (lambda: solve(lambda z, x: z + x.mul_(2), ONES, torch.ones(3, 3)), StepError, "changes xs in place"),
         (lambda: solve(lambda z: z + torch.randn(3), ONES, length=3), StepError, "draws random numbers"),
         (lambda: solve(lambda z: torch.dropout(z, 0.5, True), ONES, length=3), StepError, "draws random numbers"),

@@ -149,3 +149,20 @@ def test_a_step_that_multiplies_in_half_precision_is_called_that():
     assert [finding.kind for finding in deeppcr.check(step, z0, length=50)] == ["precision"]
     loose = deeppcr.Newton(atol=2e-2, rtol=2e-2)
     assert deeppcr.solve(step, z0, length=50, solver=loose).result is deeppcr.Result.CONVERGED
+
+
+def test_layers_in_place_and_steps_that_differentiate():
+    """The first of a list is named; in the middle, what is overwritten is a copy of the solver's."""
+    layers = [
+        torch.nn.Linear(4, 4),
+        *(torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 4)) for _ in "abc"),
+    ]
+    (finding,) = deeppcr.check(layers[1:], torch.randn(2, 4))
+    assert "changes its state in place" in finding.message
+    assert deeppcr.check(layers, torch.randn(2, 4)) == []
+
+    def step(z):
+        return z - 0.1 * torch.autograd.grad((z**4).sum(), z, create_graph=True)[0]
+
+    (finding,) = deeppcr.check(step, torch.randn(2, 4, requires_grad=True), length=5)
+    assert "torch.func.grad" in finding.message

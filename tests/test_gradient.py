@@ -372,6 +372,23 @@ def test_gradients_that_are_not_finite_come_through_as_in_the_loop(bad, solver, 
         assert torch.allclose(a, b, atol=1e-8, equal_nan=True)
 
 
+@pytest.mark.parametrize("solver", [Newton(), Newton(chunk=1), Newton(chunk=7)])
+def test_a_row_that_is_not_finite_leaves_the_gradients_of_the_others(solver, device):
+    make = Generator(0, torch.float64, device)
+    z0, xs = make.normal(3, 4).requires_grad_(), make.normal(40, 3, 4)
+    xs[30, 1, 2] = float("nan")
+    step = lambda z, x: torch.tanh(z + x)  # noqa: E731
+    with pytest.warns(deeppcr.ConvergenceWarning):
+        solution = deeppcr.solve(step, z0, xs, solver=solver)
+    loop = plain_loop(step, z0, xs)
+    for loss in (lambda states: states[:, ::2].sum(), lambda states: states[:20].sum()):
+        (ours,), (loops,) = (
+            torch.autograd.grad(loss(states), z0, retain_graph=True) for states in (solution.states, loop)
+        )
+        assert ours[::2].isfinite().all()
+        assert torch.allclose(ours, loops, atol=1e-10, equal_nan=True)
+
+
 def test_rows_with_finite_gradients_are_checked_whatever_the_others_hold(device):
     z0 = Generator(0, torch.float64, device).normal(3, 4).requires_grad_()
     coupled = deeppcr.solve(lambda z: torch.sin(z + 0.1 * z.mean(0)), z0, length=20).states

@@ -88,8 +88,11 @@ def check(
 def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jacobian | None) -> list[Finding]:
     # Near the trajectory: from the initial state, each step once.
     states = [sequence.initial.detach()]
-    for index in looked_at:
-        states.append(sequence.step(index, states[-1]))
+    try:
+        for index in looked_at:
+            states.append(sequence.step(index, states[-1]))
+    except StepError as error:
+        return [Finding("error", str(error))]
     findings = list(_repeatability(sequence, step, looked_at, states))
     if findings:
         return findings  # nothing else can be compared with a step that gives another answer each time
@@ -216,7 +219,7 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of steps that look at values
             start = state.clone().requires_grad_()
-            value = sequence.step(index, start)
+            value = sequence.step(index, start.clone())
         if not value.requires_grad:
             pulled = torch.zeros_like(state)
         else:

@@ -140,7 +140,8 @@ def reproduce(
     interrupted (Ctrl-C, --time-limit, a power cut) leaves what is finished in
     OUT; the same command goes on from there, on this or another machine of the
     same kind. Cells can be shared among machines by [bold]--only[/]: with their
-    partial files in one folder, the same command makes one of them.
+    partial files in one folder, the same command makes one of them (two of one
+    name: rename one, and let it begin with the experiment's name as before).
 
     [bold]deeppcr reproduce all[/] runs every experiment at full size, those that
     say the most first, passes over what is finished in OUT, and ends with a line

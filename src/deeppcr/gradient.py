@@ -135,6 +135,9 @@ class Adjoint:
         kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
         if values_can_be_read(adjoint) and not torch.isfinite(adjoint).all():
+            lost = ~torch.isfinite(self.values.detach()).all(-1).all(0)  # row by row
+            if lost.any() and torch.isfinite(adjoint[:, ~lost]).all():
+                return self._backwards(gradients)  # what the loop finds in a row that is not finite no solver does
             raise GradientOverflow(
                 "the gradient overflows on its way back through the steps: the sequence amplifies small changes beyond the "
                 f"range of {gradients.dtype}"

@@ -156,8 +156,9 @@ class Sequence:
                 ) from error
             self._say_how_it_was_called(error, state, x)
             raise
+        of_module = self._group_of(0)[0].module is not None  # whose xs are what it holds: see Kept
         for (name, leaf), version in zip(watched, before, strict=True):
-            if version_of(leaf) != version and self._group_of(0)[0].module is None:
+            if version_of(leaf) != version and (leaf is state or not of_module):
                 raise StepError(changes_in_place(name))
         return first
 

@@ -25,6 +25,7 @@ _HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) 
 
 #: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
 #: shown itself when the first step was called plainly.
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
 _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
@@ -105,7 +106,15 @@ class StepGroup:
         """One step: [B, D] to [B, D]."""
         batch = self.layout.batch_shape if batch_shape is None else batch_shape
         nest = self.layout.unpack(state, batch)
-        output = self.function(nest) if self.xs is None else self.function(nest, x)
+        try:
+            output = self.function(nest) if self.xs is None else self.function(nest, x)
+        except RuntimeError as error:
+            if _NO_GRAPH not in str(error):
+                raise
+            raise StepError(
+                "step: differentiates by torch.autograd.grad or backward, which see no graph where the solver evaluates it; use "
+                f"torch.func.grad or torch.func.vjp ({error})"
+            ) from error
         complaint = self.layout.complaint(output, batch)
         if complaint is not None:
             output = self.layout.in_order(output)
