@@ -166,3 +166,32 @@ def test_layers_in_place_and_steps_that_differentiate():
 
     (finding,) = deeppcr.check(step, torch.randn(2, 4, requires_grad=True), length=5)
     assert "torch.func.grad" in finding.message
+
+
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_derivatives_of_several_steps_at_once(length):
+    """Of torch.linalg.solve with a transposed right-hand side they are wrong, and of a single step right."""
+    make = Generator(0, torch.float64)
+    matrix, z0, xs = (
+        torch.eye(4, dtype=torch.float64) + 0.1 * make.normal(4, 4),
+        make.normal(3, 4),
+        make.normal(length, 3, 4),
+    )
+
+    def step(z, x):
+        return torch.tanh(torch.linalg.solve(matrix, z.T).T + x)
+
+    found = deeppcr.check(step, z0, xs)
+    start = z0.clone().requires_grad_()
+    try:
+        deeppcr.solve(step, start, xs).states.sum().backward()
+    except RuntimeError:  # where PyTorch has the fault
+        assert [each.kind for each in found] == ["derivative"]
+        assert "torch.linalg.solve" in found[0].message
+    else:
+        assert found == []
+
+    def batched(z, x):
+        return torch.tanh(torch.linalg.solve(matrix, z.unsqueeze(-1)).squeeze(-1) + x)
+
+    assert "derivative" not in [each.kind for each in deeppcr.check(batched, z0, xs)]

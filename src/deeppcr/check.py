@@ -209,13 +209,17 @@ def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]
 
 
 def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
-    """Jacobians come by forward mode, gradients by reverse mode: both must be of the same function."""
+    """Jacobians come by forward mode, of several steps at once, gradients by reverse mode: both must be of the same function."""
     for index, state in zip(looked_at, states, strict=False):
         tangent, cotangent = 1 + 0.1 * shares(state), 0.1 + 0.1 * shares(state)
+        first = max(0, min(index, sequence.length - 2))
+        together = range(first, min(first + 2, sequence.length))
+        tangents = torch.stack([tangent, cotangent]).unsqueeze(0)
         try:
-            _, pushed = sequence.push(state.unsqueeze(0), tangent[None, None], range(index, index + 1))
+            _, every = sequence.push(state.expand(len(together), *state.shape), tangents, together)
         except StepError:
             return  # no derivative, which the solve says where it needs one
+        pushed = every[index - first, 0]
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of steps that look at values
             start = state.clone().requires_grad_()
@@ -224,15 +228,16 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
             pulled = torch.zeros_like(state)
         else:
             (pulled,) = torch.autograd.grad(value, start, cotangent, allow_unused=True, materialize_grads=True)
-        forward, reverse = (cotangent * pushed[0, 0]).sum(-1), (pulled * tangent).sum(-1)
-        scale = (cotangent * pushed[0, 0]).abs().sum(-1) + (pulled * tangent).abs().sum(-1)
+        forward, reverse = (cotangent * pushed).sum(-1), (pulled * tangent).sum(-1)
+        scale = (cotangent * pushed).abs().sum(-1) + (pulled * tangent).abs().sum(-1)
         wrong = (forward - reverse).abs() > 10 * _rounding(sequence) * scale
         if wrong.any():
             row = int(wrong.nonzero()[0])
             yield Finding(
                 "derivative",
                 f"at step {index + 1} the derivatives by forward mode and by reverse mode differ (row {row}): does part of the step run under "
-                "torch.no_grad(), or has a custom function a wrong derivative? The states are right; a backward pass would raise",
+                "torch.no_grad(), has a custom function a wrong derivative, or one of PyTorch's where several steps are evaluated at "
+                "once (such as torch.linalg.solve)? The states are right; a backward pass would raise",
             )
             return
 
