@@ -313,6 +313,8 @@ def _find_length(steps: Any, xs: Any, length: int | None) -> int:
     found: list[tuple[str, int]] = []
     if length is not None:
         try:
+            if isinstance(length, bool):
+                raise TypeError
             length = operator.index(length)
         except TypeError:
             raise TypeError(f"length: expected an int, got {type(length).__name__}") from None

@@ -405,6 +405,8 @@ def test_writes_the_page_and_says_where(run, tmp_path, monkeypatch):
 def test_no_results(run, tmp_path):
     fails_clearly(run("--results", tmp_path / "none"), str(tmp_path / "none"), "no such folder")
     fails_clearly(run("--results", tmp_path), str(tmp_path), "no finished results", "deeppcr reproduce")
+    (tmp_path / "mlp-timing-a-b.partial.json").write_text("{}")
+    fails_clearly(run("--results", tmp_path), "mlp-timing-a-b.partial.json is unfinished")
     (tmp_path / "file").write_text("")
     fails_clearly(run("--results", tmp_path / "file"), "not a folder")
 

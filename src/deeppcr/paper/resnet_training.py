@@ -16,6 +16,7 @@ from torch import nn
 
 from .experiment import Cell, Context, Experiment
 from .resnet import Runner, Settings, adapt, images, last, newton, train
+from .store import PaperError
 from .table import table, times
 from .timing import synchronise
 
@@ -33,6 +34,13 @@ QUICK = Settings(
     window=20,
     eager_steps=20,
 )
+
+
+def adapt_training(settings: Settings, context: Context) -> Settings:
+    for name, other in (("iterations", "resnet-iterations"), ("guesses", "resnet-guess")):
+        if getattr(settings, name) != getattr(FULL, name):
+            raise PaperError(f"{name}: not a setting of resnet-training; {other} compares them")
+    return adapt(settings, context)
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
@@ -167,5 +175,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
-    adapt=adapt,
+    adapt=adapt_training,
 )

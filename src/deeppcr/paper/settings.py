@@ -49,7 +49,11 @@ def override(settings: Any, changes: Sequence[str], experiment: str) -> Any:
 
 def _parse(text: str, kind: Any, about: Any) -> Any:
     if get_origin(kind) is tuple:
-        return tuple(_parse(part.strip(), get_args(kind)[0], about) for part in text.split(","))
+        found = tuple(_parse(part.strip(), get_args(kind)[0], about) for part in text.split(","))
+        twice = [each for number, each in enumerate(found) if each in found[:number]]
+        if twice:
+            raise ValueError(f"{show(twice[0])} is there twice")
+        return found
     if get_args(kind):  # a union: what is no number may be a word, or none
         options = get_args(kind)
         if type(None) in options and text == "none":

@@ -157,7 +157,9 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
     found = [result for folder in folders for result in finished(folder)]
     if not found:
         named = ", ".join(map(str, folders))
-        raise PaperError(f"{named}: no finished results of `deeppcr reproduce` there; run {_FIRST} first")
+        begun = sorted(path.name for folder in folders for path in folder.glob(f"*{PARTIAL}"))
+        todo = f"{begun[0]} is unfinished: its command, once more, goes on with it" if begun else f"run {_FIRST} first"
+        raise PaperError(f"{named}: no finished results of `deeppcr reproduce` there; {todo}")
     names = [each.name for each in EXPERIMENTS]
     newest: dict[tuple[str, str], Finished] = {}
     # The last one stays: a full one, of those one whose settings nobody changed, of those the newest.
