@@ -115,13 +115,30 @@ def test_a_slow_host_prefers_one_launch():
 def test_a_chunk_that_is_given_is_kept():
     choice = decide(4096, chunk=3)
     assert choice.chunk == 3
-    assert "chunks of 3," in choice.why
+    assert choice.backward_chunk == 3
+    assert choice.why.count("chunks of 3,") == 2
+
+
+def test_a_backward_pass_is_one_round_whatever_the_forward_pass_takes():
+    for blocks, residual in ((128, True), (256, True), (256, False), (4096, True)):
+        choice = decide(blocks, skip=4, residual=residual)
+        back = 0.25 * TIMES.host_parallel + TIMES.round(blocks, choice.backward_chunk, 1)
+        assert choice.backward == ("parallel" if back < TIMES.walk(blocks, 1) else "sequential")
+        if residual:
+            best = min(TIMES.round(blocks, 2**k, 1) for k in range(12) if 2**k < blocks)
+            assert best <= TIMES.round(blocks, choice.backward_chunk, 1) <= 1.05 * best
+        else:
+            assert choice.backward_chunk == choice.chunk
+    choice = decide(256, skip=4, residual=True)
+    assert (choice.mode, choice.backward) == ("sequential", "parallel")
+    assert decide(1).backward == decide(64).backward == "sequential"
 
 
 def test_the_reason_in_words():
     choice = decide(16384)
     assert choice.why.startswith("expected: 0.")
-    assert f"in chunks of {choice.chunk}, 3.3 ms one layer after the other (made up)" in choice.why
+    assert f"in chunks of {choice.chunk}, 3.3 ms one layer after the other; backward 0." in choice.why
+    assert choice.why.endswith(f"in chunks of {choice.chunk}, 3.3 ms one layer after the other (made up)")
     assert "one block after the other" in decide(64, skip=4, residual=True).why
 
 

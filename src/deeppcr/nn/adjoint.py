@@ -200,7 +200,7 @@ def _solve(
 ) -> None:
     """Fill ``adjoints`` and ``initial``."""
     blocks, (rows, width) = weight.shape[0], x.shape[1:]
-    chunk = layers.chunk_blocks(blocks)
+    chunk = layers.backward_blocks(blocks)
     chunks = -(-blocks // chunk)
     shape, every = dense.Shape(width), gradients.ndim == 3
     constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
@@ -231,7 +231,7 @@ def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
     slopes, adjoints = slopes_at(x[:-1], layers), torch.empty_like(gradients)
     transposed = dense.Chain(weight[1:].mT.unsqueeze(1).expand(-1, rows, -1, -1), 0, True)
     scales = dense.Chain(slopes[1:], 0, True)
-    chunk = min(layers.chunk_blocks(blocks), max(1, blocks - 1))
+    chunk = min(layers.backward_blocks(blocks), max(1, blocks - 1))
     rhs, states = dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True)
     dense.solve_chain(transposed, rhs, states, chunk, scales, launches=Launches())
     return adjoints, slopes[0] * (adjoints[0] @ weight[0])

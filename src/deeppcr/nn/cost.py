@@ -19,6 +19,8 @@ _RESIDUAL_ROUNDS = 4
 #: The share of the host's time in a call that the device does not hide: before the first kernel runs and after the last.
 #: Picked out of six on the times of one run (docs/performance.md), not measured by itself.
 _BEFORE = 0.6
+#: The share of the host's time in a parallel call that the further launches of a backward pass in chunks take: a guess.
+_LAUNCHES = 0.25
 #: Of chunks that take about as long the largest is best: it needs fewer rounds where a network hardly contracts.
 _AS_LONG = 1.05
 
@@ -84,18 +86,26 @@ class Times:
         except (KeyError, TypeError) as error:
             raise ValueError(f"times: {error!r}") from None
 
+    def walk(self, blocks: int, rows: int) -> float:
+        """One layer after the other, on the device."""
+        return blocks * interpolate(self.rows, self.block, rows)
+
     def loop(self, blocks: int, rows: int) -> float:
         """A call that takes one layer after the other."""
-        return self.host_loop + blocks * interpolate(self.rows, self.block, rows)
+        return self.host_loop + self.walk(blocks, rows)
 
-    def parallel(self, blocks: int, chunk: int, rows: int, rounds: int) -> float:
-        """A call in chunks of so many blocks."""
+    def round(self, blocks: int, chunk: int, rows: int) -> float:
+        """One round in chunks of so many blocks, on the device. A backward pass, which is linear, is about as long."""
         chunks = -(-blocks // chunk)
         # Programs that solve for the starts, in each row: as many as groups, whose powers of two are smoothed out.
         walkers = 1 if chunks <= ONE_GROUP else math.sqrt(chunks)
         crowd = self.step_of(rows * walkers) / self.step_of(walkers)
         solve = crowd * interpolate(self.chunks, self.solve, chunks)
-        device = rounds * (chunk * self.step_of(rows * chunks) + solve)
+        return chunk * self.step_of(rows * chunks) + solve
+
+    def parallel(self, blocks: int, chunk: int, rows: int, rounds: int) -> float:
+        """A call in chunks of so many blocks."""
+        device = rounds * self.round(blocks, chunk, rows)
         return max(self.host_parallel, _BEFORE * self.host_parallel + device)
 
     def step_of(self, programs: float) -> float:
@@ -142,13 +152,17 @@ class Choice:
     """What takes the least time.
 
     Attributes:
-        mode: whether in parallel
+        mode: whether in parallel, forward
         chunk: blocks in a chunk of the parallel passes, also where the loop is faster
+        backward, backward_chunk: the same for the backward pass by itself, which is linear: it is worth its while where
+            the forward pass is not
         why: in words
     """
 
     mode: Literal["parallel", "sequential"]
     chunk: int
+    backward: Literal["parallel", "sequential"]
+    backward_chunk: int
     why: str
 
 
@@ -181,7 +195,7 @@ def choose(
     most_chunks: int,
     chunk: int | None = None,
 ) -> Choice:
-    """The chunk that takes the least time, and whether the loop takes less.
+    """The chunk that takes the least time, and whether the loop takes less; the same for the backward pass by itself.
 
     Args:
         source: where ``times`` come from, in words
@@ -192,10 +206,29 @@ def choose(
     def seconds(chunk: int) -> float:
         return times.parallel(blocks, chunk, rows, expected_rounds(blocks, chunk, skip, activation, residual))
 
+    backward = chunk
     if chunk is None:
-        taken = {each: seconds(each) for each in candidates(blocks, most_chunks)}
-        chunk = max(each for each in taken if taken[each] <= _AS_LONG * min(taken.values()))
+        every = list(candidates(blocks, most_chunks))
+        chunk = backward = _largest_of_the_best({each: seconds(each) for each in every})
+        if residual:  # few large chunks may save rounds, of which a backward pass has one anyway
+            backward = _largest_of_the_best({each: times.round(blocks, each, rows) for each in every})
+    assert backward is not None
     loop, parallel = times.loop(blocks, rows), seconds(chunk)
+    walk = times.walk(blocks, rows)
+    back = _LAUNCHES * times.host_parallel + times.round(blocks, backward, rows)
+    why = f"expected: {_expected(parallel, chunk, loop, skip)}; backward {_expected(back, backward, walk, skip)} ({source})"
+    return Choice(_faster(parallel, loop, blocks), chunk, _faster(back, walk, blocks), backward, why)
+
+
+def _faster(parallel: float, loop: float, blocks: int) -> Literal["parallel", "sequential"]:
+    return "parallel" if parallel < loop and blocks > 1 else "sequential"
+
+
+def _expected(parallel: float, chunk: int, loop: float, skip: int) -> str:
     what = "block" if skip > 1 else "layer"
-    why = f"expected: {1e3 * parallel:.2g} ms in chunks of {chunk}, {1e3 * loop:.2g} ms one {what} after the other ({source})"
-    return Choice("parallel" if parallel < loop and blocks > 1 else "sequential", chunk, why)
+    return f"{1e3 * parallel:.2g} ms in chunks of {chunk}, {1e3 * loop:.2g} ms one {what} after the other"
+
+
+def _largest_of_the_best(taken: dict[int, float]) -> int:
+    """From chunks and the seconds they take."""
+    return max(each for each in taken if taken[each] <= _AS_LONG * min(taken.values()))

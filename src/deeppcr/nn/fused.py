@@ -38,6 +38,7 @@ class Layers:
         activation: a name
         atol, rtol: tolerance of a state
         chunk: blocks that are rolled out one after the other; None: chosen by depth. All of them: sequential
+        backward: the same for the backward pass; None: as forward
     """
 
     skip: int
@@ -46,6 +47,11 @@ class Layers:
     atol: float = 1e-5
     rtol: float = 1e-5
     chunk: int | None = None
+    backward: int | None = None
+
+    def backward_blocks(self, blocks: int) -> int:
+        """Blocks in a chunk of the backward pass."""
+        return self.chunk_blocks(blocks) if self.backward is None else min(blocks, self.backward)
 
     def chunk_blocks(self, blocks: int) -> int:
         """Blocks in a chunk. With about half a square root of the depth, roll-out and solve take equally long."""

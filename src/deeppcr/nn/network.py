@@ -273,11 +273,12 @@ class Network(nn.Module):
     def _find_way(self, hidden: Tensor, mode: Mode, usual: bool) -> _Way | None:
         shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
         in_loop, in_parallel = self._covered(hidden, usual)
-        choice, why = None, ASKED if mode == "sequential" else ""
+        choice, backward, why = None, None, ASKED if mode == "sequential" else ""
         if mode == "auto" and not in_loop:
             mode, _ = self._choose_without_kernels(hidden)
         if mode != "sequential" and in_parallel:
             choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
+            backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
             if mode == "auto" and choice.mode == "sequential":
                 choice, why = None, choice.why
         elif mode == "auto":
@@ -292,6 +293,7 @@ class Network(nn.Module):
             atol=float(atol),
             rtol=float(rtol),
             chunk=shape[0] if choice is None else choice.chunk,
+            backward=backward,
         )
         return _Way(layers, choice, why)
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import calibrate, fused, network  # noqa: E402  (imports Triton)
+from deeppcr.nn import adjoint, calibrate, cost, fused, network  # noqa: E402  (imports Triton)
 from deeppcr.nn.network import Network, choose  # noqa: E402
 
 TOLERANCE = 5e-5
@@ -481,7 +481,31 @@ def test_the_plan_says_why(by_kernels):
     (note,) = plan.notes
     assert note.startswith("expected: ")
     assert f"ms in chunks of {plan.chunk}, " in note
-    assert "one layer after the other (" in note
+    assert "one layer after the other; backward " in note
+
+
+@pytest.mark.parametrize(
+    ("mode", "chosen", "forward", "backward"),
+    [
+        ("auto", "parallel", 7, 2),
+        ("auto", "sequential", 7, 7),
+        ("sequential", "parallel", 7, 7),
+        ("parallel", "sequential", 3, 2),
+    ],
+)
+def test_the_backward_pass_has_chunks_of_its_own(mode, chosen, forward, backward, by_kernels, monkeypatch):
+    """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
+    seen = []
+    run, solve = fused.run, adjoint._solve
+    choice = cost.Choice("sequential", 3, chosen, 2, "made up")
+    monkeypatch.setattr(network, "choose", lambda *_: choice)
+    monkeypatch.setattr(network, "_ways", {})
+    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
+    monkeypatch.setattr(adjoint, "_solve", lambda *arguments: seen.append(arguments[5]) or solve(*arguments))
+    net = build("resnet", 14, by_kernels, mode=mode)
+    assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
+    assert [each.chunk_blocks(7) for each in seen] == [forward] * 2
+    assert seen[1].backward_blocks(7) == backward
 
 
 @pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])
