@@ -221,6 +221,9 @@ def test_fewer_repeats_are_no_smaller_run():
     small = finished(made_up.mlp_timing_result(TIMING))
     assert (smaller(full), fewer(full)) == ("", "")
     assert (smaller(repeats), fewer(repeats)) == ("", "budget=1.0")
+    untimed = finished(made_up.resnet_training_result(replace(resnet_training.FULL, timed_seeds=0), points=8))
+    assert smaller(untimed) == ""
+    assert "timed_seeds=0" in fewer(untimed)
     assert smaller(small) == "depths=16,64,1024,16384, widths=2,16,256"
     assert fewer(small) == ""
     trained = finished(made_up.resnet_training_result(TRAINING, points=4))
@@ -461,6 +464,43 @@ def test_a_steady_time_is_no_agreement_where_there_is_no_speed_up():
     assert verdict(trainings.times_of_passes(result)) is Verdict.DIFFERS
 
 
+def test_steps_in_a_graph_tell_of_time_without_the_host():
+    result = trained()
+    assert not [check for check in trainings.times_of_passes(result) if "inside a CUDA graph" in check.what]
+    for record in result.records:
+        for mode, run in record.get("runs", {}).items():
+            if "forward_seconds" in run["curves"]:
+                run["method"] = "fused"
+                run["curves"]["forward_seconds"][-1] *= 5  # the host's unrest
+                run["curves"]["replayed_seconds"] = [(4e-4 if mode == "sequential" else 2e-4)] * 19 + [2.1e-4]
+    checks = trainings.times_of_passes(result)
+    in_graph = by_what(checks, "inside a CUDA graph over the fused loop, L = 128")
+    assert in_graph.ours == "2× (200 µs instead of 400 µs; 60,000 steps in 12 s)"
+    assert in_graph.holds == ""
+    steady = by_what(checks, "most over least")
+    assert (steady.ours, steady.holds) == ("1.05", YES)
+    rows = headline._training(result)
+    assert any(
+        "ResNet training step in a CUDA graph, L = 128, w = 16 | – | – | 400 µs (2×) | – | **200 µs**" in row
+        for row in rows
+    )
+    for record in result.records:
+        for run in record.get("runs", {}).values():
+            if "replayed_seconds" in run["curves"]:
+                run["curves"]["replayed_seconds"][-1] = 1e-3
+    assert by_what(trainings.times_of_passes(result), "most over least").holds == NO
+
+
+def test_more_than_the_papers_accuracy():
+    result = trained()
+    for record in result.records:
+        for run in record.get("runs", {}).values():
+            run["test_accuracy"] = [0.96] * 8
+    assert findings.accuracy(result).startswith("More: at depth 128 the mean of 2 seeds is 96.0%")
+    check = by_what(trainings.accuracies(result), "at the end, L = 128")
+    assert (check.holds, check.why) == (NO, "Where ours differs, it is above the paper's.")
+
+
 def test_one_seed_does_not_tell_of_several():
     assert by_what(trainings.seeds(trained(seeds=1)), "L = 128").holds == OPEN
 
@@ -484,6 +524,7 @@ def test_few_iterations_and_guesses():
                 record["runs"]["parallel"]["diverged"] = 77
     assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == NO
     assert trainings.guesses(finished(guess))[0].holds == NO
+    assert "wherever they start" in trainings.guesses(finished(guess))[0].why
     assert findings.guesses(finished(guess)).startswith("Not quite")
 
 
@@ -564,9 +605,13 @@ def test_pixel_diffusion_with_and_without_classes():
     result = summed("pixel-diffusion", entries)
     assert verdict(diffusion.timing_table(diffusion.PIXEL)(result)) is Verdict.AGREES
     assert diffusion.classes(result)[0].holds == YES
-    assert findings.classes(result).startswith("As printed yes: in 9 of 9 sizes")
+    assert findings.classes(result).startswith("As printed yes: in 9 of 9 sizes; no more iterations in 9 of 9 sizes")
     entries[0]["printed"]["over_loop"] *= 2
-    assert diffusion.classes(result)[0].holds == NO
+    gain, few, *_ = diffusion.classes(result)
+    assert (gain.holds, few.holds) == (NO, YES)
+    assert "host's" in gain.why
+    entries[0]["printed"]["iterations"] /= 2
+    assert diffusion.classes(result)[1].holds == NO
     assert len(headline._samples(result)) == 3
 
 

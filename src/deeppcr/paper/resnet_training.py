@@ -96,7 +96,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
     difference in a step (files of earlier versions do not have it), as long as neither has diverged. ``loop`` is how the layers were taken one by one:
     "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and
-    over the seeds that were timed.
+    over the seeds that were timed; ``replayed_seconds`` are of a whole step inside a CUDA graph.
     """
     found = []
     for depth in sorted({record["L"] for record in records}):
@@ -110,9 +110,9 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry["printed_iterations"] = fmean(timed["printed"]["iterations"]) if "printed" in timed else None
         for mode in ("sequential", "parallel"):
             curves = [run["runs"][mode]["curves"] for run in runs]
-            passes = [median(curve["forward_seconds"]) for curve in curves if curve.get("forward_seconds")]
             entry[mode] = {
-                "forward_seconds": median(passes) if passes else None,
+                "forward_seconds": _middle(curves, "forward_seconds"),
+                "replayed_seconds": _middle(curves, "replayed_seconds"),
                 "loss": [last(curve["loss"]) for curve in curves if curve],
                 "accuracy": [last(curve["accuracy"]) for curve in curves if curve],
                 "test_accuracy": [run["runs"][mode]["test_accuracy"] for run in runs],
@@ -132,6 +132,12 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry["loss_difference"] = [max(run["loss_distance"]) for run in runs if run.get("loss_distance")]
         found.append(entry)
     return found
+
+
+def _middle(curves: list[dict[str, Any]], name: str) -> float | None:
+    """The median over seeds of the median over points; None where nothing was timed."""
+    found = [median(curve[name]) for curve in curves if curve.get(name)]
+    return median(found) if found else None
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:

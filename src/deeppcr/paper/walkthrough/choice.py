@@ -12,7 +12,7 @@ Needs = Callable[[Finished], bool]
 #: Images come from a folder of the user's.
 _WITH_IMAGES = ("resnet-", "latent-", "pixel-", "diffusion-")
 #: Settings that say how often something is timed, and leave its size alone.
-_REPEATS = frozenset({"budget", "fewest", "most", "patience", "eager_steps", "runs", "loop_runs"})
+_REPEATS = frozenset({"budget", "fewest", "most", "patience", "eager_steps", "runs", "loop_runs", "timed_seeds"})
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def accuracy(result: Finished) -> str | None:
     if not all(ends.values()):
         return f"At depth {entry['L']:,} a training diverged."
     one, other = (fmean(each) for each in ends.values())
-    answer = "Yes" if max(abs(one - 94), abs(other - 94)) <= 1 else "No"
+    answer = "Yes" if max(abs(one - 94), abs(other - 94)) <= 1 else "More" if min(one, other) > 94 else "No"
     return (
         f"{answer}: at depth {entry['L']:,} the mean of {len(ends['parallel'])} seeds is {one:.1f}% layer by layer and "
         f"{other:.1f}% in parallel."
@@ -141,11 +141,26 @@ def size_limit(result: Finished) -> str:
     if not printed:
         return "Nowhere on this grid does the method as printed take twice as long as at the least width."
     moved = (
-        f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far" if auto else "not with the defaults"
+        f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far, for their passes are short at small widths"
+        if auto
+        else "not with the defaults"
+    )
+    beyond = [
+        one / other
+        for record in mine
+        if record["w"] ** 2 * record["L"] >= printed
+        and (one := seconds(record, "forward", "printed"))
+        and (other := seconds(record, "forward", "auto"))
+    ]
+    faster = (
+        f" Beyond the first size the defaults are {times(min(beyond))} to {times(max(beyond))} as fast as printed (median "
+        f"{times(median(beyond))})."
+        if beyond
+        else ""
     )
     return (
         f"A forward pass takes twice as long as at the least width from w²L ≈ {plain(printed)} on as printed (median "
-        f"over depths); {moved}."
+        f"over depths); {moved}.{faster}"
     )
 
 
@@ -196,8 +211,14 @@ def distances(result: Finished) -> str:
 
 
 def classes(result: Finished) -> str:
-    printed, defaults = diffusion.classes(result)
-    return f"As printed {printed.holds}: {printed.ours}. With the defaults: {defaults.ours}."
+    found = {check.what.removeprefix("conditional models "): check for check in diffusion.classes(result)}
+    said = []
+    for words in ("as printed", "with the defaults"):
+        gain, few = found.get(f"gain more, {words}"), found.get(f"take no more iterations, {words}")
+        if gain and few:
+            answer = f" {gain.holds}" if gain.holds else ""
+            said.append(f"{words}{answer}: {gain.ours}; no more iterations {few.ours}")
+    return ". ".join(each[0].upper() + each[1:] for each in said) + "." if said else "Not timed."
 
 
 FINDINGS = (
