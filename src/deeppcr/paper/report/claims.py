@@ -174,6 +174,11 @@ def training_speedup(result: Finished) -> list[Ours]:
         if entry[f"speedup_over_{name}"]:
             where = f"forward pass with the defaults over the {BASELINES[loop]}; L = {entry['L']:,}"
             found.append(Ours(times(entry[f"speedup_over_{name}"]), where))
+    one, other = (entry[mode]["replayed_seconds"] for mode in ("sequential", "parallel"))
+    if one and other:
+        loop = BASELINES[entry["loop"] or "graph"]
+        where = f"whole step inside a CUDA graph, with the defaults over the {loop}; L = {entry['L']:,}"
+        found.append(Ours(times(one / other), f"{where}: {in_words(other)} instead of {in_words(one)}"))
     return found
 
 
