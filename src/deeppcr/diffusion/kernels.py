@@ -1,4 +1,4 @@
-"""The iteration as a handful of Triton kernels; its plain reference is ``Iteration``.
+"""The kernels of ``FusedIteration``.
 
 Shapes: L steps, B samples, D the flattened sample (``WIDTH``), N rows of one call of the network. One slot, float32,
 nothing clipped.
@@ -23,107 +23,11 @@ Sums over steps are taken by every program by itself, in a fixed order: nothing 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..linear.kernels.launch import Launches, aligned
-from .coupling import Coupling
-from .iteration import RIDGE, Iteration
-from .step import Coefficients
-
-#: numbers in a program's tile, where a row is not longer; the most steps and columns of a tile
-_TILE, _STEPS, _COLUMNS = 512, 32, 1024
-#: how many samples, or steps, a program reads at once where it needs something of all of them
-_SAMPLES, _BLOCK = 16, 1024
-_WARPS = 4
 #: sizes that a kernel is not compiled for anew
 _SIZES = ["count", "length", "samples", "size"]
-
-
-class FusedIteration(Iteration):
-    """See ``Iteration``: same arguments, same results but for rounding. The rows of a sample lie together."""
-
-    def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
-        super().__init__(coefficients, coupling, samples, width, **settings)
-        self.offsets = torch.zeros(samples, dtype=torch.long, device=self.states.device)  # the first row of each sample
-        columns = min(triton.next_power_of_2(width), _COLUMNS)
-        self.tile = width, min(_STEPS, _TILE // columns) or 1, columns  # a program's: its steps (or rows) and columns
-
-    def gather(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        states = self.states
-        inputs = states.new_empty(count, self.tile[0])
-        times, who = self.times.new_empty(count), self.rows.new_empty(count)
-        scaled = self.scale is not None
-        with torch.cuda.device_of(states):
-            Launches().launch(
-                _gather,
-                triton.cdiv(count, self.tile[1]),
-                (
-                    *(states, self.scale if scaled else states, self.times, self.counters),
-                    *(inputs, times, who, self.offsets),
-                    *(count, self.length, self.samples, self.size),
-                ),
-                (scaled, *self.tile, _SAMPLES),
-                warps=_WARPS,
-                integers=(self.times.dtype,),  # the one pointer of a kind that may change
-            )
-        return inputs, times, who
-
-    def advance(self, outputs: Tensor, leave: bool) -> None:
-        states, length, samples = self.states, self.length, self.samples
-        coefficients, tile, sizes = self.coefficients, self.tile, (length, samples, self.size)
-        programs = samples * triton.cdiv(length, self.tile[1])
-        residuals, values, used = torch.empty_like(states[1:]), self.values, self.used
-        verdict, products = states.new_empty(samples, length), states.new_empty(5, samples, length)
-        with torch.cuda.device_of(states):
-            launches = Launches()
-            launches.launch(
-                _judge,
-                programs,
-                (
-                    *(states, aligned(outputs.contiguous()), states if self.shift is None else self.shift),
-                    *(coefficients.keep, coefficients.gain, self.counters, self.offsets),
-                    *(values, residuals, used, self.measured, self.moved, self.growth),
-                    *(self.noise if leave else self.rough_noise, *sizes),
-                ),
-                (self.shift is not None, *tile),
-                warps=_WARPS,
-            )
-            update = aligned(self.coupling.spread(residuals).contiguous())
-            last = (update, update, update)
-            if self.accelerate:
-                last = (self.last_updates, self.last_plains, self.last_sizes)
-                launches.launch(
-                    _compare,
-                    programs,
-                    (update, self.last_updates, self.last_sizes, used, products, *sizes),
-                    tile,
-                    warps=_WARPS,
-                )
-            launches.launch(
-                _move,
-                programs,
-                (
-                    *(states, values, update, *last, used, products, self.counters, verdict),
-                    *(self.moved, self.excess, self.thresholds, self.allowance, self.floor, RIDGE, *sizes),
-                ),
-                (self.accelerate, leave, *tile, _BLOCK),
-                warps=_WARPS,
-            )
-            launches.launch(
-                _count,
-                samples,
-                (
-                    *(verdict, self.counters, self.growth, self.excess, self.thresholds, self.allowance),
-                    *(self.floor, self.bound, self.strict, self.settled, *sizes),
-                ),
-                (leave, _BLOCK),
-                warps=_WARPS,
-            )
 
 
 @triton.jit
@@ -152,7 +56,7 @@ def _columns(at, exists, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _gather(
+def gather(
     states, scale, times, counters, inputs, row_times, row_samples, offsets, count, length, samples, size,
     SCALED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +102,7 @@ def _stepped(states, outputs, shift, before, row, pair, column, keep, gain, mask
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _judge(
+def judge(
     states, outputs, shift, keeps, gains, counters, offsets, values, residuals, used, measured, moved, growth, noise,
     length, samples, size,
     SHIFTED: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -254,7 +158,7 @@ def _judge(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _compare(
+def compare(
     updates, last_updates, last_sizes, used, products, length, samples, size,
     WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +226,7 @@ def _target(state, update, last, before, known, known_before, weight, weight_bef
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _move(
+def move(
     states, values, updates, last_updates, last_plains, last_sizes, used, products, counters, verdict,
     moved, excesses, thresholds, allowance, floor, ridge, length, samples, size,
     ACCELERATE: tl.constexpr, LEAVE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -427,7 +331,7 @@ def _grown(growth, sample, at, before, length, samples, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _count(
+def count(
     verdict, counters, growth, excesses, thresholds, allowance, floor, bound, strict, settled,
     length, samples, size, LEAVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

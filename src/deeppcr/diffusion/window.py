@@ -189,7 +189,7 @@ def kind_for(problem: Problem) -> type[Iteration]:
     coefficients = problem.coefficients
     plain = coefficients.slots == 1 and coefficients.limit is None
     if plain and problem.device.type == "cuda" and problem.dtype == torch.float32 and has_triton():
-        from .kernels import FusedIteration  # which takes a second, as Triton does
+        from .fused import FusedIteration  # which takes a second, as Triton does
 
         return FusedIteration
     return Iteration

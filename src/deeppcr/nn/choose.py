@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from ..solution import Plan, Result, Solution
 from . import calibrate, cost
 
 #: Why a pass is the loop where nothing was chosen.
@@ -48,18 +47,3 @@ def choose(
             _choices.clear()
         _choices[key] = found
     return found
-
-
-def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
-    """How a pass went that took one step after the other."""
-    return Solution(
-        states=None,
-        iterations=torch.zeros(rows, dtype=torch.long, device=device),
-        residual=torch.zeros(rows, device=device),
-        result=Result.LOOP,
-        results=(Result.LOOP,) * rows,
-        exact_steps=torch.full((rows,), steps, device=device),
-        updates=torch.zeros(0, rows, device=device),
-        plan=Plan(chunk=steps, notes=[why]),
-        message=f"computed one step after the other: {why}",
-    )

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..linear.kernels import dense
 from ..linear.kernels.launch import Launches, aligned, empty, remember, repeat
 from ..linear.solve import is_batched, is_capturing
-from ..solution import Plan, Result, Solution
 from . import kernels
 from .adjoint import adjoint, all_gradients, slopes_at
 from .cost import chunks_in_group
+from .report import Report
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
 #: where the host cannot be asked whether another is needed, there are fewer.
@@ -59,77 +59,6 @@ class Layers:
             return min(blocks, self.chunk)
         layers = 2 ** max(0, round(math.log2(math.sqrt(blocks * self.skip) / 2)))
         return min(blocks, max(1, layers // self.skip))
-
-
-@dataclass
-class Report:
-    """How a parallel pass went; ``found`` [passes, 2, B] is read only when somebody asks."""
-
-    layers: Layers
-    blocks: int
-    chunk: int
-    found: Tensor
-    rounds: int
-    finished: bool = False
-    note: str = ""  # for the plan
-
-    def passes_taken(self) -> list[int]:
-        """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
-        found = self.found[: 2 * self.rounds].tolist()
-        taken = []
-        for row in range(self.found.shape[-1]):
-            done = 0
-            for k in range(1, 2 * self.rounds):
-                before, last = found[k - 1][0][row], found[k][0][row]
-                close = last < before and last * max(last / (before - last), 1.0) <= 0.1
-                if last <= 0.01 or close:
-                    done = k + 1
-                    break
-            taken.append(done)
-        return taken
-
-    def iterations(self, taken: list[int]) -> list[int]:
-        """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""
-        return [-(-passes // 2) or self.rounds for passes in taken]
-
-    def solution(self) -> Solution:
-        taken = self.passes_taken()
-        results = tuple(Result.CONVERGED if passes else Result.FINISHED_BY_LOOP for passes in taken)
-        device = self.found.device
-        exact = [self.blocks if passes else min(self.blocks, (2 * self.rounds - 1) * self.chunk) for passes in taken]
-        worst = max(results, key=lambda result: result.severity)
-        last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
-        residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
-        plan = Plan(
-            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk,
-            notes=[self.note] if self.note else [],
-        )  # fmt: skip
-        return Solution(
-            states=None,
-            iterations=torch.tensor(self.iterations(taken), device=device),
-            residual=torch.where(torch.tensor([passes > 0 for passes in taken], device=device), residual, 0.0),
-            result=worst,
-            results=results,
-            exact_steps=torch.tensor(exact, device=device),
-            updates=self.found[: 2 * self.rounds : 2, 0],
-            plan=plan,
-            message=worst.value.format(step=min(exact)),
-        )
-
-
-def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
-    """How a pass over a single chunk went: there was nothing to solve."""
-    return Solution(
-        states=None,
-        iterations=torch.ones(rows, dtype=torch.long, device=device),
-        residual=torch.zeros(rows, device=device),
-        result=Result.CONVERGED,
-        results=(Result.CONVERGED,) * rows,
-        exact_steps=torch.full((rows,), blocks, device=device),
-        updates=torch.zeros(1, rows, device=device),
-        plan=Plan(evaluation="fused kernels", derivative="analytic", linear="none", chunk=blocks),
-        message=Result.CONVERGED.value,
-    )
 
 
 def apply(
@@ -394,7 +323,7 @@ def run(
     most = network.captured_rounds if captured else _ROUNDS
     found = empty(weight, 2 * most, 2, rows)
     network.prepare(initial, guess, found)
-    report = Report(layers, blocks, plan.chunk, found, most)
+    report = Report(blocks, plan.chunk, found, most)
     for rounds in range(1, most + 1):
         network.one_round(2 * rounds - 2)
         if captured or rounds < min(plan.rounds, most):

@@ -26,8 +26,9 @@ from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose, looped
+from .choose import ASKED, EMPTY, choose
 from .cost import Choice
+from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
 #: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
@@ -310,15 +311,15 @@ class Network(nn.Module):
         # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
         if choice is not None:
             report, x = left
-            finished = report is not None and report.finished
+            passed, finished = report, ""
             if report is None:
-                report = fused.one_chunk(weight.shape[0], x.shape[1], x.device)
+                passed = one_chunk(weight.shape[0], x.shape[1], x.device)
             else:
-                report.note = choice.why
+                report.note, finished = choice.why, report.solution().message if report.finished else ""
             warm = self._warm if average is None else not finished or self._can_start_from(average)
-            self.__dict__.update(_passed=report, _looped=None, _warm=warm)
+            self.__dict__.update(_passed=passed, _looped=None, _warm=warm)
             if finished:
-                warnings.warn(report.solution().message, ConvergenceWarning, stacklevel=4)
+                warnings.warn(finished, ConvergenceWarning, stacklevel=4)
         else:
             self.__dict__["_looped"] = hidden.shape[0], way.why
         return states

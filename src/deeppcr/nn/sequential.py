@@ -13,7 +13,8 @@ from ..newton import Newton
 from ..solution import Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton
-from .choose import ASKED, EMPTY, looped
+from .choose import ASKED, EMPTY
+from .report import looped
 from .rows import solve_finite_rows
 
 

@@ -24,8 +24,8 @@ pytest.importorskip("numpy")  # which the interpreter needs
 # Where products overflow, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-from deeppcr.diffusion import kernels  # noqa: E402  (imports Triton)
-from deeppcr.diffusion.kernels import FusedIteration  # noqa: E402
+from deeppcr.diffusion import fused as fused_iteration  # noqa: E402  (imports Triton)
+from deeppcr.diffusion.fused import FusedIteration  # noqa: E402
 
 LENGTHS, SAMPLES, WIDTHS = (1, 2, 50, 257), (1, 3), (1, 5, 16, 130)
 
@@ -162,7 +162,7 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_shape(length, samples, width, device, poisoned_memory, monkeypatch):
     if length * width > 5_000:  # fewer and larger programs: the interpreter takes its time for each
-        monkeypatch.setattr(kernels, "_TILE", 8192)
+        monkeypatch.setattr(fused_iteration, "_TILE", 8192)
     compare(made(length, samples, width, device))
 
 
@@ -214,17 +214,17 @@ def test_more_samples_than_are_read_at_once(device):
 
 
 def test_a_row_wider_than_a_tile_and_more_steps_than_a_block(device, monkeypatch):
-    monkeypatch.setattr(kernels, "_COLUMNS", 16)
-    monkeypatch.setattr(kernels, "_BLOCK", 16)
-    monkeypatch.setattr(kernels, "_TILE", 64)
+    monkeypatch.setattr(fused_iteration, "_COLUMNS", 16)
+    monkeypatch.setattr(fused_iteration, "_BLOCK", 16)
+    monkeypatch.setattr(fused_iteration, "_TILE", 64)
     compare(made(40, 3, 40, device, freeze=1e9), rounds=1)
     compare(made(40, 1, 40, device))
 
 
 def test_samples_go_back(device, monkeypatch):
     """Of those that finish, where what a step left with has grown too much since; with lower thresholds."""
-    monkeypatch.setattr(kernels, "_TILE", 8192)
-    monkeypatch.setattr(kernels, "_BLOCK", 8)
+    monkeypatch.setattr(fused_iteration, "_TILE", 8192)
+    monkeypatch.setattr(fused_iteration, "_BLOCK", 8)
     pair = made(20, 4, 3, device, freeze=1e9, bound=40.0)
     for each in pair:
         each.growth.fill_(1)

@@ -1,0 +1,97 @@
+"""How a pass over a network went: read off what the kernels have found, or known beforehand.
+
+Shapes: B rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..solution import Plan, Result, Solution
+
+
+@dataclass
+class Report:
+    """How a parallel pass went; ``found`` [passes, 2, B] is read only when somebody asks."""
+
+    blocks: int
+    chunk: int
+    found: Tensor
+    rounds: int
+    finished: bool = False
+    note: str = ""  # for the plan
+
+    def passes_taken(self) -> list[int]:
+        """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
+        found = self.found[: 2 * self.rounds].tolist()
+        taken = []
+        for row in range(self.found.shape[-1]):
+            done = 0
+            for k in range(1, 2 * self.rounds):
+                before, last = found[k - 1][0][row], found[k][0][row]
+                close = last < before and last * max(last / (before - last), 1.0) <= 0.1
+                if last <= 0.01 or close:
+                    done = k + 1
+                    break
+            taken.append(done)
+        return taken
+
+    def iterations(self, taken: list[int]) -> list[int]:
+        """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""
+        return [-(-passes // 2) or self.rounds for passes in taken]
+
+    def solution(self) -> Solution:
+        taken = self.passes_taken()
+        results = tuple(Result.CONVERGED if passes else Result.FINISHED_BY_LOOP for passes in taken)
+        device = self.found.device
+        exact = [self.blocks if passes else min(self.blocks, (2 * self.rounds - 1) * self.chunk) for passes in taken]
+        worst = max(results, key=lambda result: result.severity)
+        last = torch.tensor([(passes or 1) - 1 for passes in taken], device=device)
+        residual = self.found[:, 1].gather(0, last.unsqueeze(0))[0]
+        plan = Plan(
+            evaluation="fused kernels", derivative="analytic", linear="groups of chunks", chunk=self.chunk,
+            notes=[self.note] if self.note else [],
+        )  # fmt: skip
+        return Solution(
+            states=None,
+            iterations=torch.tensor(self.iterations(taken), device=device),
+            residual=torch.where(torch.tensor([passes > 0 for passes in taken], device=device), residual, 0.0),
+            result=worst,
+            results=results,
+            exact_steps=torch.tensor(exact, device=device),
+            updates=self.found[: 2 * self.rounds : 2, 0],
+            plan=plan,
+            message=worst.value.format(step=min(exact)),
+        )
+
+
+def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
+    """How a pass over a single chunk went: there was nothing to solve."""
+    plan = Plan(evaluation="fused kernels", derivative="analytic", linear="none", chunk=blocks)
+    return _exact(Result.CONVERGED, 1, blocks, rows, device, plan, Result.CONVERGED.value)
+
+
+def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
+    """How a pass went that took one step after the other."""
+    message = f"computed one step after the other: {why}"
+    return _exact(Result.LOOP, 0, steps, rows, device, Plan(chunk=steps, notes=[why]), message)
+
+
+def _exact(
+    result: Result, iterations: int, steps: int, rows: int, device: torch.device, plan: Plan, message: str
+) -> Solution:
+    """Of a pass that left nothing to be found."""
+    return Solution(
+        states=None,
+        iterations=torch.full((rows,), iterations, device=device),
+        residual=torch.zeros(rows, device=device),
+        result=result,
+        results=(result,) * rows,
+        exact_steps=torch.full((rows,), steps, device=device),
+        updates=torch.zeros(iterations, rows, device=device),
+        plan=plan,
+        message=message,
+    )
