@@ -100,6 +100,13 @@ def test_slow_evaluation():
 
 def test_values_that_are_not_finite():
     assert kinds(lambda z: torch.log(-z.abs()), Z0, length=10) == ["not finite"]
+    xs = torch.zeros(50, 3, 4, dtype=torch.float64)
+    xs[:, 0] = -torch.inf  # a mask
+    masked = lambda z, x: z / 2 + x[1].exp()  # noqa: E731
+    assert kinds(lambda z, x: z / 2 + x.exp(), Z0, xs) == []
+    xs[20, 1, 2] = torch.nan
+    (finding,) = [each for each in check(masked, Z0[0], xs) if each.kind == "not finite"]
+    assert finding.message == "xs holds NaN at step 21"
 
 
 def test_derivatives_that_differ_by_forward_and_by_reverse_mode():

@@ -1,5 +1,7 @@
 """The iteration itself: what converges how fast, what is kept, what is frozen, when it gives up."""
 
+import math
+
 import pytest
 import torch
 
@@ -118,6 +120,38 @@ def test_values_that_are_not_finite_are_named_with_their_step(chunk, device):
     assert torch.allclose(returned.states[:21], loop[:21])
     with pytest.warns(deeppcr.ConvergenceWarning, match="step 22 produced"):
         assert deeppcr.solve(step, z0, xs, solver=deeppcr.Loop()).result is Result.NON_FINITE
+
+
+def test_what_is_not_finite_in_the_inputs_is_named(device):
+    xs = torch.zeros(50, 2, device=device)
+    xs[20, 0] = torch.nan
+    with pytest.warns(deeppcr.ConvergenceWarning, match="xs holds a value that is not finite at step 21"):
+        solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(2, device=device), xs)
+    assert solution.result is Result.NON_FINITE
+    assert int(solution.exact_steps) == 20
+
+
+def test_a_fixed_number_of_iterations_ends_where_all_is_exact(device):
+    step = lambda z: torch.cos(z)  # noqa: E731
+    solution = deeppcr.solve(
+        step, torch.ones(1, device=device), length=64, solver=Newton(stop=FixedIterations(13), chunk=1)
+    )
+    assert 3 <= int(solution.iterations) < 13
+    assert "or as many as leave rounding alone" in solution.message
+    assert torch.allclose(solution.states, plain_loop(step, torch.ones(1, device=device), length=64), atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [2.5, math.nan, "three", None])
+def test_bad_stopping_tests(wrong):
+    with pytest.raises(TypeError, match="count: expected a whole number"):
+        FixedIterations(wrong)
+    with pytest.raises(ValueError, match="at least one"):
+        FixedIterations(0)
+    if wrong != 2.5:
+        with pytest.raises((TypeError, ValueError), match="relative: expected a number"):
+            PaperTest(1e-4, wrong)
+    with pytest.raises(ValueError, match="absolute: expected a number of at least 0"):
+        PaperTest(-1.0)
 
 
 def test_an_infinite_mask_in_the_inputs_is_legal(device):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .folding import shares
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
@@ -79,7 +80,7 @@ def check(
         kind = "side effect" if isinstance(error, SideEffect) else "random" if "random" in str(error) else "error"
         return [Finding(kind, str(error))]
     try:
-        return _look_at(sequence, step, _spread(sequence, steps), jacobian)
+        return [*_inputs_are_numbers(xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
     finally:
         sequence.undo_kept()
 
@@ -138,6 +139,16 @@ def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: 
                 f"step {index + 1} gives another result when it is called again with the same state: it keeps a state of its own",
             )
             return
+
+
+def _inputs_are_numbers(xs: Any) -> Iterator[Finding]:
+    """Infinities may be masks; NaN is no number to anyone."""
+    for leaf in pytree.tree_leaves(xs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            bad = torch.isnan(leaf.detach()).reshape(len(leaf), -1).any(1)
+            if bad.any():
+                yield Finding("not finite", f"xs holds NaN at step {int(bad.long().argmax()) + 1}")
+                return
 
 
 def _finiteness(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:

@@ -61,6 +61,10 @@ class Layout:
                 continue
             if leaf.is_meta:
                 raise TypeError("z0: is on the meta device, which holds no values; a solve decides by them")
+            if leaf.dtype.itemsize < 2:  # with which PyTorch hardly computes
+                raise TypeError(
+                    f"z0: {leaf.dtype} is for keeping numbers, not for computing with them; z0.bfloat16() is the next"
+                )
             if not torch.isfinite(leaf).all():
                 raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)

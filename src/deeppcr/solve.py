@@ -98,7 +98,7 @@ def _solve(
         plan = Plan()
         outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
         if Result.NON_FINITE in outcome.results:
-            warnings.warn(_describe(outcome), ConvergenceWarning, stacklevel=3)
+            warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=3)
         return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
     try:
         return _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
@@ -141,7 +141,7 @@ def _solve_sequence(
         if on_failure != "loop":
             outcome = _locate_non_finite(sequence, outcome, plan.chunk)
         if on_failure == "raise":
-            raise ConvergenceError(_describe(outcome, plan))
+            raise ConvergenceError(_describe(sequence, outcome, plan))
         if on_failure == "loop":
             with torch.no_grad():
                 outcome = _finish_by_loop(sequence, outcome)
@@ -149,7 +149,7 @@ def _solve_sequence(
             residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
             if again.results != outcome.results:
                 raise _differs(sequence)
-        warnings.warn(_describe(outcome, plan), ConvergenceWarning, stacklevel=4)
+        warnings.warn(_describe(sequence, outcome, plan), ConvergenceWarning, stacklevel=4)
     states = outcome.states
     sequence.restore_kept()
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
@@ -157,7 +157,7 @@ def _solve_sequence(
             values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
         else:
             values = adjoint.values
-        states = refuse_gradients(states, _describe(outcome, plan), values)
+        states = refuse_gradients(states, _describe(sequence, outcome, plan), values)
     elif adjoint is not None:
         states = adjoint.attach(states)
     elif unrolled and not fixed:
@@ -345,7 +345,7 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
     return replace(outcome, exact_steps=exact)
 
 
-def _describe(outcome: Outcome, plan: Plan | None = None) -> str:
+def _describe(sequence: Sequence, outcome: Outcome, plan: Plan | None = None) -> str:
     """The worst result in words, with the step where it happened and, from the plan, why Newton gave up."""
     worst = max(outcome.results, key=lambda result: result.severity)
     if worst.severity <= Result.PRECISION_FLOOR.severity:
@@ -355,10 +355,19 @@ def _describe(outcome: Outcome, plan: Plan | None = None) -> str:
     row = min(rows, key=lambda r: exact[r])
     step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
     text = worst.value.format(step=step)
+    if worst is Result.NON_FINITE and not _is_finite(sequence.inputs(step - 1)):
+        text = (
+            f"xs holds a value that is not finite at step {step}, and so does the state from there on, in the loop, too"
+        )
     if len(outcome.results) > 1:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
     reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
     return "; ".join([text, *reasons])
+
+
+def _is_finite(inputs: Any) -> bool:
+    leaves = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()]
+    return all(bool(torch.isfinite(each).all()) for each in leaves)
 
 
 def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor) -> Solution:
@@ -376,7 +385,7 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
-        message=_describe(outcome, plan),
+        message=_describe(sequence, outcome, plan),
     )
 
 

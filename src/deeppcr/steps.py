@@ -181,7 +181,8 @@ class StepGroup:
             raise error
         if "randomness" in str(error):
             raise StepError(
-                "step: draws random numbers; draw them before the solve and hand them over in xs"
+                "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them "
+                "over in xs"
             ) from error
         self.way = "loop"
         self.notes.append(

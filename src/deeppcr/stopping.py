@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -37,10 +38,18 @@ class PaperTest:
     absolute: float = 1e-4
     relative: float = 1e-4
 
+    def __post_init__(self):
+        for name in ("absolute", "relative"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise TypeError(f"{name}: expected a number, got {value!r}")
+            if not value >= 0:  # nor NaN
+                raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+
 
 @dataclass(frozen=True)
 class FixedIterations:
-    """Run ``count`` iterations and test nothing.
+    """Run ``count`` iterations and test nothing; fewer where nothing but rounding is left before.
 
     While the caller captures a CUDA graph, nothing in such a solve asks the host, forward or backward. What would be
     mended or raised cannot be there: the states of a row that fails come out as NaN from its ``exact_steps`` on, and so do
@@ -55,6 +64,8 @@ class FixedIterations:
     count: int
 
     def __post_init__(self):
+        if not isinstance(self.count, Integral):
+            raise TypeError(f"count: expected a whole number, got {self.count!r}")
         if self.count < 1:
             raise ValueError(f"count: at least one iteration, got {self.count}")
 

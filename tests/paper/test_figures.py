@@ -344,7 +344,7 @@ def test_fixed_iterations(results, drawings):
         if record["L"] == 64:
             curves = record["runs"]["parallel"]["curves"]
             ends[record["iterations"]] = (
-                sum(curves["loss"][-10:]) / 10,
+                fmean(curves["loss"][-min(10, len(curves["loss"]) // 10) :]),
                 median(curves["forward_seconds"]),
             )
     x, y = line(panel(drawing, "loss at the end"), "L=64")

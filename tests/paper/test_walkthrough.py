@@ -501,6 +501,27 @@ def test_more_than_the_papers_accuracy():
     assert (check.holds, check.why) == (NO, "Where ours differs, it is above the paper's.")
 
 
+def test_one_iteration_says_nothing_of_newtons_method():
+    result = trained()
+    for record in result.records:
+        if "runs" in record:
+            curves = record["runs"]["parallel"]["curves"]
+            curves["iterations"] = [1.0 if record["L"] == 64 else 4.0] * 20
+            curves["not_converged"] = [0.0 if record["L"] == 64 else 0.03] * 20
+    shallow, deep = (by_what(trainings.newton(result), f"of 100 steps, L = {depth}") for depth in (64, 128))
+    assert (shallow.holds, shallow.ours) == ("", "at most 1.0")
+    assert "two chunks" in shallow.why
+    assert (deep.holds, deep.ours, deep.why) == (YES, "at most 4.0; the loop finished 3.0% of the steps", "")
+
+
+def test_losses_that_differ_by_a_tenth_are_not_equivalent():
+    result = trained()
+    for record in result.records:
+        if "runs" in record:
+            record["runs"]["parallel"]["curves"]["loss"] = [0.3 * 1.05] * 20
+    assert verdict(trainings.losses(result)) is Verdict.DIFFERS
+
+
 def test_one_seed_does_not_tell_of_several():
     assert by_what(trainings.seeds(trained(seeds=1)), "L = 128").holds == OPEN
 
@@ -515,6 +536,7 @@ def test_few_iterations_and_guesses():
             run = record["runs"]["parallel"]
             run["curves"]["loss"] = [0.3 if good else 0.9] * len(run["curves"]["loss"])
     assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == YES
+    assert "rounding" in by_what(trainings.few_iterations(finished(few)), "where 13 are allowed, L = 64").ours
     checks = trainings.guesses(finished(guess))
     assert [check.holds for check in checks] == [YES] * 3
     assert findings.guesses(finished(guess)).startswith("Yes: at depth 64")
@@ -540,7 +562,7 @@ class Summed(Finished):
 
 
 def off(largest):
-    return {"mean_error": largest / 10, "error": largest}
+    return {"mean_error": largest / 10, "error": largest, "samples": 7}
 
 
 def sampled(scale=1.0, paper=diffusion.LATENT, size="w", apart=0.0, **more):
@@ -575,7 +597,7 @@ def test_latent_diffusion():
     assert by_what(diffusion.timing_table(diffusion.LATENT)(bad), "iterations").ours == "0 of 12 rows"
     rows = diffusion.timing_rows(diffusion.LATENT)(good)
     assert (
-        "| w = 16 | 1,024 | 11.22× | 13.4 | 0.00523 | 11× | 13.4 | 5.2·10⁻⁴ | 0.00523 | 12.1 | 5.2·10⁻⁴ | 0.00523 | 100× | 20× | 15.0 | 10⁻⁵ | 10⁻⁴ |"
+        "| w = 16 | 1,024 | 11.22× | 13.4 | 0.00523 | 11× | 13.4 (7) | 5.2·10⁻⁴ | 0.00523 | 12.1 (7) | 5.2·10⁻⁴ | 0.00523 | 100× | 20× | 15.0 (7) | 10⁻⁵ | 10⁻⁴ |"
         in rows
     )
     assert by_what(diffusion.timing_table(diffusion.LATENT)(bad), "path of Gaussian data").ours == "0 of 12 rows"
@@ -605,7 +627,9 @@ def test_pixel_diffusion_with_and_without_classes():
     result = summed("pixel-diffusion", entries)
     assert verdict(diffusion.timing_table(diffusion.PIXEL)(result)) is Verdict.AGREES
     assert diffusion.classes(result)[0].holds == YES
-    assert findings.classes(result).startswith("As printed yes: in 9 of 9 sizes; no more iterations in 9 of 9 sizes")
+    assert findings.classes(result).startswith(
+        "As printed yes, in 9 of 9 sizes (7 to 7 samples each); they take no more iterations in 9 of 9"
+    )
     entries[0]["printed"]["over_loop"] *= 2
     gain, few, *_ = diffusion.classes(result)
     assert (gain.holds, few.holds) == (NO, YES)

@@ -175,6 +175,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "error": max(float(each) for each in mine["error"]),
                 "mean_error": fmean(float(each) for each in mine["error"]),
                 "not_converged": sum(name != "CONVERGED" for name in mine["results"]),
+                "samples": len(mine["results"]),
             }
         batch = {name: median(each) for name, each in record["batch"]["seconds"].items()}
         fastest = min(seconds for name, seconds in batch.items() if name != "auto")

@@ -417,7 +417,12 @@ def _out_of_time(context: Context) -> bool:
     return False
 
 
-def last(curve: list[float], points: int = 10) -> float | None:
-    """The mean of the last points of a curve; None where there are none."""
+def last(curve: list[float]) -> float | None:
+    """The mean of the last tenth of a curve, of ten points at most; None where there are none.
+
+    >>> last([5.0] * 95 + [2.0] * 5), last([9.0, 8.0, 7.0]), last([])
+    (3.5, 7.0, None)
+    """
+    points = max(1, min(10, len(curve) // 10))
     values = [value for value in curve[-points:] if isinstance(value, (int, float))]
     return fmean(values) if values else None

@@ -93,7 +93,7 @@ def time_forward(depth: int, method: str, settings: Settings, context: Context) 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every depth: times, speed-ups and how far the two trainings are apart.
 
-    Lists have an entry for each seed: ``loss`` the mean of the last ten points of its curve, ``loss_difference`` the largest
+    Lists have an entry for each seed: ``loss`` the mean of the end of its curve (see ``last``), ``loss_difference`` the largest
     difference in a step (files of earlier versions do not have it), as long as neither has diverged. ``loop`` is how the layers were taken one by one:
     "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and
     over the seeds that were timed; ``replayed_seconds`` are of a whole step inside a CUDA graph.

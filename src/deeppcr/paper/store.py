@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise PaperError(f"{path}: cannot be read: {error}") from None
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_constant=_refuse)
     except ValueError as error:
         raise PaperError(f"{path}: not a whole JSON file ({error}); move it away and run again") from None
     if not isinstance(content, dict) or "schema" not in content:
@@ -68,6 +68,10 @@ def read(path: Path) -> dict[str, Any]:
     if missing:
         raise PaperError(f"{path}: the result file lacks {', '.join(missing)}")
     return content
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

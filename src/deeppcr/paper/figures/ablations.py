@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from ..resnet import last
 from . import style
 from .drawing import Drawing
 from .training import Clock, Run, curve, finite
@@ -40,9 +41,9 @@ def _colours(runs: list[Run]) -> dict[Any, str]:
 
 
 def _end(run: Run) -> float:
-    """The mean of the last ten points of the loss; a training that diverged has none."""
-    values = finite(run.curve("loss")[-10:])
-    return fmean(values) if values and run.diverged is None else math.nan
+    """The loss at the end; a training that diverged has none."""
+    value = last(finite(run.curve("loss")))
+    return value if value is not None and run.diverged is None else math.nan
 
 
 def _seconds(run: Run) -> float:

@@ -222,8 +222,8 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         "resnet-training-loss",
         "Loss during training",
         "fig. 5",
-        "Means over windows of steps, and one standard deviation. Loss at the end (mean of the last ten points and of all "
-        f"seeds, in nats): {'; '.join(said)}." + _stopped(pairs),
+        "Means over windows of steps, and one standard deviation. Loss at the end (mean of the last tenth of the points, ten at "
+        f"most, and of all seeds, in nats): {'; '.join(said)}." + _stopped(pairs),
         _both(pairs, clock.label, lambda run: run.x, lambda run: run.curve("loss"), "loss", "loss (nats)"),
     )
 
@@ -243,7 +243,7 @@ def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
     most = ""
     if apart:
         most = (
-            f"; the two differ by at most {max(apart):.2g} points"
+            f"; after any epoch the two differ by at most {max(apart):.2g} points"
             if max(apart)
             else "; the two are equal after every epoch"
         )

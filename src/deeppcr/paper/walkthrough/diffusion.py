@@ -229,9 +229,9 @@ def timing_rows(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Cal
 
     def read(result: Finished) -> list[str]:
         lines = [
-            "| size | L | paper: speed-up | iterations | error | as printed: speed-up | iterations | error, mean | largest "
-            "| from the path of Gaussian data: iterations | error, mean | largest "
-            "| defaults: over eager | over CUDA graph | iterations | error, mean | largest |",
+            "| size | L | paper: speed-up | iterations | error | as printed: speed-up | iterations (samples) | error, mean "
+            "| largest | from the path of Gaussian data: iterations (samples) | error, mean | largest "
+            "| defaults: over eager | over CUDA graph | iterations (samples) | error, mean | largest |",
             "|---" * 17 + "|",
         ]
         for entry in _unconditional(result):
@@ -250,7 +250,8 @@ def _cells(found: Entry | None, *ratios: str) -> str:
     if found is None:
         return " | ".join("–" for _ in (*ratios, "iterations", "mean", "largest"))
     each = [times(found[name]) if found[name] else "–" for name in ratios]
-    return " | ".join([*each, f"{found['iterations']:.1f}", plain(found["mean_error"]), plain(found["error"])])
+    iterations = f"{found['iterations']:.1f} ({found['samples']})"
+    return " | ".join([*each, iterations, plain(found["mean_error"]), plain(found["error"])])
 
 
 def _unconditional(result: Finished) -> list[Entry]:
@@ -302,7 +303,7 @@ def classes(result: Finished) -> list[Check]:
             continue
         more = [a["over_loop"] > b["over_loop"] for a, b in both]
         printed = method == "printed"
-        ours = f"in {sum(more)} of {len(more)} sizes"
+        ours = f"in {sum(more)} of {len(more)} sizes ({_samples(both)} samples each)"
         checks.append(Check(what, "consistently", ours, holds(all(more)) if printed else "", _WHY_NOT_ALL))
         few = [a["iterations"] <= b["iterations"] for a, b in both]
         taken = [fmean(each[which]["iterations"] for each in both) for which in (0, 1)]
@@ -310,6 +311,11 @@ def classes(result: Finished) -> list[Check]:
         what = f"conditional models take no more iterations, {words}"
         checks.append(Check(what, "the cause of the gain" if printed else "", ours, holds(all(few)) if printed else ""))
     return checks
+
+
+def _samples(pairs: Sequence[tuple[Entry, Entry]]) -> str:
+    counts = sorted(each["samples"] for pair in pairs for each in pair)
+    return f"{counts[0]} to {counts[-1]}"
 
 
 _WHY_NOT_ALL = (

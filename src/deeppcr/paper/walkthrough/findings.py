@@ -16,7 +16,7 @@ from ..table import of_cells, times
 from . import diffusion, trainings
 from .choice import Results, command, smaller
 from .networks import FLAT, BreakEven, mean_iterations_by_depth, passes_of
-from .reading import YES, listed
+from .reading import NO, YES, listed
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ def classes(result: Finished) -> str:
     for words in ("as printed", "with the defaults"):
         gain, few = found.get(f"gain more, {words}"), found.get(f"take no more iterations, {words}")
         if gain and few:
-            answer = f" {gain.holds}" if gain.holds else ""
-            said.append(f"{words}{answer}: {gain.ours}; no more iterations {few.ours}")
+            answer = {YES: "yes", NO: "not always"}.get(gain.holds, "they gain more")
+            said.append(f"{words} {answer}, {gain.ours}; they take no more iterations {few.ours}")
     return ". ".join(each[0].upper() + each[1:] for each in said) + "." if said else "Not timed."
 
 

@@ -55,12 +55,28 @@ def lines(results: Results) -> list[str]:
         "",
         'In brackets: its time over that of `deeppcr` in parallel, so below 1 where that is slower; `mode="auto"`, the default, '
         "takes the fused sequential kernel, which is `deeppcr`'s too, where it is expected to be the faster. L layers of "
-        f"width w, one row{' (in training 8)' if trained else ''}; whole calls, with their stopping tests. Backward: the "
+        f"width w, one row{' (in training 8)' if trained else ''}; whole calls, with their stopping tests. Of an MLP the shortest of "
+        f"{_repeats(timed)}as the paper shows, else medians. Backward: the "
         "gradients of weights, biases and input, through autograd; `backward` among [the kernels' "
         "times](docs/performance.md#measured) is without those of the weights, and shorter."
         + (" Diffusion: L denoising steps, one sample." if sampled else ""),
         f"From {' and '.join(from_files)}.",
     ]
+
+
+def _repeats(timed: Finished | None) -> str:
+    counts = (
+        [
+            len(each["seconds"])
+            for r in timed.records
+            for way in ("forward", "backward")
+            for each in r[way].values()
+            if each.get("seconds")
+        ]
+        if timed
+        else []
+    )
+    return f"{min(counts)} to {max(counts)} calls, " if counts else ""
 
 
 def _on_gpu(result: Finished) -> bool:

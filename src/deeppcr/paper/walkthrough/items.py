@@ -20,7 +20,7 @@ _TRAINED = (
     f"{_PAPER.autoencoder_epochs}, denoisers of latents for {_OURS.latent_epochs} instead of {_PAPER.latent_epochs}, of pixels for "
     f"{_OURS.pixel_epochs} instead of {_PAPER.pixel_epochs}; `--set training=paper` trains for as long."
 )
-_COARSE = "Measured at the widths 4, 16, 64 and 256; `--set other_widths=2,4,8,...` names others."
+_COARSE = "At full size measured at the widths 4, 16, 64 and 256; `--set other_widths=2,4,8,...` names others."
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ ITEMS: tuple[Item, ...] = (
         "against 30 min over the whole training.",
         (Part("resnet-training", ("resnet-training-time",), trainings.times_of_passes),),
         "Batch 8, as the paper's 60,000 steps in 8 epochs imply. The loop's curve comes from the fastest loop there is; the "
-        "eager loop and the method as printed are timed on a few hundred steps.",
+        "eager loop and the method as printed are timed on a hundred steps.",
     ),
     Item(
         "Figure 5",
@@ -282,7 +282,7 @@ ITEMS: tuple[Item, ...] = (
         "ResNets of up to 1024 layers train with just 3 iterations a pass, half of the 6 under the test: potentially another "
         "2×, 14× in all.",
         (Part("resnet-iterations", ("resnet-iterations",), trainings.few_iterations),),
-        "The paper does not say for how long it trained here; ours end after 2,000 steps, about a quarter of an epoch.",
+        "The paper does not say for how long it trained here; at full size ours end after 2,000 steps, about a quarter of an epoch.",
     ),
     Item(
         "Figure 20",
