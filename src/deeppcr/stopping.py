@@ -43,7 +43,7 @@ class PaperTest:
             value = getattr(self, name)
             if not isinstance(value, Real):
                 raise TypeError(f"{name}: expected a number, got {value!r}")
-            if not value >= 0:  # nor NaN
+            if not float(value) >= 0:  # nor NaN
                 raise ValueError(f"{name}: expected a number of at least 0, got {value}")
 
 

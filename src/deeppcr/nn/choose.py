@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,6 +15,9 @@ ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 #: So that a call only looks it up, and the same call is never done in two ways.
 _choices: dict[tuple, cost.Choice] = {}
 _MOST = 4096
+#: Layers wider than this go back by other kernels than forward, whose loop is slow: on an H200, chunks were the faster way from
+#: 128 layers of width 128 and 64 of width 256 on, where forward the loop still was (docs/performance.md).
+_WIDE, _WIDE_BACKWARD = 64, 2**14
 
 
 def choose(
@@ -43,6 +47,8 @@ def choose(
             most_chunks=most_products // (rows * width**2),
             chunk=None if chunk == "auto" else min(chunk, blocks),
         )
+        if width > _WIDE and blocks * width >= _WIDE_BACKWARD:
+            found = replace(found, backward="parallel")
         if len(_choices) >= _MOST:
             _choices.clear()
         _choices[key] = found

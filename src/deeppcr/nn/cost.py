@@ -154,9 +154,9 @@ class Choice:
     Attributes:
         mode: whether in parallel, forward
         chunk: blocks in a chunk of the parallel passes, also where the loop is faster
-        backward, backward_chunk: the same for the backward pass by itself, which is linear: it is worth its while where
-            the forward pass is not
-        why: in words
+        backward, backward_chunk: the same for the backward pass. It is linear, so one round: in a residual network, which
+            takes several forward, chunks pay at lesser depths. Other networks go back as they went forward
+        why: in words, of the forward pass
     """
 
     mode: Literal["parallel", "sequential"]
@@ -195,7 +195,7 @@ def choose(
     most_chunks: int,
     chunk: int | None = None,
 ) -> Choice:
-    """The chunk that takes the least time, and whether the loop takes less; the same for the backward pass by itself.
+    """The chunk that takes the least time, and whether the loop takes less; the same for the backward pass.
 
     Args:
         source: where ``times`` come from, in words
@@ -214,19 +214,17 @@ def choose(
             backward = _largest_of_the_best({each: times.round(blocks, each, rows) for each in every})
     assert backward is not None
     loop, parallel = times.loop(blocks, rows), seconds(chunk)
-    walk = times.walk(blocks, rows)
-    back = _LAUNCHES * times.host_parallel + times.round(blocks, backward, rows)
-    why = f"expected: {_expected(parallel, chunk, loop, skip)}; backward {_expected(back, backward, walk, skip)} ({source})"
-    return Choice(_faster(parallel, loop, blocks), chunk, _faster(back, walk, blocks), backward, why)
+    mode = back = _faster(parallel, loop, blocks)
+    if residual:
+        in_chunks = _LAUNCHES * times.host_parallel + times.round(blocks, backward, rows)
+        back = _faster(in_chunks, times.walk(blocks, rows), blocks)
+    what = "block" if skip > 1 else "layer"
+    why = f"expected: {1e3 * parallel:.2g} ms in chunks of {chunk}, {1e3 * loop:.2g} ms one {what} after the other ({source})"
+    return Choice(mode, chunk, back, backward, why)
 
 
 def _faster(parallel: float, loop: float, blocks: int) -> Literal["parallel", "sequential"]:
     return "parallel" if parallel < loop and blocks > 1 else "sequential"
-
-
-def _expected(parallel: float, chunk: int, loop: float, skip: int) -> str:
-    what = "block" if skip > 1 else "layer"
-    return f"{1e3 * parallel:.2g} ms in chunks of {chunk}, {1e3 * loop:.2g} ms one {what} after the other"
 
 
 def _largest_of_the_best(taken: dict[int, float]) -> int:

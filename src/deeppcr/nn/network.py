@@ -281,7 +281,8 @@ class Network(nn.Module):
             choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
             backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
             if mode == "auto" and choice.mode == "sequential":
-                choice, why = None, choice.why
+                back = f"; backward in chunks of {backward}" if choice.backward == "parallel" else ""
+                choice, why = None, choice.why + back
         elif mode == "auto":
             why = "there are kernels for the loop only"
         if choice is None and (mode == "parallel" or not in_loop):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import adjoint, calibrate, cost, fused, network  # noqa: E402  (imports Triton)
+from deeppcr.linear.kernels import dense  # noqa: E402  (imports Triton)
+from deeppcr.nn import adjoint, calibrate, cost, fused, network  # noqa: E402
 from deeppcr.nn.network import Network, choose  # noqa: E402
 
 TOLERANCE = 5e-5
@@ -481,31 +482,53 @@ def test_the_plan_says_why(by_kernels):
     (note,) = plan.notes
     assert note.startswith("expected: ")
     assert f"ms in chunks of {plan.chunk}, " in note
-    assert "one layer after the other; backward " in note
+    assert "one layer after the other (" in note
 
 
 @pytest.mark.parametrize(
-    ("mode", "chosen", "forward", "backward"),
+    ("mode", "choice", "forward", "backward"),
     [
-        ("auto", "parallel", 7, 2),
-        ("auto", "sequential", 7, 7),
-        ("sequential", "parallel", 7, 7),
-        ("parallel", "sequential", 3, 2),
+        ("auto", ("sequential", "parallel"), 7, 2),
+        ("auto", ("sequential", "sequential"), 7, 7),
+        ("auto", ("parallel", "parallel"), 3, 2),
+        ("auto", ("parallel", "sequential"), 3, 7),
+        ("sequential", ("parallel", "parallel"), 7, 7),
+        ("parallel", ("sequential", "sequential"), 3, 2),
     ],
 )
-def test_the_backward_pass_has_chunks_of_its_own(mode, chosen, forward, backward, by_kernels, monkeypatch):
+@pytest.mark.parametrize(("kind", "width"), [("resnet", 3), ("mlp", 66)])
+def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forward, backward, by_kernels, monkeypatch):
     """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
-    seen = []
-    run, solve = fused.run, adjoint._solve
-    choice = cost.Choice("sequential", 3, chosen, 2, "made up")
-    monkeypatch.setattr(network, "choose", lambda *_: choice)
+    seen: dict[str, int] = {}
+    run, launch, solve_chain = fused.run, adjoint.Launches.launch, dense.solve_chain
+
+    def launched(self, kernel, programs, arguments, *more, **settings):
+        if kernel is adjoint.adjoint_substitute:
+            seen["backward"] = arguments[-1]
+            assert programs == -(-7 // arguments[-1]) * 2  # of two rows
+        launch(self, kernel, programs, arguments, *more, **settings)
+
+    def solved(*arguments, **settings):
+        if len(arguments) == 5:  # with scales: the slopes of a backward pass
+            seen.setdefault("backward", 7 if arguments[3] == 6 else arguments[3])  # the first layer has no equation
+        return solve_chain(*arguments, **settings)
+
+    def ran(*arguments):
+        seen["forward"] = arguments[4].chunk_blocks(7)
+        return run(*arguments)
+
+    made_up = cost.Choice(choice[0], 3, choice[1], 2, "made up")
+    monkeypatch.setattr(network, "choose", lambda *_: made_up)
     monkeypatch.setattr(network, "_ways", {})
-    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
-    monkeypatch.setattr(adjoint, "_solve", lambda *arguments: seen.append(arguments[5]) or solve(*arguments))
-    net = build("resnet", 14, by_kernels, mode=mode)
+    monkeypatch.setattr(adjoint, "_noted", {})
+    monkeypatch.setattr(adjoint.Launches, "launch", launched)
+    monkeypatch.setattr(dense, "solve_chain", solved)
+    monkeypatch.setattr(fused, "run", ran)
+    net = build(kind, 14 if kind == "resnet" else 7, by_kernels, width, mode=mode)
     assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
-    assert [each.chunk_blocks(7) for each in seen] == [forward] * 2
-    assert seen[1].backward_blocks(7) == backward
+    assert seen == {"forward": forward, "backward": backward}
+    if mode == "auto" and choice[0] == "sequential":
+        assert net.solution.plan.notes == ["made up" + ("; backward in chunks of 2" if backward == 2 else "")]
 
 
 @pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])
