@@ -472,33 +472,50 @@ def test_steps_in_a_graph_tell_of_time_without_the_host():
             if "forward_seconds" in run["curves"]:
                 run["method"] = "fused"
                 run["curves"]["forward_seconds"][-1] *= 5  # the host's unrest
-                run["curves"]["replayed_seconds"] = [(4e-4 if mode == "sequential" else 2e-4)] * 19 + [2.1e-4]
+                usual = 4e-4 if mode == "sequential" else 2e-4
+                run["curves"]["replayed_seconds"] = [1e-3] * 5 + [usual] * 14 + [2.1e-4]
     checks = trainings.times_of_passes(result)
     in_graph = by_what(checks, "inside a CUDA graph over the fused loop, L = 128")
-    assert in_graph.ours == "2× (200 µs instead of 400 µs; 60,000 steps in 12 s)"
+    assert in_graph.ours == "2× (200 µs instead of 400 µs); times 60,000 steps: 12 s instead of 24 s"
     assert in_graph.holds == ""
-    steady = by_what(checks, "most over least")
-    assert (steady.ours, steady.holds) == ("1.05", YES)
-    rows = headline._training(result)
-    assert any(
-        "ResNet training step in a CUDA graph, L = 128, w = 16 | – | – | 400 µs (2×) | – | **200 µs**" in row
-        for row in rows
-    )
+    passes, steps = (each for each in checks if "most over least" in each.what)
+    assert (passes.holds, "the host's" in passes.why) == (NO, True)
+    assert (steps.ours, steps.holds) == ("1.05", "")  # without the first quarter, which sets up
+    row = "ResNet training step in a CUDA graph, L = 128, w = 16 | – | – | 400 µs (2×) | – | **200 µs**"
+    assert any(row in each for each in headline._training(result))
     for record in result.records:
         for run in record.get("runs", {}).values():
-            if "replayed_seconds" in run["curves"]:
-                run["curves"]["replayed_seconds"][-1] = 1e-3
-    assert by_what(trainings.times_of_passes(result), "most over least").holds == NO
+            run["method"] = "graph"
+    assert not any("training step" in each for each in headline._training(result))
+    result.content["settings"]["batch"] = 32
+    assert "times 15,000 steps" in by_what(trainings.times_of_passes(result), "inside a CUDA graph over").ours
+    result.content["settings"]["data"] = "digits"
+    assert "steps" not in by_what(trainings.times_of_passes(result), "inside a CUDA graph over").ours
 
 
-def test_more_than_the_papers_accuracy():
+def test_a_training_that_was_timed_is_preferred():
+    timed, untimed = trained(), trained(timed_seeds=0)
+    untimed.content["end"] = "2099-01-01T00:00:00+00:00"
+    assert Results([timed, untimed]).best("resnet-training") is timed
+    assert Results([untimed]).best("resnet-training") is untimed
+
+
+@pytest.mark.parametrize(
+    ("ends", "answer", "why"),
+    [
+        ((0.96, 0.96), "More: at depth 128 the mean of 2 seeds is 96.0%", "At L = 128 ours is above the paper's."),
+        ((0.96, 0.93), "No: ", ""),
+        ((0.9, 0.9), "No: ", ""),
+    ],
+)
+def test_other_accuracies_than_the_papers(ends, answer, why):
     result = trained()
     for record in result.records:
-        for run in record.get("runs", {}).values():
-            run["test_accuracy"] = [0.96] * 8
-    assert findings.accuracy(result).startswith("More: at depth 128 the mean of 2 seeds is 96.0%")
+        for run, end in zip(record.get("runs", {}).values(), ends, strict=False):
+            run["test_accuracy"] = [end] * 8
+    assert findings.accuracy(result).startswith(answer)
     check = by_what(trainings.accuracies(result), "at the end, L = 128")
-    assert (check.holds, check.why) == (NO, "Where ours differs, it is above the paper's.")
+    assert (check.holds, check.why) == (NO, why)
 
 
 def test_one_iteration_says_nothing_of_newtons_method():
@@ -546,7 +563,11 @@ def test_few_iterations_and_guesses():
                 record["runs"]["parallel"]["diverged"] = 77
     assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == NO
     assert trainings.guesses(finished(guess))[0].holds == NO
-    assert "wherever they start" in trainings.guesses(finished(guess))[0].why
+    assert "from any start" in trainings.guesses(finished(guess))[0].why
+    for record in guess["records"]:
+        if not record["iterations"]:
+            record["runs"]["parallel"]["curves"]["iterations"] = [6.0] * 20
+    assert trainings.guesses(finished(guess))[0].why == ""
     assert findings.guesses(finished(guess)).startswith("Not quite")
 
 
@@ -632,10 +653,13 @@ def test_pixel_diffusion_with_and_without_classes():
     )
     entries[0]["printed"]["over_loop"] *= 2
     gain, few, *_ = diffusion.classes(result)
-    assert (gain.holds, few.holds) == (NO, YES)
-    assert "host's" in gain.why
+    assert (gain.holds, few.holds, few.ours[:14]) == (NO, "", "in 9 of 9 size")
+    assert findings.classes(result).startswith("As printed not always, in 8 of 9 sizes")
     entries[0]["printed"]["iterations"] /= 2
-    assert diffusion.classes(result)[1].holds == NO
+    assert diffusion.classes(result)[1].ours.startswith("in 8 of 9")
+    for entry in entries:
+        del entry["printed"], entry["auto"]
+    assert findings.classes(result) == "Not timed."
     assert len(headline._samples(result)) == 3
 
 

@@ -26,11 +26,17 @@ class Results:
         return Results(finished(folder))
 
     def best(self, experiment: str, needs: Needs = lambda result: True) -> Finished | None:
-        """One from a GPU, of those one as large as the paper's, of those the newest. Never a quick one."""
+        """One from a GPU, of those one as large as the paper's, of those one that was timed, of those the newest. Never a quick one."""
         mine = [each for each in self.every if each.name == experiment and not each.quick and needs(each)]
         return max(
             mine,
-            key=lambda each: (each.content["device"] == "cuda", not smaller(each), each.date, each.path.name),
+            key=lambda each: (
+                each.content["device"] == "cuda",
+                not smaller(each),
+                timed(each),
+                each.date,
+                each.path.name,
+            ),
             default=None,
         )
 
@@ -51,6 +57,11 @@ def smaller(result: Finished) -> str:
     """What is other than at the paper's sizes, as it is given on the command line; empty where nothing is."""
     other = [name for name in result.changes if name not in _REPEATS]
     return ", ".join(f"{name}={value}" for name, value in result.changes.items()) if other else ""
+
+
+def timed(result: Finished) -> bool:
+    """Whether any of its trainings was; all else is."""
+    return result.content["settings"].get("timed_seeds") != 0
 
 
 def fewer(result: Finished) -> str:

@@ -304,24 +304,18 @@ def classes(result: Finished) -> list[Check]:
         more = [a["over_loop"] > b["over_loop"] for a, b in both]
         printed = method == "printed"
         ours = f"in {sum(more)} of {len(more)} sizes ({_samples(both)} samples each)"
-        checks.append(Check(what, "consistently", ours, holds(all(more)) if printed else "", _WHY_NOT_ALL))
+        checks.append(Check(what, "consistently", ours, holds(all(more)) if printed else ""))
         few = [a["iterations"] <= b["iterations"] for a, b in both]
         taken = [fmean(each[which]["iterations"] for each in both) for which in (0, 1)]
         ours = f"in {sum(few)} of {len(few)} sizes; {taken[0]:.1f} against {taken[1]:.1f} on average"
         what = f"conditional models take no more iterations, {words}"
-        checks.append(Check(what, "the cause of the gain" if printed else "", ours, holds(all(few)) if printed else ""))
+        checks.append(Check(what, "", ours))
     return checks
 
 
 def _samples(pairs: Sequence[tuple[Entry, Entry]]) -> str:
     counts = sorted(each["samples"] for pair in pairs for each in pair)
     return f"{counts[0]} to {counts[-1]}"
-
-
-_WHY_NOT_ALL = (
-    "The ratio is to the eager loop, whose time is the host's: it varies more from one cell to the next than the iterations "
-    "that a better start saves."
-)
 
 
 def guesses(result: Finished) -> list[Check]:

@@ -141,9 +141,7 @@ def size_limit(result: Finished) -> str:
     if not printed:
         return "Nowhere on this grid does the method as printed take twice as long as at the least width."
     moved = (
-        f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far, for their passes are short at small widths"
-        if auto
-        else "not with the defaults"
+        f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far" if auto else "not with the defaults"
     )
     beyond = [
         one / other
