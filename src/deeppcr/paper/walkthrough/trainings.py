@@ -131,7 +131,7 @@ def _steady(result: Finished, *, fast: bool) -> list[Check]:
         return [Check(what, paper, "not measured", OPEN)]
     if not fast:
         return [Check(what, paper, f"{forward:.2f}, but without the speed-up")]
-    unrest = "The times of single calls are the host's: inside a CUDA graph, below, they vary less."
+    unrest = "The times of single calls are the host's: inside a CUDA graph, in the last row, they vary less."
     why = unrest if replayed is not None and replayed < forward else ""
     checks = [Check(what, paper, f"{forward:.2f}", holds(forward <= 1.5), why)]
     if replayed is not None:
