@@ -19,6 +19,7 @@ from typing import Any
 OURS = ("call", "captured")
 #: No baselines: a training step in the mode that "auto" chooses (a call is in parallel), and with nothing in the layers' place.
 DEFAULT, REST = "default mode", "all but the layers"
+_NO_BASELINES = (DEFAULT, f"{DEFAULT}, captured", REST)
 BEGIN = "<!-- the table begins: written by benchmarks/kernel_report.py -->"
 END = "<!-- the table ends -->"
 NOTHING_YET = "No measurements are stored yet: the commands above make them."
@@ -64,7 +65,7 @@ class Row:
         found = {}
         for name, seconds in self.times.items():
             ours = self.times.get("captured" if is_captured(name) else "call")
-            if name not in (*OURS, DEFAULT, REST) and ours is not None:
+            if name not in (*OURS, *_NO_BASELINES) and ours is not None:
                 found[name] = seconds / ours
         return found
 
@@ -200,7 +201,7 @@ def _cells(row: Row) -> list[str]:
             ratio = row.ratios[name]
             digits = 0 if ratio >= 10 else 1 if ratio >= 1 else 2
             others.append(f"{name} {number(1e3 * seconds)} ({ratio:,.{digits}f}x)")
-        elif name in (DEFAULT, REST):
+        elif name in _NO_BASELINES:
             others.append(f"{name} {number(1e3 * seconds)}")
     others += [f"{name}: {why}" for name, why in row.failures.items()]
     return [*times, target, met, "; ".join(others)]

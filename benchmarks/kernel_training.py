@@ -138,5 +138,7 @@ def resnet_step(depth: int, width: int, skip: int, batch: int, steps: int, devic
     methods[REST] = method(without_layers, exact(without_layers), kernels=False)
     if can_capture(device):
         methods["captured"] = method(in_parallel, graph=True, optional=True)
+        methods[f"{DEFAULT}, captured"] = method(mode("auto"), graph=True, optional=True)
+        methods["fused loop, captured"] = method(mode("sequential"), graph=True, optional=True)
         methods["loop in a CUDA graph"] = method(plain_resnet, graph=True, kernels=False, optional=True)
     return methods

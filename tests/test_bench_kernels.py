@@ -227,6 +227,22 @@ def test_targets(report, suite, parameters, times, expected):
     assert {name: 1e3 * each for name, each in found.items()} == pytest.approx(expected)
 
 
+def test_the_default_mode_is_ours_and_no_baseline(report):
+    names = {
+        "call": 2.0,
+        "captured": 0.2,
+        "default mode": 0.8,
+        "default mode, captured": 0.25,
+        "fused loop, captured": 0.4,
+    }
+    (row,) = report.rows([case("ResNet step", {"depth": 1024}, name, each) for name, each in names.items()])
+    assert row.ratios == pytest.approx({"fused loop, captured": 2.0})
+    assert row.met == {"call": False, "default mode": True}
+    assert "default mode 0.8000; default mode, captured 0.2500; fused loop, captured 0.4000 (2.0x)" in report.text(
+        [row]
+    )
+
+
 def test_a_target_of_what_failed_is_missed(report):
     parameters = network(4)
     slow = case("forward", parameters, "call", 0.3)
