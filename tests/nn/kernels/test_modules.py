@@ -108,8 +108,10 @@ def test_a_parallel_pass_leaves_a_solution(depth, by_kernels):
     assert net.solution.plan.evaluation == "fused kernels"
     assert net.solution.iterations.shape == (2,)
     assert net.solution.result in (Result.CONVERGED, Result.LOOP)
+    assert net.solution.updates.shape == (int(net.solution.iterations.max()), 2)
     net(torch.randn(3, 4, device=by_kernels), mode="sequential")
     assert net.solution.plan.notes == ['mode="sequential"']
+    assert net.solution.updates.shape == (0, 3)
     assert net.solution.iterations.shape == (3,)
     net(torch.randn(2, 4, device=by_kernels))
     assert net.solution.plan.evaluation == "fused kernels"
