@@ -145,10 +145,19 @@ def test_other_networks_go_back_as_they_went_forward():
         assert (choice.backward, choice.backward_chunk) == (choice.mode, choice.chunk)
 
 
-@pytest.mark.parametrize(("width", "blocks", "expected"), [(64, 128, "sequential"), (65, 128, "sequential"),
-    (128, 127, "sequential"), (128, 128, "parallel"), (256, 64, "parallel")])  # fmt: skip
-def test_wide_layers_go_back_in_chunks_earlier(width, blocks, expected):
-    choice = choose_by_shape(torch.Size((blocks, width, width)), 1, "relu", "auto", 2**30, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("width", "blocks", "rows", "expected"),
+    [
+        (64, 128, 1, "sequential"),
+        (65, 128, 1, "sequential"),
+        (128, 127, 1, "sequential"),
+        (128, 128, 1, "parallel"),
+        (256, 64, 1, "parallel"),
+        (256, 64, 2, "sequential"),
+    ],
+)
+def test_wide_layers_go_back_in_chunks_earlier(width, blocks, rows, expected):
+    choice = choose_by_shape(torch.Size((blocks, width, width)), rows, "relu", "auto", 2**30, torch.device("cpu"))
     assert (choice.mode, choice.backward) == ("sequential", expected)
 
 

@@ -16,7 +16,8 @@ ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 _choices: dict[tuple, cost.Choice] = {}
 _MOST = 4096
 #: Layers wider than this go back by other kernels than forward, whose loop is slow: on an H200, chunks were the faster way from
-#: 128 layers of width 128 and 64 of width 256 on, where forward the loop still was (docs/performance.md).
+#: 128 layers of width 128 and 64 of width 256 on, where forward the loop still was. Measured with one row: the products of
+#: Jacobians cost as much for every further one, the loop next to nothing.
 _WIDE, _WIDE_BACKWARD = 64, 2**14
 
 
@@ -47,7 +48,7 @@ def choose(
             most_chunks=most_products // (rows * width**2),
             chunk=None if chunk == "auto" else min(chunk, blocks),
         )
-        if width > _WIDE and blocks * width >= _WIDE_BACKWARD:
+        if width > _WIDE and rows == 1 and blocks * width >= _WIDE_BACKWARD:
             found = replace(found, backward="parallel")
         if len(_choices) >= _MOST:
             _choices.clear()

@@ -287,8 +287,8 @@ def few_iterations(result: Finished) -> list[Check]:
         least = f"{suffice[0]} suffice" if suffice else "none of those tried suffices"
         checks.append(Check(f"fewest iterations within a tenth of the test's loss, L = {depth:,}", "3", least))
         most = max(runs)
-        if runs[most]["mean_iterations"]:
-            taken = f"{runs[most]['mean_iterations']:.1f} on average: then nothing but rounding is left"
+        if (mean := runs[most]["mean_iterations"]) and mean < most:
+            taken = f"{mean:.1f} on average: then nothing but rounding is left"
             checks.append(Check(f"iterations taken where {most} are allowed, L = {depth:,}", "", taken))
         ratio = three["speedup_over_tested"]
         if ratio:
