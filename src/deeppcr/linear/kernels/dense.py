@@ -166,6 +166,16 @@ class Shape:
         """The same where blocks only meet vectors."""
         return (1, 4) if self.padded <= 16 else (1, 6) if self.padded <= 32 else (4, 4)
 
+    def reducing(self, programs: int) -> tuple[int, int]:
+        """``with_products`` for so many programs of ``_reduce``: where they are few, no other hides what one waits for."""
+        warps, stages = self.with_products
+        return ({16: 4, 32: 4}.get(self.padded, warps), stages) if programs <= _FEW else (warps, stages)
+
+    def walking(self, programs: int) -> tuple[int, int]:
+        """``without`` for so many programs."""
+        warps, stages = self.without
+        return ({16: 2, 32: 4}.get(self.padded, warps), stages) if programs <= _FEW else (warps, stages)
+
 
 def chunk_length(steps: int, width: int) -> int:
     """C: few dependent steps in all levels together, and no more chunks than there is room for at once."""
@@ -176,6 +186,8 @@ def chunk_length(steps: int, width: int) -> int:
     return 32 if width <= 32 else 64
 
 
+#: so few programs do not fill the device
+_FEW = 132
 _solved: dict[tuple, Launches] = {}
 
 
@@ -284,7 +296,7 @@ def solve_chain(
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
         arguments = (*blocks.arguments, *rest)
-        warps, stages = shape.without
+        warps, stages = shape.walking(chunks * rows)
         launches.launch(
             _substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers
         )
@@ -343,7 +355,7 @@ def _reduce_chunks(
     if width <= NARROW:
         products = launches.empty((chunks - 1, rows, width, width), starts)
         arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
-        warps, stages = shape.with_products
+        warps, stages = shape.reducing((chunks - 1) * rows)
         constants = (width, shape.padded, shape.precision, stages)
         integers = (blocks.integers, rhs.integers)
         launches.launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
