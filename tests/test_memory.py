@@ -6,7 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deeppcr
-from deeppcr import FixedIterations, Implicit, Newton, Unrolled
+from deeppcr import FixedIterations, GivenJacobian, Implicit, Newton, Unrolled
+from deeppcr.linear import Dense
+from deeppcr.sequence import Sequence
 from problems import Generator, mlp
 
 
@@ -99,3 +101,28 @@ def test_the_budget_bounds_what_forming_the_blocks_takes():
             problem.solve(solver=solver)
 
     assert peak(lambda: run(blocks // 8)) < 0.8 * peak(lambda: run(None))
+
+
+def test_blocks_are_neither_copied_nor_kept_beyond_their_iteration():
+    """Alive at once, in units of all blocks: the weights, the blocks, and the products of two rounds of the reduction."""
+    length, width = 256, 32
+    problem = mlp(Generator(0, torch.float32), length, 1, width=width, activation=torch.tanh)
+    jacobian = GivenJacobian(lambda z, x: Dense(x[0] * (1 - torch.tanh(z) ** 2).unsqueeze(-2)), exact=True)
+    solver = Newton(jacobian=jacobian, chunk=1, linear=deeppcr.linear.PCR(), stop=FixedIterations(3))
+    with torch.no_grad():
+        used = peak(lambda: problem.solve(solver=solver))
+    assert used <= 4.5 * length * width**2 * 4
+
+
+def test_blocks_that_come_in_one_piece_are_not_copied():
+    made = []
+
+    class Noted(GivenJacobian):
+        def evaluate(self, *arguments):
+            made.append(super().evaluate(*arguments))
+            return made[-1]
+
+    problem = mlp(Generator(0, torch.float32), 64, 1, width=8)
+    noted = Noted(lambda z, x: Dense(x[0] * (z > 0).unsqueeze(-2)), exact=True)
+    _, blocks = noted.linearise(Sequence(*problem), torch.ones(64, 1, 8), 1)
+    assert blocks.data is made[0][1].data

@@ -70,8 +70,8 @@ class Jacobian:
             current, blocks = self.evaluate(sequence, current[: len(steps)], steps)
             product = blocks if product is None else blocks.compose(product)
         assert product is not None
-        ends = torch.cat([current, *(state for state, _ in ended)])
-        return ends, type(product)(torch.cat([product.data, *(blocks.data for _, blocks in ended)]))
+        ends = _joined([current, *(state for state, _ in ended)])
+        return ends, type(product)(_joined([product.data, *(blocks.data for _, blocks in ended)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class DenseJacobian(Jacobian):
             for part in self.slices(sequence, len(steps))
         ]
         values, pushed = zip(*parts, strict=True)
-        return torch.cat(values), Dense(torch.cat([_as_blocks(each) for each in pushed]))
+        return _joined(values), Dense(_joined([_as_blocks(each) for each in pushed]))
 
     def linearise(
         self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0, ends: Tensor | None = None
@@ -129,7 +129,7 @@ class DenseJacobian(Jacobian):
                 current, tangents = sequence.push(current, tangents, steps)
             reached += [current, *(state for state, _ in last)]
             blocks += [_as_blocks(tangents), *(block for _, block in last)]
-        return torch.cat(reached), Dense(torch.cat(blocks))
+        return _joined(reached), Dense(_joined(blocks))
 
     def slices(self, sequence: Sequence, count: int) -> list[slice]:
         """How many of ``count`` steps (or chunks) are done at a time to keep to the memory budget."""
@@ -151,6 +151,11 @@ def block_bytes(sequence: Sequence) -> int:
     """Memory of the dense blocks of one step for all rows."""
     layout = sequence.layout
     return layout.rows * layout.width**2 * layout.dtype.itemsize
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """One after the other; a single one as it is, for a copy of all blocks takes as much memory again."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _identity(sequence: Sequence) -> Tensor:

@@ -277,6 +277,7 @@ class Iteration:
 
     def linearise(self, ends: Tensor | None = None) -> tuple[Tensor, Blocks]:
         """The chunks' ends as they come out, given where they are known, and the Jacobians."""
+        self.blocks = None  # nobody looks at the last ones any more, and both at once take twice the memory
         return self.newton.jacobian.linearise(self.sequence, self.starts(), self.chunk, self.first, ends)
 
     def update(self, values: Tensor, blocks: Blocks) -> None:
