@@ -374,3 +374,15 @@ def test_products_that_are_slightly_off_do_not_spoil_the_states(width, device, m
     couplings, rhs = system(13, width, (2,), device=device)
     couplings = linear.Dense(couplings.data / 0.9)  # so that errors are carried along
     assert_right(dense.solve_coupled(couplings, rhs, chunk=4), couplings, rhs)
+
+
+def test_programs_that_do_not_fill_the_device_get_more_warps():
+    few, many = dense._FEW, dense._FEW + 1
+    for width in NARROW:
+        shape = dense.Shape(width)
+        assert shape.reducing(many) == shape.with_products
+        assert shape.walking(many) == shape.without
+        assert shape.reducing(few)[0] >= shape.with_products[0]
+        assert shape.walking(few)[0] >= shape.without[0]
+    assert dense.Shape(32).reducing(few)[0] > dense.Shape(32).with_products[0]
+    assert dense.Shape(16).walking(few)[0] > dense.Shape(16).without[0]

@@ -140,6 +140,10 @@ def _add(values, more, count, SIZE: tl.constexpr):
     tl.store(values + at, total, mask=at < count)
 
 
+#: So few programs do not fill a device: an H200 has as many multiprocessors.
+_FEW = 132
+
+
 @dataclass(frozen=True)
 class Shape:
     """How a width is laid out in a program; what is best was measured (docs/performance.md)."""
@@ -167,14 +171,14 @@ class Shape:
         return (1, 4) if self.padded <= 16 else (1, 6) if self.padded <= 32 else (4, 4)
 
     def reducing(self, programs: int) -> tuple[int, int]:
-        """``with_products`` for so many programs of ``_reduce``: where they are few, no other hides what one waits for."""
+        """``with_products`` for so many programs: where they are few, no other one is there to hide what each waits for."""
         warps, stages = self.with_products
-        return ({16: 4, 32: 4}.get(self.padded, warps), stages) if programs <= _FEW else (warps, stages)
+        return (4 if programs <= _FEW and self.padded in (16, 32) else warps), stages
 
     def walking(self, programs: int) -> tuple[int, int]:
         """``without`` for so many programs."""
         warps, stages = self.without
-        return ({16: 2, 32: 4}.get(self.padded, warps), stages) if programs <= _FEW else (warps, stages)
+        return ({16: 2, 32: 4}.get(self.padded, warps) if programs <= _FEW else warps), stages
 
 
 def chunk_length(steps: int, width: int) -> int:
@@ -186,8 +190,6 @@ def chunk_length(steps: int, width: int) -> int:
     return 32 if width <= 32 else 64
 
 
-#: so few programs do not fill the device
-_FEW = 132
 _solved: dict[tuple, Launches] = {}
 
 
