@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
+from copy import deepcopy
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -241,6 +242,13 @@ def test_memory_counts_the_network(results, drawings):
     _, ratios = line(panel(drawing, "loop over printed"), f"w={2**10}")
     assert ratios == [*(a / b for a, b in zip(totals[0][:2], totals[1][:2], strict=True)), None]
     assert "Out of memory: as printed in 1 cell." in drawing.caption
+    impatient = deepcopy(results["mlp-memory"])
+    for record in impatient["records"]:
+        if "bytes" not in record["peaks"]["printed"]:
+            record["peaks"]["printed"]["status"] = "not measured: it took 3 s at L = 8"
+    (drawing,) = figures.drawings(impatient)
+    assert "Out of memory" not in drawing.caption
+    assert "Not tried, after smaller ones took too long: as printed in 1 cell." in drawing.caption
 
 
 def test_newton_iterations_and_errors(results, drawings):
@@ -468,6 +476,11 @@ def test_captions_say_how_much_there_is():
     (caption,) = (each.caption for each in figures.drawings(result) if each.name == "mlp-newton-random")
     for part in ("mean of the 1 to 3 networks", "Not tried in 1 cell, after", "Several processes shared the device."):
         assert part in caption
+    # Beside others only what went well: the failure was seen by a process that had the device to itself.
+    result["sessions"].append({"start": "2026-01-01T00:09:00", "end": None})
+    for record in result["records"]:
+        record["session"] = 0 if record["status"] == "ok" else 2
+    assert not [each for each in figures.drawings(result) if "shared" in each.caption]
     result["sessions"] = result["sessions"][:1]
     assert not [each for each in figures.drawings(result) if "shared" in each.caption]
 

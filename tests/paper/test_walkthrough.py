@@ -656,7 +656,7 @@ def test_pixel_diffusion_with_and_without_classes():
     assert verdict(diffusion.timing_table(diffusion.PIXEL)(result)) is Verdict.AGREES
     assert diffusion.classes(result)[0].holds == YES
     assert findings.classes(result).startswith(
-        "As printed yes, in 9 of 9 sizes (7 to 7 samples each); they take no more iterations in 9 of 9"
+        "As printed yes, in 9 of 9 sizes (7 samples each); they take no more iterations in 9 of 9"
     )
     entries[0]["printed"]["over_loop"] *= 2
     gain, few, *_ = diffusion.classes(result)
@@ -683,11 +683,21 @@ def test_diffusion_iterations_and_guesses():
     assert diffusion.iterations("pixel")(late)[0].holds == OPEN
     starts = {"mean": 12.0, "class-mean": 10.0}
     guesses = [
-        {"side": 4, "conditional": "yes", "L": 64, "guess": name, **{m: {"iterations": n} for m in ("printed", "auto")}}
+        {
+            "side": 4,
+            "conditional": "yes",
+            "L": 64,
+            "guess": name,
+            **{m: {"iterations": n, "samples": 3} for m in ("printed", "auto")},
+        }
         for name, n in starts.items()
     ]
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].holds == YES
-    guesses[0]["printed"]["iterations"] = 9.0
+    guesses[0]["printed"] |= {"iterations": 9.0, "samples": 2}
+    guesses.append({**guesses[0], "side": 8, "auto": guesses[0]["auto"], "printed": guesses[0]["printed"]})
+    assert diffusion.guesses(summed("diffusion-guess", guesses))[0].ours == (
+        "9.0 from mean, 10.0 from class-mean (4×4, 8×8; 2 to 3 samples of each size and start)"
+    )
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].holds == NO
 
 

@@ -141,6 +141,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if mine is None:
                 continue
             entry[method] = {
+                "samples": len(mine["iterations"]),
                 "iterations": fmean(mine["iterations"]),
                 "evaluations": fmean(mine["evaluations"]) / record["L"],
                 "error": max(map(float, mine["error"])),

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def total(record: Record, name: str) -> float | None:
-    """Bytes at the peak, the network included; None where memory ran out."""
+    """Bytes at the peak, the network included; None where it was not measured."""
     peak = record["peaks"].get(name, {})
     return record["network_bytes"] + peak["bytes"] if "bytes" in peak else None
 
@@ -51,7 +51,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         style.lines(axes, records, "L", "w", colours, lambda record, name=name: ratio(record, name))
         style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])
         style.powers_of_two(axes, depths)
-        style.free(axes, ratios, also=[0.0, 1.0])
+        style.decades(axes, ratios, also=[1.0])
         axes.set_ylabel("memory ratio (×)")
         axes.set_xlabel("depth L (layers)")
     spare = places[len(others) :]
@@ -79,10 +79,17 @@ def caption(records: list[Record], names: list[str]) -> str:
         if known:
             said.append(f"{_name(name)}: {style.span(known, '.2f')}")
     text = f"Memory of the loop over that of DeepPCR, the network included in both. {'; '.join(said).capitalize()}."
-    holes = Counter(name for record in records for name in names if total(record, name) is None)
-    if holes:
-        each = [f"{_name(name)} in {style.cells(count)}" for name, count in holes.items()]
-        text += " Out of memory: " + ", ".join(each) + "."
+    missing = [
+        (name, record["peaks"].get(name, {}).get("status", ""))
+        for record in records
+        for name in names
+        if total(record, name) is None
+    ]
+    for words, begins in (("Out of memory", "out of memory"), ("Not tried, after smaller ones took too long", "not")):
+        holes = Counter(name for name, status in missing if status.startswith(begins))
+        if holes:
+            each = [f"{_name(name)} in {style.cells(count)}" for name, count in holes.items()]
+            text += f" {words}: " + ", ".join(each) + "."
     return text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -39,9 +38,17 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
 
 
 def shared_device(result: dict[str, Any]) -> bool:
-    """Whether parts of it were measured at the same time: then what ran out of memory or patience need not do so alone."""
-    spans = sorted((each["start"], each["end"] or each["start"]) for each in result.get("sessions", ()))
-    return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
+    """Whether others were measured beside what ran out of memory or patience: alone it need not have."""
+    sessions = result.get("sessions", ())
+    spans = [(each["start"], each["end"] or each["start"]) for each in sessions]
+    failed = {record.get("session", 0) for record in result["records"] if record["status"] != "ok"}
+    return any(
+        spans[one][0] < end and start < spans[one][1]
+        for one in failed
+        if one < len(spans)
+        for other, (start, end) in enumerate(spans)
+        if other != one
+    )
 
 
 def by_guess(records: list[Record], guess: str, shared: bool = False) -> Drawing:

@@ -216,7 +216,7 @@ def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) 
     axes.set_ylim(low, high)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     span = math.log10(high / low)
-    if span > 2:
+    if span > 2.2:
         ticks = [10.0**k for k in range(first, last + 1) if k % math.ceil(span / 5) == 0]
         form = decade if low < 1e-3 or high > 1e4 else plain
     elif span > 0.7:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..figures.style import plain
+from ..figures.style import plain, span
 from ..figures.style import seconds as in_words
 from ..report.collect import Finished
 from ..table import times
@@ -303,7 +303,7 @@ def classes(result: Finished) -> list[Check]:
             continue
         more = [a["over_loop"] > b["over_loop"] for a, b in both]
         printed = method == "printed"
-        ours = f"in {sum(more)} of {len(more)} sizes ({_samples(both)} samples each)"
+        ours = f"in {sum(more)} of {len(more)} sizes ({span((each['samples'] for pair in both for each in pair), '.0f')} samples each)"
         checks.append(Check(what, "consistently", ours, holds(all(more)) if printed else ""))
         few = [a["iterations"] <= b["iterations"] for a, b in both]
         taken = [fmean(each[which]["iterations"] for each in both) for which in (0, 1)]
@@ -313,22 +313,18 @@ def classes(result: Finished) -> list[Check]:
     return checks
 
 
-def _samples(pairs: Sequence[tuple[Entry, Entry]]) -> str:
-    counts = sorted(each["samples"] for pair in pairs for each in pair)
-    return f"{counts[0]} to {counts[-1]}"
-
-
 def guesses(result: Finished) -> list[Check]:
     """Fig. 23: iterations by where they start, of the models that are told a class."""
     checks = []
     for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        told = [entry for entry in result.summary if entry["conditional"] == "yes" and method in entry]
         means: dict[str, float] = {}
-        for guess in dict.fromkeys(entry["guess"] for entry in result.summary):
-            told = (e for e in result.summary if e["guess"] == guess and e["conditional"] == "yes")
-            mine = [entry[method] for entry in told if method in entry]
-            if mine:
-                means[guess] = fmean(entry["iterations"] for entry in mine)
+        for guess in dict.fromkeys(entry["guess"] for entry in told):
+            means[guess] = fmean(entry[method]["iterations"] for entry in told if entry["guess"] == guess)
         said = ", ".join(f"{mean:.1f} from {guess}" for guess, mean in means.items())
+        if told:
+            sides = ", ".join(f"{side}×{side}" for side in sorted({entry["side"] for entry in told}))
+            said += f" ({sides}; {span((entry[method]['samples'] for entry in told), '.0f')} samples of each size and start)"
         known = {"mean", "class-mean"} <= set(means)
         good = (holds(means["class-mean"] < means["mean"]) if known else OPEN) if method == "printed" else ""
         checks.append(

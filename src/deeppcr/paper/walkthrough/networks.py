@@ -269,11 +269,16 @@ def memory(result: Finished) -> list[Check]:
 def _why_memory(entries: Sequence[dict[str, Any]]) -> str:
     wide = max(entry["w"] for entry in entries)
     at_wide = [entry["ratio"] for entry in entries if entry["w"] == wide]
-    return (
-        f"At the greatest width, w = {wide:,}, where the Jacobians outweigh all else, the ratio is "
-        f"{median(at_wide):.2f}: the reduction keeps old and new blocks at the same time, and narrow networks hardly weigh "
-        "anything beside the solver's own arrays."
+    said = (
+        f"At the greatest width, w = {wide:,}, where little else counts, the ratio is {median(at_wide):.2f}: up to four arrays as "
+        "large as the weights are held beside them, Jacobians and their products of two rounds of the reduction."
     )
+    if max(entry["ratio"] for entry in entries) > 1:
+        said += (
+            " Above 1 it is where networks are so narrow that the loop's states outweigh them, each in an allocation of its own; "
+            "it is least for a few narrow layers, which weigh less than the solver's own small arrays."
+        )
+    return said
 
 
 def newton(result: Finished) -> list[Check]:
