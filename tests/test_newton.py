@@ -122,13 +122,23 @@ def test_values_that_are_not_finite_are_named_with_their_step(chunk, device):
         assert deeppcr.solve(step, z0, xs, solver=deeppcr.Loop()).result is Result.NON_FINITE
 
 
-def test_what_is_not_finite_in_the_inputs_is_named(device):
-    xs = torch.zeros(50, 2, device=device)
-    xs[20, 0] = torch.nan
-    with pytest.warns(deeppcr.ConvergenceWarning, match="xs holds a value that is not finite at step 21"):
-        solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(2, device=device), xs)
+def test_nan_in_the_inputs_is_named(device):
+    xs = torch.zeros(50, 3, 2, device=device)
+    xs[20, 1, 0] = torch.nan
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"step 21 produced .* not finite; xs holds NaN there \(row 1;"):
+        solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(3, 2, device=device), xs)
     assert solution.result is Result.NON_FINITE
-    assert int(solution.exact_steps) == 20
+    assert solution.exact_steps.tolist() == [50, 20, 50]
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_what_another_row_or_a_mask_holds_is_not_named(value, device):
+    xs = torch.zeros(30, 2, 1, device=device)
+    xs[:, 1 if value != value else 0] = value  # NaN in the row that does not overflow, or a mask in the one that does
+    z0 = torch.tensor([[1.5], [0.1]], device=device)
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"step \d+ produced") as caught:
+        deeppcr.solve(lambda z, x: 2 * z * z + torch.nan_to_num(x).exp().clamp(max=0.1), z0, xs)
+    assert not any("xs holds" in str(each.message) for each in caught)
 
 
 def test_a_fixed_number_of_iterations_ends_where_all_is_exact(device):

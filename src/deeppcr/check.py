@@ -80,7 +80,7 @@ def check(
         kind = "side effect" if isinstance(error, SideEffect) else "random" if "random" in str(error) else "error"
         return [Finding(kind, str(error))]
     try:
-        return [*_inputs_are_numbers(xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
+        return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
     finally:
         sequence.undo_kept()
 
@@ -141,13 +141,14 @@ def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: 
             return
 
 
-def _inputs_are_numbers(xs: Any) -> Iterator[Finding]:
-    """Infinities may be masks; NaN is no number to anyone."""
+def _inputs_are_numbers(sequence: Sequence, xs: Any) -> Iterator[Finding]:
+    """NaN that comes out of a step; infinities may be masks, and NaN what is missing."""
     for leaf in pytree.tree_leaves(xs):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             bad = torch.isnan(leaf.detach()).reshape(len(leaf), -1).any(1)
-            if bad.any():
-                yield Finding("not finite", f"xs holds NaN at step {int(bad.long().argmax()) + 1}")
+            first = int(bad.long().argmax())
+            if bad.any() and torch.isnan(sequence.step(first, sequence.initial)).any():
+                yield Finding("not finite", f"xs holds NaN at step {first + 1}, and so does what the step gives")
                 return
 
 

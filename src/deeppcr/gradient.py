@@ -17,6 +17,7 @@ from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
 from .linear.solve import is_batched, values_can_be_read
 from .sequence import Sequence
+from .steps import StepError
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
@@ -93,9 +94,17 @@ class Adjoint:
 
     def pull(self, adjoint: Tensor) -> Tensor:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
-        (pulled,) = torch.autograd.grad(
-            self.values, self.inner, adjoint, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        try:
+            (pulled,) = torch.autograd.grad(
+                self.values, self.inner, adjoint, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            raise StepError(
+                f"step: one of its operations has no derivative ({error}). PyTorch's attention takes such a shortcut in eval mode: "
+                "torch.backends.mha.set_fastpath_enabled(False) turns it off"
+            ) from error
         return pulled
 
     def solve(self, gradients: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from .guess import Guess, RepeatInitial, as_guess
 from .held import version_of
 from .jacobian import DenseJacobian, GivenJacobian
 from .kept import changes_in_place
+from .layout import Layout
 from .linear.solve import in_functorch, is_capturing
 from .newton import Loop, Newton, Outcome
 from .progress import measure
@@ -355,19 +356,24 @@ def _describe(sequence: Sequence, outcome: Outcome, plan: Plan | None = None) ->
     row = min(rows, key=lambda r: exact[r])
     step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
     text = worst.value.format(step=step)
-    if worst is Result.NON_FINITE and not _is_finite(sequence.inputs(step - 1)):
-        text = (
-            f"xs holds a value that is not finite at step {step}, and so does the state from there on, in the loop, too"
-        )
+    if worst is Result.NON_FINITE and _has_nan(sequence.inputs(step - 1), sequence.layout, row):
+        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
     if len(outcome.results) > 1:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
     reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
     return "; ".join([text, *reasons])
 
 
-def _is_finite(inputs: Any) -> bool:
-    leaves = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()]
-    return all(bool(torch.isfinite(each).all()) for each in leaves)
+def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
+    """Whether a step's inputs hold NaN, in their part for a row where they have one. Infinities may be masks."""
+    batch = layout.batch_shape
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if leaf.shape[: len(batch)] == batch:
+                leaf = leaf.reshape(layout.rows, -1)[row]
+            if torch.isnan(leaf).any():
+                return True
+    return False
 
 
 def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor) -> Solution:

@@ -159,6 +159,8 @@ def test_other_networks_go_back_as_they_went_forward():
 def test_wide_layers_go_back_in_chunks_earlier(width, blocks, rows, expected):
     choice = choose_by_shape(torch.Size((blocks, width, width)), rows, "relu", "auto", 2**30, torch.device("cpu"))
     assert (choice.mode, choice.backward) == ("sequential", expected)
+    given = choose_by_shape(torch.Size((blocks, width, width)), rows, "relu", 2, 2**30, torch.device("cpu"))
+    assert (given.backward, given.backward_chunk) == (given.mode, 2), "with a chunk of the user's nothing was measured"
 
 
 def test_the_reason_in_words():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deeppcr import ConvergenceWarning, Loop, Newton, Random, Result, Zeros
+from deeppcr import ConvergenceWarning, Loop, Newton, Random, Result, StepError, Zeros
 from deeppcr.nn import MLP, ResNet, Sequential
 from problems import relative_error
 
@@ -473,6 +473,26 @@ def test_a_slice_runs_as_the_whole():
     assert part[0] is net[1]
     part(torch.randn(2, 6))
     assert part.solution.result is Result.CONVERGED
+    for longer, length in ((net + part, 8), (net * 2, 10), (2 * net, 10)):
+        assert (type(longer), len(longer), longer.mode, longer.newton) == (Sequential, length, "parallel", newton)
+    assert (net + part)[6] is part[1]
+    x = torch.randn(2, 6)
+    assert torch.allclose((net + part)(x), part(net(x)), atol=1e-5)
+
+
+def test_attention_that_takes_a_shortcut_without_derivative():
+    """In eval mode an encoder layer takes one where nobody seems to differentiate; the error says how to turn it off."""
+    net = Sequential(*(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(3)), mode="parallel").eval()
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    with pytest.raises(StepError, match=r"no derivative .* set_fastpath_enabled\(False\)"):
+        net(x).sum().backward()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        (found,) = torch.autograd.grad(net(x).sum(), x)
+        (expected,) = torch.autograd.grad(net(x, mode="sequential").sum(), x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("strict", [True, False])

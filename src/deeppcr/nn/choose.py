@@ -48,7 +48,7 @@ def choose(
             most_chunks=most_products // (rows * width**2),
             chunk=None if chunk == "auto" else min(chunk, blocks),
         )
-        if width > _WIDE and rows == 1 and blocks * width >= _WIDE_BACKWARD:
+        if chunk == "auto" and width > _WIDE and rows == 1 and blocks * width >= _WIDE_BACKWARD:
             found = replace(found, backward="parallel")
         if len(_choices) >= _MOST:
             _choices.clear()

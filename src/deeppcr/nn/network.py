@@ -280,9 +280,12 @@ class Network(nn.Module):
         if mode != "sequential" and in_parallel:
             choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
             backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
-            if mode == "auto" and choice.mode == "sequential":
-                back = f"; backward in chunks of {backward}" if choice.backward == "parallel" else ""
-                choice, why = None, choice.why + back
+            loop = mode == "auto" and choice.mode == "sequential"
+            if backward != (shape[0] if loop else choice.chunk):
+                back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
+                choice = replace(choice, why=f"{choice.why}; backward {back}")
+            if loop:
+                choice, why = None, choice.why
         elif mode == "auto":
             why = "there are kernels for the loop only"
         if choice is None and (mode == "parallel" or not in_loop):

@@ -103,6 +103,14 @@ class Sequential(nn.Sequential):
             found.mode, found.newton = self.mode, self.newton
         return found
 
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        """These layers and then those of ``other``, run as this network is."""
+        return type(self)(*super().__add__(other), mode=self.mode, newton=self.newton)
+
+    def __mul__(self, other: int) -> Sequential:
+        """These layers so many times one after the other, run as this network is."""
+        return type(self)(*super().__mul__(other), mode=self.mode, newton=self.newton)
+
     def extra_repr(self) -> str:
         return f"mode={self.mode}"
 

@@ -376,13 +376,23 @@ def test_products_that_are_slightly_off_do_not_spoil_the_states(width, device, m
     assert_right(dense.solve_coupled(couplings, rhs, chunk=4), couplings, rhs)
 
 
-def test_programs_that_do_not_fill_the_device_get_more_warps():
-    few, many = dense._FEW, dense._FEW + 1
-    for width in NARROW:
-        shape = dense.Shape(width)
-        assert shape.reducing(many) == shape.with_products
-        assert shape.walking(many) == shape.without
-        assert shape.reducing(few)[0] >= shape.with_products[0]
-        assert shape.walking(few)[0] >= shape.without[0]
-    assert dense.Shape(32).reducing(few)[0] > dense.Shape(32).with_products[0]
-    assert dense.Shape(16).walking(few)[0] > dense.Shape(16).without[0]
+@pytest.mark.parametrize(("width", "few", "many"), [(8, (1, 1), (1, 1)), (16, (2, 2), (2, 1)), (32, (4, 4), (2, 1))])
+def test_programs_that_do_not_fill_the_device_get_more_warps(width, few, many, device, monkeypatch):
+    """Of programs that reduce chunks, and of those that substitute back."""
+    launch, seen = dense.Launches.launch, {}
+
+    def launched(self, kernel, programs, *arguments, warps, **settings):
+        seen.setdefault((kernel, programs > dense._FEW), set()).add(warps)
+        launch(self, kernel, programs, *arguments, warps=warps, **settings)
+
+    monkeypatch.setattr(dense.Launches, "launch", launched)
+    monkeypatch.setattr(dense, "_solved", {})
+    monkeypatch.setattr(dense, "_FEW", 3)
+    blocks = linear.Dense(torch.zeros(5 * 2, width, width, device=device))
+    linear.solve(blocks, torch.ones(5 * 2, width, device=device), solver=Kernel(chunk=2))
+    kinds = [(dense._reduce, True), (dense._substitute, True), (dense._reduce, False), (dense._substitute, False)]
+    assert [seen.get(kind) for kind in kinds[:2]] == [{warps} for warps in many]
+    assert seen[dense._substitute, False] == {few[1]}
+    seen.clear()
+    linear.solve(blocks[:6], torch.ones(6, width, device=device), solver=Kernel(chunk=2))
+    assert seen == {(dense._reduce, False): {few[0]}, (dense._substitute, False): {few[1]}}

@@ -529,8 +529,9 @@ def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forw
     net = build(kind, 14 if kind == "resnet" else 7, by_kernels, width, mode=mode)
     assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
     assert seen == {"forward": forward, "backward": backward}
-    if mode == "auto" and choice[0] == "sequential":
-        assert net.solution.plan.notes == ["made up" + ("; backward in chunks of 2" if backward == 2 else "")]
+    back = {2: "; backward in chunks of 2", 7: "; backward one after the other"}[backward]
+    if mode != "sequential":
+        assert net.solution.plan.notes == ["made up" + ("" if forward == backward else back)]
 
 
 @pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])

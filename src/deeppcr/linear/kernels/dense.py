@@ -173,7 +173,7 @@ class Shape:
     def reducing(self, programs: int) -> tuple[int, int]:
         """``with_products`` for so many programs: where they are few, no other one is there to hide what each waits for."""
         warps, stages = self.with_products
-        return (4 if programs <= _FEW and self.padded in (16, 32) else warps), stages
+        return (4 if programs <= _FEW and self.padded == 32 else warps), stages
 
     def walking(self, programs: int) -> tuple[int, int]:
         """``without`` for so many programs."""
