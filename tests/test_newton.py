@@ -125,7 +125,9 @@ def test_values_that_are_not_finite_are_named_with_their_step(chunk, device):
 def test_nan_in_the_inputs_is_named(device):
     xs = torch.zeros(50, 3, 2, device=device)
     xs[20, 1, 0] = torch.nan
-    with pytest.warns(deeppcr.ConvergenceWarning, match=r"step 21 produced .* not finite; xs holds NaN there, .* \(row 1;"):
+    with pytest.warns(
+        deeppcr.ConvergenceWarning, match=r"step 21 produced .* not finite; xs holds NaN there, .* \(row 1;"
+    ):
         solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(3, 2, device=device), xs)
     assert solution.result is Result.NON_FINITE
     assert solution.exact_steps.tolist() == [50, 20, 50]

@@ -49,7 +49,10 @@ class PaperTest:
 
 @dataclass(frozen=True)
 class FixedIterations:
-    """Run ``count`` iterations and test nothing; fewer where nothing but rounding is left before.
+    """Run ``count`` iterations and test nothing.
+
+    Where nothing but rounding is left before, ``solution.iterations`` counts no further ones. They are spared, too, except in
+    a solve that is replayed as a CUDA graph, which runs all of them.
 
     While the caller captures a CUDA graph, nothing in such a solve asks the host, forward or backward. What would be
     mended or raised cannot be there: the states of a row that fails come out as NaN from its ``exact_steps`` on, and so do

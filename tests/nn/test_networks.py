@@ -185,6 +185,8 @@ def test_bad_settings_are_named():
 
 
 def test_settings_of_another_type_are_named():
+    with pytest.raises(TypeError, match=r"^x: expected a tensor \[\*batch, in_features\], got NoneType$"):
+        MLP(5, 8, 2, 3)(None)
     sizes = {"in_features": 5, "width": 8, "depth": 4, "out_features": 3}
     for network, names in ((MLP, sizes), (ResNet, {**sizes, "skip": 2})):
         for name in names:

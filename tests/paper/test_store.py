@@ -256,6 +256,11 @@ def test_killed_between_the_last_write_and_the_new_name(tmp_path, monkeypatch):
         ('{"experiment": "mlp-timing"}', "no schema"),
         ('{"schema": 0, "records": []}', f"version 0 of the format, this deeppcr reads version {SCHEMA}"),
         (f'{{"schema": {SCHEMA}}}', "lacks experiment"),
+        (
+            f'{{"schema": {SCHEMA}, "experiment": "x", "settings": {{}}, "device": "cpu", "complete": true, '
+            '"records": [{"key": "a"}, {"key": "a"}]}',
+            "holds the cell a more than once",
+        ),
     ],
 )
 def test_files_that_are_not_results(tmp_path, text, message):

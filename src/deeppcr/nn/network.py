@@ -176,6 +176,8 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
         """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor [*batch, in_features], got {type(x).__name__}")
         features = getattr(self.input, "in_features", None)  # which another layer in its place may not have
         if x.ndim == 0 or (features is not None and x.shape[-1] != features):
             wanted = f"[*batch, {features or 'in_features'}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -56,18 +57,22 @@ def break_even(ratios: dict[int, float]) -> float | None:
 
 
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
-    """Where the time stops being independent of the width: for each depth the first width that takes twice as long."""
+    """Where the time stops being independent of the width: for each depth w²L of the width that takes twice as long, read
+    off between measured ones on log axes."""
     times: dict[int, dict[int, float]] = {}
     for record in records:
         found = seconds(record, way, column)
         if found is not None:
             times.setdefault(record["L"], {})[record["w"]] = found
-    crossed: dict[int, int] = {}
+    crossed: dict[int, float] = {}
     for depth, by_width in times.items():
         least = by_width[min(by_width)]
-        slow = [width for width in sorted(by_width) if by_width[width] > SLOWED * least]
-        if slow:
-            crossed[depth] = slow[0] ** 2 * depth
+        every, limit = sorted(by_width), SLOWED * least
+        for low, high in pairwise(every):
+            if by_width[high] > limit:
+                part = math.log(limit / by_width[low]) / math.log(by_width[high] / by_width[low])
+                crossed[depth] = (low * (high / low) ** part) ** 2 * depth
+                break
     values = sorted(crossed.values())
     return {"by_depth": crossed, "w2L": median(values) if values else None}
 

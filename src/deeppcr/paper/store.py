@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -67,6 +68,11 @@ def read(path: Path) -> dict[str, Any]:
     missing = [key for key in ("experiment", "settings", "device", "complete", "records") if key not in content]
     if missing:
         raise PaperError(f"{path}: the result file lacks {', '.join(missing)}")
+    records = content["records"] if isinstance(content["records"], list) else []
+    counts = Counter(record.get("key") for record in records if isinstance(record, dict))
+    twice = [key for key, count in counts.items() if key is not None and count > 1]
+    if twice:
+        raise PaperError(f"{path}: damaged: it holds the cell {twice[0]} more than once; move it away")
     return content
 
 

@@ -128,11 +128,25 @@ def _starts(conditional: str, entries: list[dict[str, Any]]) -> Drawing:
             f"{GUESSES[name]} {entry['auto']['iterations']:.1f} ({as_times(entry['auto']['over_loop'])} over the eager loop)"
             for entry in mine
         ]
+    counts = {
+        method: style.span((entry[method]["samples"] for entry in mine), ".0f")
+        for method in ("printed", "auto")
+        if (mine := [entry for entry in entries if method in entry and entry["L"] == length])
+    }
+    few = f"Means of {counts['auto']} samples with the defaults" if "auto" in counts else ""
+    if "printed" in counts:
+        run = sorted({entry["side"] for entry in entries if "printed" in entry})
+        only = (
+            ""
+            if run == sides
+            else f", which was not run on {' and '.join(f'{s} × {s}' for s in sides if s not in run)}"
+        )
+        few += f", of {counts['printed']} as printed{only}"
     kind = "classes given" if conditional == "yes" else "without classes"
     return Drawing(
         f"diffusion-guess-{'conditional' if conditional == 'yes' else 'unconditional'}",
         f"Where the iteration starts: images, {kind}",
         "fig. 23",
-        f"L = {length:,}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}.",
+        f"L = {length:,}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}. {few}.",
         figure,
     )

@@ -168,13 +168,29 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
         ]
         even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, (_, _, depths) in best.items()]
         said.append(f"Over {name} at best {' and '.join(each)}; {', '.join(even)}.")
-    holes = Counter(
-        column for record in records for column, entry in record.get(way, {}).items() if not entry.get("seconds")
-    )
+    holes: dict[str, list[Record]] = {}
+    for record in records:
+        for column, entry in record.get(way, {}).items():
+            if not entry.get("seconds"):
+                holes.setdefault(column, []).append(entry)
     if holes:
-        each = [f"{style.LABELS.get(column, column)} in {style.cells(count)}" for column, count in holes.items()]
+        each = [
+            f"{style.LABELS.get(column, column)} in {style.cells(len(entries))}{_reasons(entries)}"
+            for column, entries in holes.items()
+        ]
         said.append(f"Not timed: {', '.join(each)}.")
     return " ".join(said)
+
+
+def _reasons(entries: list[Record]) -> str:
+    """Why cells were not timed: results that failed their check first."""
+    wrong = [entry["error"] for entry in entries if str(entry.get("status")).startswith("differs")]
+    full = sum(entry.get("status") == "out of memory" for entry in entries)
+    said = [f"{len(wrong)} gave a result that is off by up to {100 * max(wrong):.2g}%"] if wrong else []
+    said += [f"{full} ran out of memory"] if full else []
+    rest = len(entries) - len(wrong) - full
+    said += [f"{rest} would have taken too long"] if rest and said else []
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _ahead(depths: list[float | None], records: list[Record]) -> str:

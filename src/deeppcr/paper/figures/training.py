@@ -387,8 +387,11 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         "resnet-training-newton",
         "Newton's method during training",
         "fig. 8 right",
-        "Iterations of a forward pass, and the largest difference of a parameter to the sequential training; here the mean "
-        "and the largest of all seeds. " + "; ".join(said) + "." + unseen,
+        "Iterations of a forward pass (means over windows of steps, and one standard deviation), and the largest difference of "
+        f"a parameter to the sequential training, drawn from seed {pairs[0].seed}. The mean and the largest of all seeds: "
+        + "; ".join(said)
+        + "."
+        + unseen,
         figure,
     )
 

@@ -115,7 +115,7 @@ def gains(result: Finished) -> str:
             text += f", and {depths[low]:.0f} at L = {low:,} but {depths[high]:.0f} at L = {high:,} when scaled by "
             text += f"{worst['gain']:g}"
         said.append(text)
-    return f"Under the paper's test {'; '.join(said)}. What decides is whether the network amplifies errors."
+    return f"Under the paper's test {'; '.join(said)}. What decides is how far a network carries errors: most is taken where it is about to amplify them, or does."
 
 
 def break_even_depths(result: Finished) -> list[str]:
@@ -179,22 +179,23 @@ def loop_wins(result: Finished) -> str:
     """Cells in which some loop that does not go through Python is faster than the defaults."""
     said = []
     for way in ("forward", "backward"):
-        lost, known = [], 0
+        lost, timed = [], []
         for record in result.records:
             loops = [t for name in ("graph", "fused") if (t := seconds(record, way, name))]
             mine = seconds(record, way, "auto")
             if mine and loops:
-                known += 1
+                timed.append(record)
                 if min(loops) < mine:
                     lost.append(record)
-        if not known:
+        if not timed:
             continue
-        text = f"{way}: in {len(lost)} of {known} cells"
+        text = f"{way}: in {len(lost)} of {len(timed)} cells"
         if lost:
             depths = {width: max(r["L"] for r in lost if r["w"] == width) for width in sorted({r["w"] for r in lost})}
+            won = {r["w"] for r in timed if r not in lost}
             low, high = min(depths.values()), max(depths.values())
             text += f", up to L = {low:,}" + (f" to {high:,} by width" if high > low else "")
-            wide = [width for width, depth in depths.items() if depth == max(r["L"] for r in result.records)]
+            wide = [width for width in depths if width not in won]
             text += f"; at w = {listed([str(width) for width in wide])} at every depth that was timed" if wide else ""
         said.append(text)
     return f"The fused kernel or the CUDA graph is faster than the parallel defaults, {'; '.join(said)}."
@@ -214,8 +215,8 @@ def classes(result: Finished) -> str:
     for words in ("as printed", "with the defaults"):
         gain, few = found.get(f"gain more, {words}"), found.get(f"take no more iterations, {words}")
         if gain and few:
-            answer = {YES: "yes", NO: "not always"}.get(gain.holds, "they gain more")
-            said.append(f"{words} {answer}, {gain.ours}; they take no more iterations {few.ours}")
+            answer = {YES: "yes, ", NO: "not always, "}.get(gain.holds, "")
+            said.append(f"{words} {answer}{gain.ours}; they take no more iterations {few.ours}")
     return ". ".join(each[0].upper() + each[1:] for each in said) + "." if said else "Not timed."
 
 

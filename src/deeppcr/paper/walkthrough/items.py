@@ -272,7 +272,7 @@ ITEMS: tuple[Item, ...] = (
         "Table 3",
         "settings of Newton's method",
         "At most 15 iterations for forward passes and 30 for diffusion; residual below 10⁻⁴, or below 10⁻⁴ of the first.",
-        note="The runs as printed use exactly these: `deeppcr.PaperTest(1e-4, 1e-4)`, `max_iterations=15`, `chunk=1`, "
+        note="The runs as printed use exactly these: `deeppcr.PaperTest(1e-4, 1e-4)`, `max_iterations=15` (30 for diffusion), `chunk=1`, "
         "`deeppcr.PCR()`. The library's own default is stricter: it tests the last update of every step, not only the "
         "residual, to 10⁻⁵ in float32.",
     ),

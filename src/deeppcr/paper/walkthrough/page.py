@@ -31,7 +31,8 @@ taken, else the newest that is smaller, and the page says in what; quick runs ne
   rows do not hold; **differs**: none does. A speed-up holds if it is at least nine tenths of the paper's, a depth if it is at
   most twice; a time that grows less than √L counts as logarithmic.
 - **As printed** is the paper's method (`chunk=1`, its stopping test, its reduction) in PyTorch; **the defaults** are this
-  library's.
+  library's, in parallel: networks by `mode="parallel"`, though `mode="auto"`, which is what one gets unasked, takes the fused loop
+  where that is expected to be the faster.
 - **Eager loop**: layer by layer in eager PyTorch, which the paper compares with, on a V100. **Loop in a CUDA graph** and **fused
   loop** (one kernel that goes from layer to layer by itself) are stronger."""
 
