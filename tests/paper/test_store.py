@@ -201,26 +201,38 @@ def test_several_versions_in_one_file_are_named(tmp_path, always_saved):
         opened(tmp_path / "b")
 
 
+@dataclass(frozen=True)
+class Seeded:
+    seed: int = 0
+
+
+def made_of(*values, summarise=len):
+    """An experiment of such cells, which measures nothing."""
+    return Experiment(
+        name="x-y",
+        paper="",
+        what="",
+        full=Seeded(),
+        quick=Seeded(),
+        cells=lambda settings, context: [{"a": value} for value in values],
+        measure=lambda cell, settings, context: {},
+        summarise=summarise,
+    )
+
+
+def test_records_that_cannot_be_summed_up_are_named_in_one_line(tmp_path):
+    experiment = made_of(1, 2, summarise=lambda records: sum(record["a"] for record in records))
+    path, _ = experiment.run(Context(CPU), tmp_path, only=["a=1"])
+    path.write_text(path.read_text().replace('"a": 1', '"a": "one"'))
+    with pytest.raises(PaperError, match=r"partial.json: damaged: its records cannot be summed up \(TypeError"):
+        experiment.run(Context(CPU), tmp_path)
+    assert {record["key"] for record in read(path)["records"]} == {"a=1", "a=2"}, "what was measured is kept"
+
+
 def test_cells_that_are_no_longer_measured_are_left_out(tmp_path):
-    @dataclass(frozen=True)
-    class Settings:
-        seed: int = 0
-
-    def experiment(*values):
-        return Experiment(
-            name="x-y",
-            paper="",
-            what="",
-            full=Settings(),
-            quick=Settings(),
-            cells=lambda settings, context: [{"a": value} for value in values],
-            measure=lambda cell, settings, context: {},
-            summarise=len,
-        )
-
-    experiment(1, 2, 3).run(Context(CPU), tmp_path, only=["a=1,3"])
+    made_of(1, 2, 3).run(Context(CPU), tmp_path, only=["a=1,3"])
     with pytest.warns(UserWarning, match="does not measure are left out: a=1$"):
-        path, summary = experiment(3, 2).run(Context(CPU), tmp_path)
+        path, summary = made_of(3, 2).run(Context(CPU), tmp_path)
     assert summary == 2
     assert [record["key"] for record in read(path)["records"]] == ["a=3", "a=2"]
 

@@ -184,7 +184,14 @@ class Experiment:
                 warnings.warn(f"{store.path.name}: {left_out}", stacklevel=2)
                 store.keep(names)
             store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
-            summary = self.summarise(store.records)
+            try:
+                summary = self.summarise(store.records)
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                store.save()
+                why = f"{type(error).__name__}: {error}"
+                raise PaperError(
+                    f"{store.path}: damaged: its records cannot be summed up ({why}); move it away"
+                ) from error
             return store.finish(summary), summary
 
     def finished(self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0) -> Path | None:
