@@ -269,6 +269,15 @@ def test_the_threshold_in_w2L():
     )
     assert found["by_depth"] == pytest.approx(dict.fromkeys((4, 16, 64), 2**11)), "between two widths"
     assert found["w2L"] == pytest.approx(2**11)
+    assert found["widths"] is None
+
+    def wide(depth, width):
+        return {"L": depth, "w": width, "forward": {"printed": {"seconds": [max(1.0, width / 4) * depth]}}}
+
+    found = threshold([wide(depth, width) for depth in (4, 16, 64) for width in (2, 4, 16)], "forward", "printed")
+    assert found["widths"] == pytest.approx([8.0] * 3), "the width decides"
+    nothing = threshold([wide(4, width) for width in (2, 4)], "forward", "printed")
+    assert nothing == {"by_depth": {}, "w2L": None, "widths": None}
 
 
 def test_tables_are_aligned():

@@ -338,6 +338,12 @@ def test_the_size_at_which_the_logarithmic_regime_ends():
     assert "20× as far" in findings.size_limit(finished(made_up.mlp_timing_result()))
     few = networks.widths(finished(made_up.mlp_timing_result(replace(TIMING, depths=(16,)))))
     assert by_what(few, "one value of w²L").holds == OPEN
+    wide = made_up.mlp_timing_result()
+    for record in wide["records"]:
+        if record["forward"]["auto"].get("seconds"):
+            record["forward"]["auto"]["seconds"] = [1e-3 if record["w"] < 64 else 4e-3]
+    assert by_what(networks.widths(finished(wide)), "how far chunks").ours.startswith("with the defaults the width")
+    assert "the width that decides, w ≈ 45 (whatever L)" in findings.size_limit(finished(wide))
 
 
 def test_gradients_that_were_too_far_off_are_told():

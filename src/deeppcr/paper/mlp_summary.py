@@ -58,7 +58,7 @@ def break_even(ratios: dict[int, float]) -> float | None:
 
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
     """Where the time stops being independent of the width: for each depth w²L of the width that takes twice as long, read
-    off between measured ones on log axes."""
+    off between measured ones on log axes. ``widths`` are those widths, where they and not w²L are the same at every depth."""
     times: dict[int, dict[int, float]] = {}
     for record in records:
         found = seconds(record, way, column)
@@ -73,8 +73,12 @@ def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[
                 part = math.log(limit / by_width[low]) / math.log(by_width[high] / by_width[low])
                 crossed[depth] = (low * (high / low) ** part) ** 2 * depth
                 break
-    values = sorted(crossed.values())
-    return {"by_depth": crossed, "w2L": median(values) if values else None}
+    if not crossed:
+        return {"by_depth": {}, "w2L": None, "widths": None}
+    sizes, widths = [*crossed.values()], [math.sqrt(size / depth) for depth, size in crossed.items()]
+    # Where the widths, squared as in w²L, are closer together than the sizes are, it is the width that decides.
+    by_width = len(crossed) > 1 and (max(widths) / min(widths)) ** 2 < max(sizes) / min(sizes)
+    return {"by_depth": crossed, "w2L": median(sizes), "widths": sorted(widths) if by_width else None}
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:

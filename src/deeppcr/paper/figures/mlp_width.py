@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from matplotlib import colormaps
@@ -141,7 +142,9 @@ def _map(
     axes.set_ylabel("depth L (layers)")
     axes.set_xlim(_edges(widths)[0], _edges(widths)[-1])
     axes.set_ylim(_edges(depths)[0], _edges(depths)[-1])
-    if limit["w2L"]:
+    if limit["widths"]:
+        axes.axvline(median(limit["widths"]), color="#d55e00", linestyle="--", gid="isoline")
+    elif limit["w2L"]:
         ends = [_edges(widths)[0], _edges(widths)[-1]]
         axes.plot(ends, [limit["w2L"] / end**2 for end in ends], color="#d55e00", linestyle="--", gid="isoline")
 
@@ -154,9 +157,16 @@ def _edges(values: list[int]) -> list[float]:
     return [values[0] ** 2 / inner[0], *inner, values[-1] ** 2 / inner[-1]]
 
 
+def limit_in_words(limit: dict[str, Any]) -> str:
+    """What ``threshold`` found: a size, or the width where that decides."""
+    if limit["widths"]:
+        return f"w ≈ {style.span(limit['widths'], '.0f')} (whatever L)"
+    return f"w²L ≈ {style.plain(limit['w2L'])}"
+
+
 def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     said = [
-        f"from w²L ≈ {style.plain(limit['w2L'])} on for {style.LABELS[column]}"
+        f"from {limit_in_words(limit)} on for {style.LABELS[column]}"
         if limit["w2L"]
         else f"nowhere on this grid for {style.LABELS[column]}"
         for column, limit in limits.items()
@@ -165,4 +175,4 @@ def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     if dotted:
         drawn += ", dotted in the speed-up"
     slow = f"A pass takes {SLOWED:g} times as long as at the smallest width"
-    return f"{slow} {', '.join(said)} (median over depths){drawn}."
+    return f"{slow} {', '.join(said)} (medians over depths){drawn}."

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from ..figures.style import plain, signed, span
+from ..figures.mlp_width import limit_in_words
 from ..figures.style import seconds as in_words
+from ..figures.style import signed, span
 from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
 from ..table import of_cells, times
@@ -89,9 +90,9 @@ def leaves_log_regime(result: Finished) -> list[Ours]:
     mine = [record for record in result.records if record["activation"] == "relu"]
     found = []
     for method, label in columns(mine)[1].items():
-        value = threshold(mine, "forward", method)["w2L"]
+        limit = threshold(mine, "forward", method)
         where = f"{label}, forward; where a pass takes twice as long as at the smallest w, median over depths"
-        found.append(Ours(f"w²L ≈ {plain(value)}" if value else "not reached", where))
+        found.append(Ours(limit_in_words(limit) if limit["w2L"] else "not reached", where))
     return found
 
 

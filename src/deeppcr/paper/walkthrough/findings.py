@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from ..figures.ablations import GUESSES
+from ..figures.mlp_width import limit_in_words
 from ..figures.style import plain
 from ..mlp_memory import known_ratios
 from ..mlp_summary import seconds, threshold
@@ -137,12 +138,15 @@ def break_even_depths(result: Finished) -> list[str]:
 
 def size_limit(result: Finished) -> str:
     mine = [record for record in result.records if record["activation"] == "relu"]
-    printed, auto = (threshold(mine, "forward", name)["w2L"] for name in ("printed", "auto"))
+    limits = [threshold(mine, "forward", name) for name in ("printed", "auto")]
+    printed, auto = (limit["w2L"] for limit in limits)
     if not printed:
         return "Nowhere on this grid does the method as printed take twice as long as at the least width."
     moved = (
         f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far" if auto else "not with the defaults"
     )
+    if limits[1]["widths"]:
+        moved = f"with the defaults it is the width that decides, {limit_in_words(limits[1])}"
     beyond = [
         one / other
         for record in mine

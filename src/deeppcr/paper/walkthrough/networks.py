@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from ..figures.mlp_width import limit_in_words
 from ..figures.style import plain
 from ..figures.style import seconds as in_words
 from ..mlp_memory import known_ratios
@@ -252,7 +253,7 @@ def widths(result: Finished) -> list[Check]:
     limits = {method: threshold(records, "forward", method) for method in METHODS}
     printed, auto = (limits[name]["w2L"] for name in ("printed", "auto"))
     said = [
-        f"w²L ≈ {plain(limit['w2L'])} {_short(method)}" if limit["w2L"] else f"not reached {_short(method)}"
+        f"{limit_in_words(limit)} {_short(method)}" if limit["w2L"] else f"not reached {_short(method)}"
         for method, limit in limits.items()
     ]
     depths = limits["printed"]["by_depth"]
@@ -267,6 +268,8 @@ def widths(result: Finished) -> list[Check]:
         checks.append(Check("that size is one value of w²L at every depth", "yes", "too few depths", OPEN, why))
     if printed:
         moved = f"{times(auto / printed)} as large" if auto else "beyond this grid"
+        if limits["auto"]["widths"]:
+            moved = "with the defaults the width decides, not w²L"
         checks.append(Check("how far chunks and kernels move that size", "", moved))
     return checks
 
