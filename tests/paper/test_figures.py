@@ -481,6 +481,10 @@ def test_captions_say_how_much_there_is():
     for record in result["records"]:
         record["session"] = 0 if record["status"] == "ok" else 2
     assert not [each for each in figures.drawings(result) if "shared" in each.caption]
+    result["sessions"].append({"start": "2026-01-01T00:20:00", "end": None})
+    assert [each for each in figures.drawings(result) if "shared" in each.caption], (
+        "one that was killed may have gone on"
+    )
     result["sessions"] = result["sessions"][:1]
     assert not [each for each in figures.drawings(result) if "shared" in each.caption]
 

@@ -342,8 +342,10 @@ def test_the_size_at_which_the_logarithmic_regime_ends():
     for record in wide["records"]:
         if record["forward"]["auto"].get("seconds"):
             record["forward"]["auto"]["seconds"] = [1e-3 if record["w"] < 64 else 4e-3]
-    assert by_what(networks.widths(finished(wide)), "how far chunks").ours.startswith("with the defaults the width")
-    assert "the width that decides, w ≈ 45 (whatever L)" in findings.size_limit(finished(wide))
+    assert by_what(networks.widths(finished(wide)), "how far chunks").ours.startswith(
+        "with the defaults it follows no line"
+    )
+    assert "the width varies less: w ≈ 45 (L = 2) to 45 (L = " in findings.size_limit(finished(wide))
 
 
 def test_gradients_that_were_too_far_off_are_told():
@@ -741,6 +743,9 @@ def test_diffusion_iterations_and_guesses():
         for name, n in starts.items()
     ]
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].holds == YES
+    guesses[0]["printed"]["iterations"] = 10.4
+    near = diffusion.guesses(summed("diffusion-guess", guesses))[0]
+    assert (near.holds, near.why[:22]) == (OPEN, "The two are closer tha")
     guesses[0]["printed"] |= {"iterations": 9.0, "samples": 2}
     guesses.append({**guesses[0], "side": 8, "auto": guesses[0]["auto"], "printed": guesses[0]["printed"]})
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].ours == (

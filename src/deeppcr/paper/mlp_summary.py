@@ -58,7 +58,7 @@ def break_even(ratios: dict[int, float]) -> float | None:
 
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
     """Where the time stops being independent of the width: for each depth w²L of the width that takes twice as long, read
-    off between measured ones on log axes. ``widths`` are those widths, where they and not w²L are the same at every depth."""
+    off between measured ones on log axes. ``widths`` are those widths by depth, where they vary less than w²L does."""
     times: dict[int, dict[int, float]] = {}
     for record in records:
         found = seconds(record, way, column)
@@ -76,9 +76,12 @@ def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[
     if not crossed:
         return {"by_depth": {}, "w2L": None, "widths": None}
     sizes, widths = [*crossed.values()], [math.sqrt(size / depth) for depth, size in crossed.items()]
-    # Where the widths, squared as in w²L, are closer together than the sizes are, it is the width that decides.
-    by_width = len(crossed) > 1 and (max(widths) / min(widths)) ** 2 < max(sizes) / min(sizes)
-    return {"by_depth": crossed, "w2L": median(sizes), "widths": sorted(widths) if by_width else None}
+    by_width = len(crossed) > 1 and (max(widths) / min(widths)) ** 2 < max(sizes) / min(sizes)  # squared as in w²L
+    return {
+        "by_depth": crossed,
+        "w2L": median(sizes),
+        "widths": dict(zip(crossed, widths, strict=True)) if by_width else None,
+    }
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -37,10 +37,14 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     return found
 
 
+#: Of a session that was killed nobody knows when.
+_OPEN_END = "9999"
+
+
 def shared_device(result: dict[str, Any]) -> bool:
     """Whether others were measured beside what ran out of memory or patience: alone it need not have."""
     sessions = result.get("sessions", ())
-    spans = [(each["start"], each["end"] or each["start"]) for each in sessions]
+    spans = [(each["start"], each["end"] or _OPEN_END) for each in sessions]
     failed = {record.get("session", 0) for record in result["records"] if record["status"] != "ok"}
     return any(
         spans[one][0] < end and start < spans[one][1]

@@ -188,9 +188,11 @@ def _reasons(entries: list[Record]) -> str:
     full = sum(entry.get("status") == "out of memory" for entry in entries)
     said = [f"{len(wrong)} gave a result that is off by up to {100 * max(wrong):.2g}%"] if wrong else []
     said += [f"{full} ran out of memory"] if full else []
-    rest = len(entries) - len(wrong) - full
-    said += [f"{rest} would have taken too long"] if rest and said else []
-    return f" ({', '.join(said)})" if said else ""
+    long = sum(str(entry.get("status")).startswith("not timed") for entry in entries)
+    said += [f"{long} would have taken too long"] if long else []
+    rest = len(entries) - len(wrong) - full - long
+    said += [f"{rest} failed"] if rest else []
+    return f" ({', '.join(said)})"
 
 
 def _ahead(depths: list[float | None], records: list[Record]) -> str:

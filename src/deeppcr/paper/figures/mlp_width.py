@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from matplotlib import colormaps
@@ -143,7 +142,8 @@ def _map(
     axes.set_xlim(_edges(widths)[0], _edges(widths)[-1])
     axes.set_ylim(_edges(depths)[0], _edges(depths)[-1])
     if limit["widths"]:
-        axes.axvline(median(limit["widths"]), color="#d55e00", linestyle="--", gid="isoline")
+        along = sorted(limit["widths"].items())
+        axes.plot([w for _, w in along], [depth for depth, _ in along], color="#d55e00", linestyle="--", gid="isoline")
     elif limit["w2L"]:
         ends = [_edges(widths)[0], _edges(widths)[-1]]
         axes.plot(ends, [limit["w2L"] / end**2 for end in ends], color="#d55e00", linestyle="--", gid="isoline")
@@ -158,9 +158,10 @@ def _edges(values: list[int]) -> list[float]:
 
 
 def limit_in_words(limit: dict[str, Any]) -> str:
-    """What ``threshold`` found: a size, or the width where that decides."""
+    """What ``threshold`` found: a size, or the widths where these vary less."""
     if limit["widths"]:
-        return f"w ≈ {style.span(limit['widths'], '.0f')} (whatever L)"
+        (low, first), *_, (high, last) = sorted(limit["widths"].items())
+        return f"w ≈ {first:.0f} (L = {low:,}) to {last:.0f} (L = {high:,})"
     return f"w²L ≈ {style.plain(limit['w2L'])}"
 
 
@@ -175,4 +176,4 @@ def caption(limits: dict[str, dict[str, Any]], *, dotted: bool) -> str:
     if dotted:
         drawn += ", dotted in the speed-up"
     slow = f"A pass takes {SLOWED:g} times as long as at the smallest width"
-    return f"{slow} {', '.join(said)} (medians over depths){drawn}."
+    return f"{slow} {', '.join(said)} (w²L: median over depths){drawn}."

@@ -91,7 +91,9 @@ def leaves_log_regime(result: Finished) -> list[Ours]:
     found = []
     for method, label in columns(mine)[1].items():
         limit = threshold(mine, "forward", method)
-        where = f"{label}, forward; where a pass takes twice as long as at the smallest w, median over depths"
+        where = f"{label}, forward; where a pass takes twice as long as at the smallest w" + (
+            "" if limit["widths"] else ", median over depths"
+        )
         found.append(Ours(limit_in_words(limit) if limit["w2L"] else "not reached", where))
     return found
 

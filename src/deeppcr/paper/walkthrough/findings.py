@@ -146,7 +146,7 @@ def size_limit(result: Finished) -> str:
         f"w²L ≈ {plain(auto)} with the defaults, {times(auto / printed)} as far" if auto else "not with the defaults"
     )
     if limits[1]["widths"]:
-        moved = f"with the defaults it is the width that decides, {limit_in_words(limits[1])}"
+        moved = f"with the defaults there is no such size, and the width varies less: {limit_in_words(limits[1])}"
     beyond = [
         one / other
         for record in mine

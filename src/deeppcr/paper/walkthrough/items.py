@@ -302,6 +302,7 @@ ITEMS: tuple[Item, ...] = (
         "At 1024 layers 3 iterations suffice from the batch mean of the last step's activations; from zeros or random numbers "
         "more than 5 are needed.",
         (Part("resnet-guess", ("resnet-guess-loss*", "resnet-guess-iterations*"), trainings.guesses),),
+        "At full size ours end after 2,000 steps, about a quarter of an epoch; what whole trainings need is not told.",
     ),
     Item(
         "Figure 23",

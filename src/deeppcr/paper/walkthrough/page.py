@@ -30,7 +30,8 @@ taken, else the newest that is smaller, and the page says in what; quick runs ne
 - **Agrees**: every row of its table holds, but for those that are **open**, because our run cannot tell. **Agrees in part**: some
   rows do not hold; **differs**: none does. A speed-up holds if it is at least nine tenths of the paper's, a depth if it is at
   most twice; a time that grows less than √L counts as logarithmic.
-- **As printed** is the paper's method (`chunk=1`, its stopping test, its reduction) in PyTorch; **the defaults** are this
+- **As printed** is the paper's method (`chunk=1`, its stopping test, its reduction) in PyTorch; forward passes of networks are replayed
+  as CUDA graphs, as this library does with any solve that repeats, where their Jacobians take less than 256 MiB. **The defaults** are this
   library's, in parallel: networks by `mode="parallel"`, though `mode="auto"`, which is what one gets unasked, takes the fused loop
   where that is expected to be the faster.
 - **Eager loop**: layer by layer in eager PyTorch, which the paper compares with, on a V100. **Loop in a CUDA graph** and **fused

@@ -89,9 +89,9 @@ def _why_slow(result: Finished) -> str:
         )
     if entry["printed_speedup_over_eager"] and entry["printed_speedup_over_eager"] < SPEED_UP * 7:
         return (
-            f"As printed a pass takes {entry['printed_iterations']:.1f} iterations of many small operations, which Python "
-            f"launches one by one ({in_words(entry['printed_forward_seconds'])} at L = {entry['L']:,}); the steps of a "
-            f"residual network are {result.content['settings']['skip']} layers each, so its loop is short."
+            f"By the paper's hours its loop took 192 ms a pass and its method 30 ms; ours take "
+            f"{in_words(entry['eager_forward_seconds'])} and {in_words(entry['printed_forward_seconds'])}, so both are faster here. "
+            f"As printed a pass takes {entry['printed_iterations']:.1f} iterations, and waits for the device in each."
         )
     return ""
 
@@ -129,11 +129,19 @@ def _steady(result: Finished, *, fast: bool) -> list[Check]:
     forward, replayed = found.get("forward_seconds"), found.get("replayed_seconds")
     if forward is None:
         return [Check(what, paper, "not measured", OPEN)]
+    loops = [
+        points[len(points) // 4 :]
+        for record in result.records
+        if "runs" in record and record["L"] == depth and "sequential" in record["runs"]
+        if (points := record["runs"]["sequential"]["curves"].get("forward_seconds"))
+    ]
+    own = max((max(points) / min(points) for points in loops if len(points) > 1), default=None)
     if not fast:
         return [Check(what, paper, f"{forward:.2f}, but without the speed-up")]
     unrest = "The times of single calls are the host's: inside a CUDA graph, in the last row, they vary less."
     why = unrest if replayed is not None and replayed < forward else ""
-    checks = [Check(what, paper, f"{forward:.2f}", holds(forward <= 1.5), why)]
+    beside = f"{forward:.2f}" + (f"; of the loop beside it {own:.2f}" if own else "")
+    checks = [Check(what, paper, beside, holds(forward <= 1.5), why)]
     if replayed is not None:
         checks.append(Check(f"time of a whole step inside a CUDA graph {when}", "", f"{replayed:.2f}"))
     return checks
@@ -309,6 +317,13 @@ def few_iterations(result: Finished) -> list[Check]:
 def _why_no_gain(result: Finished) -> str:
     depth = max(entry["L"] for entry in result.summary)
     runs = ends(result, depth, "batch-mean")
+    for length in sorted({entry["L"] for entry in result.summary}):
+        few, more = (ends(result, length, "batch-mean").get(count, {}).get("forward_seconds") for count in (1, 3))
+        if few and more and few > more:
+            return (
+                "The test takes fewer iterations here than the paper's 6, and the times of a pass scatter by more than an iteration "
+                f"costs (L = {length:,}: {in_words(few)} with 1, {in_words(more)} with 3)."
+            )
     said = "The test takes fewer iterations here than the paper's 6"
     times_of = {count: runs[count]["forward_seconds"] for count in (1, 5) if count in runs}
     if all(times_of.get(count) for count in (1, 5)):
@@ -343,7 +358,7 @@ def _why_any_guess(result: Finished, depth: int) -> str:
     if not all(tested and tested["mean_iterations"] and tested["mean_iterations"] < 5 for tested in every):
         return ""
     return (
-        "Under its own test the paper's method ends after fewer than 5 iterations here, from any start: there is little for a "
+        "Under its own test the paper's method ends after fewer than 5 iterations on average here, from any start: there is little for a "
         "better one to save. The paper does not say how its weights were made, or after how many steps of training its figure ends."
     )
 
