@@ -47,7 +47,7 @@ PIXEL = {
 DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA"}
 #: Iterations up to so many times the paper's are the same: other weights, other noise.
 SAME = 1.3
-#: Mean iterations that are this close, as a share, are the same: a few samples tell no more.
+#: Mean iterations that are this close, as a share, a few samples hardly tell apart.
 TIE = 0.05
 #: The paper reads off when the error has fallen below this, and in how many iterations.
 SMALL, FEW = 0.1, 15
@@ -333,8 +333,8 @@ def guesses(result: Finished) -> list[Check]:
         known = {"mean", "class-mean"} <= set(means)
         good, why = OPEN if method == "printed" else "", ""
         if known and good:
+            good = holds(means["class-mean"] < means["mean"])
             near = abs(means["class-mean"] - means["mean"]) <= TIE * means["mean"]
-            good = OPEN if near else holds(means["class-mean"] < means["mean"])
             why = "The two are closer than so few samples tell." if near else ""
         checks.append(
             Check(f"the mean of the class saves iterations, {words}", "yes", said or "not in this run", good, why)
