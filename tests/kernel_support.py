@@ -150,21 +150,27 @@ def compiled(device, monkeypatch):
     _forget(monkeypatch)
     if device.type == "cpu":
         _compile(monkeypatch, interpret=True)
-    repeated, again = [], Launches.again
+    repeated = []
 
-    def counting(self, *arguments):
-        repeated.append(len(self.noted))
-        again(self, *arguments)
+    def counting(name):
+        again = getattr(Launches, name)
 
-    monkeypatch.setattr(Launches, "again", counting)
+        def counted(self, *arguments):
+            repeated.append(len(self.noted))
+            return again(self, *arguments)
+
+        monkeypatch.setattr(Launches, name, counted)
+
+    for name in ("again", "again_for_new"):
+        counting(name)
     return repeated
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of PyTorch's operations, and launches."""
+    """Counts calls of PyTorch's operations, and launches; ``before``: those that were made before each operation."""
 
     def __enter__(self):
-        self.operations, self.launches = [], -Compiled.launches
+        self.operations, self.before, self.launches = [], [], -Compiled.launches
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -173,6 +179,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.operations.append(function.__name__)
+        self.before.append(self.launches + Compiled.launches)
         return function(*arguments, **(keywords or {}))
 
 

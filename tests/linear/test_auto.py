@@ -1,10 +1,12 @@
 """Auto chooses a solver and says why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from deeppcr import linear
-from deeppcr.linear import cost
+from deeppcr.linear import cost, fused
 from linear.conformance import assert_compiles
 from linear.reference import random_blocks
 
@@ -48,6 +50,24 @@ def test_rows_share_the_machine():
     assert (few, many) == (linear.PCR(), linear.ForwardSubstitution())
     shared = couplings(linear.Dense, 64, 16)  # blocks that all rows have in common are multiplied once
     assert linear.Auto().choose(shared, torch.zeros(64, 2, 16, dtype=torch.float64))[0] == few
+
+
+@pytest.mark.parametrize(("shared_memory", "widest"), [(99 * 1024, 128), (227 * 1024, 256)])
+def test_the_widest_kernels_need_a_device_with_room(shared_memory, widest, monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    fused.has_room.cache_clear()
+
+    def refusal(width):
+        data = SimpleNamespace(
+            is_cuda=True, dtype=torch.float32, shape=(9, width, width), device=torch.device("cuda", 0)
+        )
+        return linear.Fused().refusal(linear.Dense(data))
+
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    assert refusal(widest) is None
+    assert refusal(widest + 1) == f"there are kernels for widths up to {widest}, the blocks have {widest + 1}"
+    fused.has_room.cache_clear()
 
 
 class TestCounts:

@@ -14,6 +14,8 @@ from .blocks import BlockDiagonal, Blocks, Dense
 
 #: the widest dense blocks, and the largest of block-diagonal ones
 _DENSE, _SMALL = 256, 8
+#: the widest dense blocks whose kernels do with the shared memory that every device has; the others need so many bytes
+_DENSE_ANYWHERE, _ROOM = 128, 136 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,10 @@ class Fused:
             return f"the kernels need a CUDA device, the blocks are on {data.device.type}"
         if data.dtype != torch.float32:
             return f"the kernels work in float32, the blocks are {data.dtype}"
-        if isinstance(couplings, Dense) and data.shape[-1] > _DENSE:
-            return f"there are kernels for widths up to {_DENSE}, the blocks have {data.shape[-1]}"
+        if isinstance(couplings, Dense) and data.shape[-1] > _DENSE_ANYWHERE:
+            widest = _DENSE if has_room(data.device) else _DENSE_ANYWHERE
+            if data.shape[-1] > widest:
+                return f"there are kernels for widths up to {widest}, the blocks have {data.shape[-1]}"
         if isinstance(couplings, BlockDiagonal) and data.shape[-1] > _SMALL:
             return f"there are kernels for small blocks up to {_SMALL}, these have {data.shape[-1]}"
         if not has_triton():
@@ -62,6 +66,12 @@ class Fused:
         if self.refusal(couplings) is not None:
             return None
         return _kernels(type(couplings)).noted(couplings, rhs, reverse=reverse)
+
+
+@cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have the shared memory that the widest layers and blocks need: as on an A100, H100 or H200."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOM
 
 
 @cache

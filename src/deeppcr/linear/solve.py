@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from .blocks import Blocks, Diagonal, Scalar
@@ -20,7 +19,8 @@ from .fused import Fused
 _HALF = (torch.bfloat16, torch.float16)
 _MOST = 4096  # entries of a cache
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
-_is_legacy_batched = _functorch.is_legacy_batchedtensor
+_is_legacy_batched, _peek_interpreter_stack = _functorch.is_legacy_batchedtensor, _functorch.peek_interpreter_stack
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class LinearSolver(Protocol):
@@ -139,20 +139,20 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
 
     Checks, views and the choice of a solver take longer than the kernels of a small system do.
     """
-    if torch.compiler.is_compiling() or not _prepared:
+    if not _prepared or torch.compiler.is_compiling():
         return None
     try:
         prepared = _prepared.get(_key(blocks, rhs, reverse, solver))
     except (AttributeError, TypeError, RuntimeError):  # no tensors, sizes that are symbols, or tensors without strides
         return None
-    if prepared is None or _is_observed(blocks.data, rhs) or not (_is_plain(blocks.data) and _is_plain(rhs)):
+    if prepared is None:
+        return None
+    data, (launches, offset) = blocks.data, prepared
+    if _is_observed(data, rhs) or not (_is_plain(data) and _is_plain(rhs)):
         return None
     if torch.cuda.current_device() != rhs.device.index:
         return None
-    launches, offset = prepared
-    states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-    launches.again([blocks.data.data_ptr() + offset, rhs.data_ptr(), states.data_ptr()])
-    return states
+    return launches.again_for_new(rhs, data.data_ptr() + offset, rhs.data_ptr())
 
 
 def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
@@ -204,14 +204,15 @@ def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
 
 def _is_observed(data: Tensor, rhs: Tensor) -> bool:
     """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
-    differentiated = torch.is_grad_enabled() and (data.requires_grad or rhs.requires_grad)
-    transformed = forward_ad._current_level >= 0 or in_functorch()
-    return differentiated or transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
+    if (data.requires_grad or rhs.requires_grad) and torch.is_grad_enabled():
+        return True
+    transformed = forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
+    return transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its numbers lie in memory as they are."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg()
+    return type(tensor) in _PLAIN and not tensor.is_neg()
 
 
 _checked: dict[tuple, torch.Size] = {}
@@ -281,7 +282,7 @@ def _check_tensors(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch
 
 def in_functorch() -> bool:
     """Whether a torch.func transform (vmap, grad, jvp, ...) is at work."""
-    return _functorch.peek_interpreter_stack() is not None
+    return _peek_interpreter_stack() is not None
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -308,6 +309,13 @@ def _is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_batched(tensor)
 
 
+def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """What ``function.apply`` does outside transforms, but for the search for arguments that were left out and for wrappers
+    among those that are no tensors: it takes longer than the launches."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply(*[_functorch.unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in arguments])
+
+
 class _Solve(torch.autograd.Function):
     """The solution as a function of couplings and right-hand side; its derivatives are such systems again."""
 
@@ -315,11 +323,7 @@ class _Solve(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *arguments):
-        if in_functorch():
-            return super().apply(*arguments)
-        # What torch does, but for the search for arguments that were left out, which takes longer than the launches.
-        base: Any = super(torch.autograd.Function, cls)
-        return base.apply(*unwrap_dead_wrappers(arguments))
+        return super().apply(*arguments) if in_functorch() else apply_directly(cls, *arguments)
 
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):

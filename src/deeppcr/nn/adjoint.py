@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "blocks", "chunk_blocks"]
+#: A program that multiplies no blocks holds wider ones in its registers; its warps, and the layers on their way to it.
+HELD_WITHOUT_PRODUCT, WIDE_LOOP = 128, (8, 3)
 #: Rows up to which one program sums a layer's gradients; of more, the matrix units take the product.
 _FEW_ROWS = 64
 
@@ -159,7 +161,7 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
         gradients: of the blocks' outputs [blocks, B, w], or of the last block's alone [B, w]
     """
     rows, width = x.shape[1:]
-    if width > dense.NARROW:
+    if width > (HELD_WITHOUT_PRODUCT if layers.backward_blocks(weight.shape[0]) == weight.shape[0] else dense.NARROW):
         return _adjoint_wide(weight, x, gradients, layers)
     adjoints, initial = empty(x, x.shape[0] - 1, rows, width), empty(x, rows, width)
 
@@ -218,7 +220,7 @@ def _solve(
         launches.launch(adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
         dense.solve_in_place(products, starts, launches)
     arguments = (weight, x, gradients, starts, adjoints, initial, rows, blocks, chunk)
-    warps, stages = shape.without
+    warps, stages = shape.without if width <= dense.NARROW else WIDE_LOOP
     how = (*constants, chunks == 1, every, stages)
     launches.launch(adjoint_substitute, chunks * rows, arguments, how, warps=warps)
 

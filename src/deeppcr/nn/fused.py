@@ -15,17 +15,15 @@ from torch import Tensor
 
 from ..linear.kernels import dense
 from ..linear.kernels.launch import Launches, aligned, empty, remember, repeat
-from ..linear.solve import is_batched, is_capturing
+from ..linear.solve import apply_directly, is_batched, is_capturing
 from . import kernels
-from .adjoint import adjoint, all_gradients, slopes_at
+from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients, slopes_at
 from .cost import chunks_in_group
 from .report import Report
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
 #: where the host cannot be asked whether another is needed, there are fewer.
 _ROUNDS = 8
-#: A program without a product holds wider layers in its registers.
-_HELD_WITHOUT_PRODUCT = 128
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,13 @@ class Layers:
     rtol: float = 1e-5
     chunk: int | None = None
     backward: int | None = None
+
+    def __post_init__(self):
+        own = (self.skip, self.residual, self.activation, self.atol, self.rtol, self.chunk, self.backward)
+        object.__setattr__(self, "_hash", hash(own))
+
+    def __hash__(self) -> int:  # once, not in each of the lookups of a call
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
     def backward_blocks(self, blocks: int) -> int:
         """Blocks in a chunk of the backward pass."""
@@ -77,11 +82,17 @@ def apply(
         with torch.cuda.device(initial.device):
             return apply(weight, bias, initial, guess, layers, left, last, average)
     if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
-        return Apply.apply(weight, bias, initial, guess, layers, left, last, average)
-    weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
+        return apply_directly(Apply, weight, bias, initial, (guess, layers, left, last, average))
+    return _states(weight, bias, initial, (guess, layers, left, last, average))[0]
+
+
+def _states(weight: Tensor, bias: Tensor, initial: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``apply`` returns; the weights as the kernels read them, and ``x``."""
+    guess, layers, left, last, average = how
+    weight, bias, initial = (aligned(weight.contiguous()), aligned(bias.contiguous()), aligned(initial.contiguous()))
     x, report = run(weight, bias, initial, guess, layers, average)
     left.extend((report, x))
-    return x[-1] if last else x[layers.skip :: layers.skip]
+    return x[-1] if last else x[layers.skip :: layers.skip], weight, x
 
 
 class Apply(torch.autograd.Function):
@@ -91,23 +102,11 @@ class Apply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        bias: Tensor,
-        initial: Tensor,
-        guess: Tensor | None,
-        layers: Layers,
-        left: list,
-        last: bool = False,
-        average: Tensor | None = None,
-    ):
-        ctx.layers = layers
-        weight, bias, initial = (aligned(each.contiguous()) for each in (weight, bias, initial))
-        x, report = run(weight, bias, initial, guess, layers, average)
-        left.extend((report, x))
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, how: tuple):
+        states, weight, x = _states(weight, bias, initial, how)
+        ctx.layers = how[1]
         ctx.save_for_backward(weight, x)
-        return x[-1] if last else x[layers.skip :: layers.skip]
+        return states
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
@@ -124,8 +123,8 @@ class Apply(torch.autograd.Function):
         gradient = aligned(grad_outputs[0].contiguous())
         of_weights, of_biases, _ = ctx.needs_input_grad[:3]
         if not (of_weights or of_biases):
-            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], *(None,) * 5
-        return *all_gradients(weight, x, gradient, ctx.layers), *(None,) * 5
+            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None
+        return *all_gradients(weight, x, gradient, ctx.layers), None
 
 
 class Passes:
@@ -192,7 +191,12 @@ class _Narrow:
             constants = (*self.plan.constants, False, "", True, stages)
             launches.launch(kernels.roll, self.rows, arguments, constants, warps=warps)
 
-        repeat(self.plan.noted, ("whole", first, passes), (self.weight, self.bias, start, self.x, found), make)
+        tensors = (
+            (self.weight, self.bias, start, self.x)
+            if found is self.x
+            else (self.weight, self.bias, start, self.x, found)
+        )
+        repeat(self.plan.noted, ("whole", first, passes, found is self.x), tensors, make)
 
     def one_round(self, first_pass: int) -> None:
         """Two passes: one with new Jacobians, one with the same."""
@@ -201,7 +205,9 @@ class _Narrow:
             self._one_pass(first_pass, True, launches)
             self._one_pass(first_pass + 1, False, launches)
 
-        tensors = (self.weight, self.bias, self.initial, self.guess, self.x, self.workspace, self.found)
+        tensors = (self.weight, self.bias, self.initial, self.x, self.workspace, self.found)
+        if self.guess is not self.initial:
+            tensors = (*tensors, self.guess)
         repeat(self.plan.noted, first_pass, tensors, make)
 
     def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
@@ -249,10 +255,11 @@ class _Wide:
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         sizes = (self.rows, first, self.blocks, passes, self.blocks)
-        if self.width <= _HELD_WITHOUT_PRODUCT:
+        if self.width <= HELD_WITHOUT_PRODUCT:
+            warps, stages = WIDE_LOOP
             arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, *sizes, 0, 0)
-            constants = (1, False, *self.constants[:3], False, "", True, 3)
-            Launches().launch(kernels.roll, self.rows, arguments, constants, warps=8)
+            constants = (1, False, *self.constants[:3], False, "", True, stages)
+            Launches().launch(kernels.roll, self.rows, arguments, constants, warps=warps)
         else:
             arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
             Launches().launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)

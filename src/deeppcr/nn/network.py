@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
-from ..linear.fused import has_triton
+from ..linear.fused import has_room, has_triton
 from ..linear.solve import in_functorch, is_capturing
 from ..newton import Newton
 from ..solution import ConvergenceWarning, Solution
@@ -206,14 +206,14 @@ class Network(nn.Module):
         if hidden.shape[0] == 0:
             chosen, why = "sequential", EMPTY
         # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
-        dtype = self.weight.dtype
-        if hidden.dtype != dtype:
-            hidden = hidden.to(dtype)
+        weight = self.weight  # a look-up among the parameters takes a while
+        if hidden.dtype != weight.dtype:
+            hidden = hidden.to(weight.dtype)
         if self._may_use_kernels(hidden):
             run: Any = self._fused
             if torch.compiler.is_compiling():  # a graph ends here, so not in vain
                 run = torch.compiler.disable(run) if self._has_kernels(hidden, chosen) else lambda *_: None
-            states = run(hidden, chosen, last)
+            states = run(weight, hidden, chosen, last)
             if states is not None:
                 return states
         if chosen == "auto":
@@ -254,17 +254,17 @@ class Network(nn.Module):
         """Whether there are kernels of this size for the loop, and in parallel."""
         shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
         width = shape[-1]
-        if width > (_NARROW if len(shape) == 4 else WIDEST):
+        if width > _NARROW and (len(shape) == 4 or width > WIDEST or (hidden.is_cuda and not has_room(hidden.device))):
             return False, False
         chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-shape[0] // chunk)
         room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
         return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
 
-    def _way(self, hidden: Tensor, mode: Mode) -> _Way | None:
+    def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
         """How the fused kernels do what is asked; None where they do not."""
         newton, usual = self.newton, self._is_usual()
         how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol)
-        key = (self.weight.shape, hidden.shape[0], hidden.device, *how)
+        key = (weight.shape, hidden.shape[0], hidden.device, *how)
         found = _ways.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             found = self._find_way(hidden, mode, usual)
@@ -304,12 +304,12 @@ class Network(nn.Module):
         )
         return _Way(layers, choice, why)
 
-    def _fused(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
+    def _fused(self, weight: Tensor, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
         """By the fused kernels; None where they do not do what is asked."""
-        way = self._way(hidden, mode)
+        way = self._way(weight, hidden, mode)
         if way is None:
             return None
-        fused, weight, choice = _kernels(), self.weight, way.choice
+        fused, choice = _kernels(), way.choice
         activations = self.activations if self.warm_start and choice is not None else None
         guess, average = activations if self._warm else None, activations if self.training else None
         left: list[Any] = []

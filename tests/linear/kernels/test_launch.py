@@ -95,6 +95,31 @@ def test_a_profiler_is_told_of_every_launch(compiled, device, monkeypatch):
     assert compiled == [3]
 
 
+def test_a_profiler_is_told_of_the_launches_of_a_public_call(public, compiled, device, monkeypatch):
+    monkeypatch.setattr(launch, "is_watched", lambda: True)
+    for _ in range(2):
+        public(*full_system(100, 4, (2,), device))
+    assert compiled == [3]
+
+
+def test_one_tensor_in_two_places_is_not_noted(compiled, device):
+    """Launches that were noted for two tensors do for one that stands for both; not the reverse."""
+    noted, one, two = {}, torch.ones(4, device=device), torch.full((4,), 3.0, device=device)
+
+    def add(values, more):
+        def make(launches):
+            launches.launch(dense._add, 1, (values, more, 4), (16,), warps=1)
+
+        launch.repeat(noted, "add", (values, more), make)
+        return values.tolist()
+
+    assert add(one, one) == [2.0] * 4
+    assert not noted
+    assert add(one, two) == [5.0] * 4
+    assert add(two, two) == [6.0] * 4
+    assert compiled == [1]
+
+
 def test_a_tensor_that_nobody_knows_ends_the_notes(compiled, device):
     known, other = torch.ones(4, device=device), torch.ones(4, device=device)
     launches = Launches(known)
@@ -110,13 +135,17 @@ def public(compiled, device, monkeypatch):
         monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
-    again = launch.Launches.again
+    def check(name, first_pointer):
+        again = getattr(launch.Launches, name)
 
-    def checked(self, pointers):
-        assert not any(pointer % 16 for pointer in pointers)
-        again(self, pointers)
+        def checked(self, *arguments):
+            assert not any(pointer % 16 for pointer in arguments[first_pointer:])
+            return again(self, *arguments)
 
-    monkeypatch.setattr(launch.Launches, "again", checked)
+        monkeypatch.setattr(launch.Launches, name, checked)
+
+    check("again", 0)
+    check("again_for_new", 1)
 
     def solve(data, rhs, initial=None, **options):
         found = linear.solve(linear.Dense(data), rhs, initial, **options)
@@ -244,9 +273,9 @@ def test_calls_of_a_solve(length, width, launches, uncomputed):
     solve()
     with Calls() as calls:
         solve()
-    # The result, and scratch memory.
-    assert calls.operations == ["empty_like.default", "empty.memory_format"]
-    assert calls.launches == launches
+    # Scratch memory; and the result, while all kernels run but the last, which writes it.
+    assert calls.operations == ["empty.memory_format", "empty_like.default"]
+    assert (calls.before, calls.launches) == ([0, launches - 1], launches)
 
 
 def test_blocks_that_begin_anywhere_are_copied_once(uncomputed):

@@ -35,6 +35,14 @@ def kernel_of(structure):
     return block_diagonal if structure is linear.BlockDiagonal else diagonal
 
 
+@pytest.fixture(params=[diagonal.JOINED, 0], ids=["joined", "solved first"])
+def between_chunks(request, monkeypatch):
+    """How a chunk's start is found: by every program for itself, or by a kernel for all of them."""
+    monkeypatch.setattr(diagonal, "JOINED", request.param)
+    monkeypatch.setattr(diagonal, "_noted", {})
+    return request.param
+
+
 def in_small_chunks(couplings, rhs, reverse):
     kernel = kernel_of(type(couplings))
     return kernel.run(couplings, rhs, reverse, SMALL_BLOCKS if kernel is block_diagonal else SMALL)
@@ -169,6 +177,25 @@ def test_the_same_system_has_the_same_solution(structure, device):
     couplings, rhs = system(structure, 65, (5,), device=device)
     first, second = (Kernel(small=True).solve_coupled(couplings, rhs) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@either_way
+@pytest.mark.parametrize("length", [33, 64, 65, 97, 500])
+@pytest.mark.parametrize("channels", [1, 3, 17])
+def test_chunks_of_a_diagonal_system(length, channels, between_chunks, reverse, device, poisoned_memory):
+    couplings, rhs = system(linear.Diagonal, length, (channels,), device=device, reverse=reverse)
+    assert_right(in_small_chunks(couplings, rhs, reverse), couplings, rhs, reverse)
+
+
+@pytest.mark.parametrize("hole", [1, 40, 70, 100])
+def test_chunks_whose_products_overflow(hole, between_chunks, device, poisoned_memory):
+    """The last program to arrive does them again, from the first chunk that is marked; channels have their own."""
+    couplings, rhs = system(linear.Diagonal, 150, (17,), device=device)
+    couplings.data[hole, 3:] = 0
+    couplings.data[hole + 1 : hole + 21, 3:] = 1e10
+    rhs[hole + 1 : hole + 22, 3:] = 0
+    assert torch.isfinite(expected(couplings, rhs, False)).all()
+    assert_right(in_small_chunks(couplings, rhs, False), couplings, rhs, False)
 
 
 @every_structure

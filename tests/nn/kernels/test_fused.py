@@ -86,7 +86,7 @@ def after_blocks(x, layers):
 def assert_states_and_gradients(problem, layers, guess=None, tolerance=TOLERANCE, gradient_tolerance=None):
     leaves = [tensor.clone().requires_grad_() for tensor in problem]
     box = []
-    states = fused.Apply.apply(*leaves, guess, layers, box)
+    states = fused.apply(*leaves, guess, layers, box)
     full = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = loop(*full, layers)
     assert states.shape == expected.shape
@@ -447,7 +447,7 @@ class TestAdjoint:
     def test_only_what_is_asked_for(self, device):
         layers = Layers(**MLP, activation="tanh")
         weight, bias, initial = network(3, 3, 2, device=device)
-        states = fused.Apply.apply(weight, bias, initial.requires_grad_(), None, layers, [])
+        states = fused.apply(weight, bias, initial.requires_grad_(), None, layers, [])
         states.sum().backward()
         assert initial.grad is not None
         assert weight.grad is None
@@ -455,7 +455,7 @@ class TestAdjoint:
     def test_second_derivatives_are_refused(self, device):
         layers = Layers(**MLP, activation="tanh")
         leaves = [leaf.requires_grad_() for leaf in network(2, device=device)]
-        states = fused.Apply.apply(*leaves, None, layers, [])
+        states = fused.apply(*leaves, None, layers, [])
         with pytest.raises(RuntimeError, match="second derivatives: the fused kernels have none"):
             torch.autograd.grad(states.sum(), leaves, create_graph=True)
 

@@ -7,6 +7,7 @@ import copy
 import pickle
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,14 @@ def assert_like_float64(net, x, tolerance=TOLERANCE):
     largest = max(float(g.norm()) for g in expected_gradients)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert (ours.cpu().double() - theirs).norm() <= 5 * tolerance * max(float(theirs.norm()), 1e-2 * largest)
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_wide_layers_need_a_device_with_room(room, monkeypatch):
+    monkeypatch.setattr(network, "has_room", lambda device: room)
+    hidden = SimpleNamespace(shape=(1, 0), is_cuda=True, device=torch.device("cuda", 0))
+    assert build("mlp", 9, "cpu", width=64)._covered(hidden, True) == (True, True)
+    assert build("mlp", 9, "cpu", width=65)._covered(hidden, True) == (room, room)
 
 
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
@@ -464,7 +473,7 @@ def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
     net = build("mlp", depth, "cpu", **settings)
     hidden = torch.zeros(rows, 3, device="meta").as_subclass(_OnGpu)
     if net._has_kernels(hidden, "auto"):
-        way = net._way(hidden, "auto")
+        way = net._way(net.weight, hidden, "auto")
         mode, why = ("sequential", way.why) if way.choice is None else ("parallel", way.choice.why)
     else:
         mode, why = net._choose_without_kernels(hidden)

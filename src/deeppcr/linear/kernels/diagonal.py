@@ -7,19 +7,21 @@ follows the state each group starts from, and from there the R states are found 
 
 Very many channels of float32: see ``lookback``.
 Many channels: one sweep over memory, each program carrying its channels' states from tile to tile.
-Few channels: time is cut into chunks as well. Each chunk is reduced to one equation, these are solved for the states
-between chunks (the same sweep), and all chunks are swept at once.
+Few channels: time is cut into chunks as well. Each chunk is reduced to one equation, and all chunks are swept at once.
+The state a chunk starts from follows from the equations before it: where they are few enough to be joined at once,
+every program does that for itself, else the same sweep solves them first.
 
 Products of couplings appear between the groups of a tile and between chunks. Where one overflows although the states
 do not, the groups that start from it come out infinite or NaN, since neither ever turns finite again by products and
-sums, and so does the last state of each such group. The sweep looks at those and marks the chunk; a last kernel redoes
-marked channels by forward substitution, from their first marked chunk on, and has nothing to do where there is none.
+sums, and so does the last state of each such group. The sweep looks at those and redoes such channels by forward
+substitution; of chunks it marks each, and whichever program is the last with its channels redoes them, from their
+first marked chunk on.
 
 Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
 """
 
 # Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from ..blocks import Blocks
 from . import lookback
 from .channels import key_of, launch, multiprocessors
 from .launch import Launches
-from .recurrence import System, compose, compose_and_keep, last, load, places, repair, solve
+from .recurrence import System, compose, compose_and_keep, first_marked, last, load, places, solve, substitute
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
@@ -49,6 +51,10 @@ FEWEST_GROUPS = 8
 WARPS = 4
 #: tiles in flight at once
 STAGES = 3
+#: of channels that are done again: the marks that are looked at in one go, and the steps that are read ahead
+REPAIR_MARKS, REPAIR_STAGES = tl.constexpr(64), tl.constexpr(8)
+#: numbers (a power of two of equations, times channels) that a program joins by itself to find where its chunk starts
+JOINED = 2048
 #: one sweep is enough from this many programs a multiprocessor on; chunks are made until there are that many
 ONE_SWEEP_PROGRAMS, CHUNKED_PROGRAMS = 0.9, 4.0
 
@@ -135,12 +141,20 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Pla
     def make(system: System, launches: Launches) -> None:
         length, channels = system.length, system.channels
         chunks, blocks = triton.cdiv(length, plan.chunk), triton.cdiv(channels, plan.channels)
-        marks = system.empty(launches, chunks, channels, dtype=torch.int8)
-        starts = _between_chunks(system, plan, launches) if chunks > 1 else system.states[0]
-        sizes = length, channels, system.inner, plan.tiles, blocks
-        arguments = (*system.equations, *system.states, starts, marks, *sizes)
-        launch(launches, _sweep, blocks * chunks, arguments, plan.tile, system.kind, warps=plan.warps)
-        repair(system, marks, plan.chunk, launches)
+        unused = system.states[0]
+        marks = arrived = products = starts = unused
+        joined = 0
+        if chunks > 1:
+            marks = system.empty(launches, chunks, channels, dtype=torch.int8)
+            arrived = system.empty(launches, blocks, dtype=torch.int32)
+            products, starts = _equations(system, plan, arrived, launches)
+            joined = triton.next_power_of_2(chunks - 1)
+            if joined * plan.channels > JOINED:
+                joined, starts = 0, _between_chunks(system, products, starts, launches)
+        sizes = length, channels, system.inner, plan.tiles, blocks, chunks
+        arguments = (*system.equations, *system.states, products, starts, marks, arrived, *sizes)
+        constants = (*plan.tile, joined, chunks > 1)
+        launch(launches, _sweep, blocks * chunks, arguments, constants, system.kind, warps=plan.warps)
 
     return solve(_noted, plan, couplings, rhs, reverse, make)
 
@@ -148,33 +162,38 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Pla
 _noted: dict[Any, Launches] = {}
 
 
-def _between_chunks(system: System, whole: Plan, launches: Launches) -> Tensor:
-    """[chunks - 1, channels]: the state every chunk but the first starts from."""
+def _equations(system: System, plan: Plan, arrived: Tensor, launches: Launches) -> tuple[Tensor, Tensor]:
+    """[chunks - 1, channels] twice: products and sums of every chunk but the last. Sets ``arrived`` to zero."""
     length, channels = system.length, system.channels
-    count, blocks = triton.cdiv(length, whole.chunk) - 1, triton.cdiv(channels, whole.channels)
-    products, sums, ends = (system.empty(launches, count, channels) for _ in range(3))
-    # Whatever is not finite here spoils the chunk that starts from it, where it is found.
-    unread = system.empty(launches, 1, channels, dtype=torch.int8)
-    sizes = length, channels, system.inner, whole.tiles, blocks
-    arguments = (*system.equations, products, sums, *sizes)
-    launch(launches, _reduce, blocks * count, arguments, whole.tile, system.kind, warps=whole.warps)
+    count, blocks = triton.cdiv(length, plan.chunk) - 1, triton.cdiv(channels, plan.channels)
+    products, sums = (system.empty(launches, count, channels) for _ in range(2))
+    sizes = length, channels, system.inner, plan.tiles, blocks
+    arguments = (*system.equations, products, sums, arrived, *sizes)
+    launch(launches, _reduce, blocks * count, arguments, plan.tile, system.kind, warps=plan.warps)
+    return products, sums
+
+
+def _between_chunks(system: System, products: Tensor, sums: Tensor, launches: Launches) -> Tensor:
+    """[chunks - 1, channels]: the state every chunk but the first starts from."""
+    count, channels = products.shape
+    ends = system.empty(launches, count, channels)
     few = plan(count, channels, one_sweep=True)
     blocks = triton.cdiv(channels, few.channels)
     arguments = (
         *(products, 0, channels, 0, 1),
         *(sums, 0, channels, 0, 1),
-        *(ends, 0, channels, ends, unread),
-        *(count, channels, channels, few.tiles, blocks),
+        *(ends, 0, channels, *(ends,) * 4),
+        *(count, channels, channels, few.tiles, blocks, 1),
     )
     aligned = system.kind[0], True, True
-    launch(launches, _sweep, blocks, arguments, few.tile, aligned, warps=few.warps)
+    launch(launches, _sweep, blocks, arguments, (*few.tile, 0, False), aligned, warps=few.warps)
     return ends
 
 
 @triton.jit
 def _reduce(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
-    products_ptr, sums_ptr, length, channels, inner, tiles, blocks,
+    products_ptr, sums_ptr, arrived_ptr, length, channels, inner, tiles, blocks,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk becomes ``z_end = product z_start + sum``. Here a group runs through the whole chunk."""
@@ -198,33 +217,58 @@ def _reduce(
     place = part.to(tl.int64) * channels + channel
     tl.store(products_ptr + place, last(product, q[:, None], GROUPS), mask=channel < channels)
     tl.store(sums_ptr + place, last(total, q[:, None], GROUPS), mask=channel < channels)
+    if part == 0:
+        tl.store(arrived_ptr + block, 0)
+
+
+@triton.jit
+def _joined(products_ptr, sums_ptr, count, channel, channels, MOST: tl.constexpr):
+    """The state after the first ``count`` equations, joined by a parallel scan."""
+    k = tl.arange(0, MOST)[:, None]
+    given = (k < count) & (channel < channels)
+    place = k.to(tl.int64) * channels + channel
+    product = tl.load(products_ptr + place, mask=given, other=1)
+    total = tl.load(sums_ptr + place, mask=given, other=0)
+    product, total = tl.associative_scan((product, total), 0, compose)
+    return last(total, k, MOST)
 
 
 @triton.jit
 def _sweep(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
-    z_ptr, z_start, z_step, starts_ptr, marks_ptr, length, channels, inner, tiles, blocks,
+    z_ptr, z_start, z_step, products_ptr, starts_ptr, marks_ptr, arrived_ptr,
+    length, channels, inner, tiles, blocks, chunks,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+    JOINED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """The states of one chunk, and per channel a mark where one of them is not finite."""
+    """The states of one chunk; those that are not finite once more, by whom nobody follows.
+
+    JOINED: ``products`` and ``starts`` are the equations of the chunks before, as many as this at most; 0: ``starts`` are
+    the states between chunks. CHUNKED: there are several.
+    """
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     r = tl.arange(0, STEPS)[:, None, None]
     q = tl.arange(0, GROUPS)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     exists = (channel < channels)[None, None, :]
-    a_place = places(a_start, a_outer, a_inner, channel, inner)[None, None, :]
-    b_place = places(b_start, b_outer, b_inner, channel, inner)[None, None, :]
-    z_place = (z_start + channel.to(tl.int64))[None, None, :]
+    a_place = places(a_start, a_outer, a_inner, channel, inner)
+    b_place = places(b_start, b_outer, b_inner, channel, inner)
+    z_place = z_start + channel.to(tl.int64)
 
-    before = (part - 1).to(tl.int64) * channels + channel
-    state = tl.load(starts_ptr + before, mask=channel < tl.where(part > 0, channels, 0), other=0)
+    if JOINED:
+        state = _joined(products_ptr, starts_ptr, part, channel, channels, JOINED)
+    else:
+        before = (part - 1).to(tl.int64) * channels + channel
+        state = tl.load(starts_ptr + before, mask=channel < tl.where(part > 0, channels, 0), other=0)
     identity = tl.full([GROUPS, CHANNELS], 1, state.dtype)
     nothing = tl.zeros([GROUPS, CHANNELS], state.dtype)
     spoilt = tl.zeros([GROUPS, CHANNELS], tl.int32)
     begin, chunk = part * tiles * STEPS * GROUPS, tiles * STEPS * GROUPS
     for at in tl.range(begin, tl.minimum(begin + chunk, length), STEPS * GROUPS, num_stages=STAGES):
         time = at + (q[None, :, None] * STEPS + r)
-        a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
+        a, b = load(
+            a_ptr, a_place[None, None, :], a_step, b_ptr, b_place[None, None, :], b_step, time, length, exists
+        )  # fmt: skip
         product, total = tl.associative_scan((a, b), 0, compose)
         _, _, product, total = tl.associative_scan(
             (last(product, r, STEPS), last(total, r, STEPS), identity, nothing), 0, compose_and_keep
@@ -233,9 +277,22 @@ def _sweep(
         # With its start added to the first term, a group's running sums are its states; the products go unused.
         b = tl.where(r == 0, a * start[None, :, :] + b, b)
         _, z = tl.associative_scan((a, b), 0, compose)
-        tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), z, mask=exists & (time < length))
+        tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place[None, None, :]), z, mask=exists & (time < length))
         ends = last(z, r, STEPS)
         spoilt |= (tl.abs(ends) < float("inf")).to(tl.int32) ^ 1
         state = last(ends, q[:, None], GROUPS)
-    place = part.to(tl.int64) * channels + channel
-    tl.store(marks_ptr + place, tl.max(spoilt, 0), mask=channel < channels)
+
+    again = length
+    if CHUNKED:
+        place = part.to(tl.int64) * channels + channel
+        tl.store(marks_ptr + place, tl.max(spoilt, 0), mask=channel < channels)
+        tl.debug_barrier()  # all that this program wrote is there before it is counted
+        if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+            again = first_marked(marks_ptr, channel, channels, chunks, CHANNELS, REPAIR_MARKS) * chunk
+    else:
+        tl.debug_barrier()  # states that one thread wrote another may write again
+        again = tl.where(tl.max(tl.max(spoilt, 0), 0) > 0, 0, length)
+    substitute(
+        a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, again, length, channel, channels,
+        CHANNELS, REPAIR_STAGES,
+    )  # fmt: skip

@@ -6,7 +6,8 @@ between calls with the same constants where all tensors are float32 and begin at
 ``aligned``); the integers are part of the key, and so is whatever else may differ.
 
 A call that launches several kernels for tensors of the same shapes, strides and device does so with the same numbers
-every time: only its pointers are new. ``Launches`` makes the launches of a call, notes them, and makes them again.
+every time: only its pointers are new. ``Launches`` makes the launches of a call, notes them, and makes them again, by a
+function in which they are written out: to go through lists of arguments would take as long as to launch.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Launches:
         noted: what ``again`` makes; None where a launch cannot be repeated
     """
 
-    __slots__ = ("_alive", "_device", "_places", "_scratch", "_slots", "noted")
+    __slots__ = ("_alive", "_device", "_early", "_late", "_places", "_scratch", "_slots", "noted")
 
     def __init__(self, *tensors: Tensor):
         self._places: dict[int, tuple[int, int]] = {id(tensor): (slot, 0) for slot, tensor in enumerate(tensors)}
         self._alive = [*tensors]  # as long as launches are noted, so that no other tensor takes their ids
-        self._slots, self._scratch, self._device = len(tensors), 0, tensors[0].device if tensors else None
+        self._slots, self._scratch = len(tensors), 0
+        self._device: Any = tensors[0].device if tensors else None
         self.noted: list[tuple] | None = []
 
     def empty(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -112,27 +114,71 @@ class Launches:
     def finished(self) -> bool:
         """No more launches are made for these tensors. Whether they can be made for others."""
         self._places, self._alive = {}, []
-        return self.noted is not None
+        if self.noted is None or self._device is None:
+            return False
+        slots = [[slot for _, slot, _ in places] for *_, places in self.noted]
+        early = next((n for n, used in enumerate(slots) if self._slots - 1 in used), len(slots))
+        self._early, self._late = (_written_out(part, self._slots) for part in (self.noted[:early], self.noted[early:]))
+        return True
 
-    def again(self, pointers: list[int]) -> None:
+    def again(self, *pointers: int) -> None:
         """All launches anew, for other tensors of the same shapes and strides on the same device, the current one."""
-        device, noted = self._device, self.noted
-        assert device is not None
-        assert noted is not None
-        if self._scratch:
-            scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)  # freed in the order of the stream
-            pointers.append(scratch.data_ptr())
-        stream = current_stream(device.index)
-        watched = is_watched()
-        for compiled, run, template, places in noted:
+        scratch = self._room()
+        place = 0 if scratch is None else scratch.data_ptr()  # freed in the order of the stream
+        if is_watched():
+            self._again_watched(*pointers, place)
+            return
+        stream = current_stream(self._device.index)
+        self._early(stream, place, *pointers)
+        self._late(stream, place, *pointers)
+
+    def again_for_new(self, like: Tensor, *others: int) -> Tensor:
+        """``again`` where the last tensor is a new one, of that shape: it is made while the first kernels run, which do
+        without it as a rule."""
+        scratch = self._room()
+        place = 0 if scratch is None else scratch.data_ptr()
+        watched, stream = is_watched(), current_stream(self._device.index)
+        if not watched:
+            self._early(stream, place, *others)
+        last = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if watched:
+            self._again_watched(*others, last.data_ptr(), place)
+        else:
+            self._late(stream, place, *others, last.data_ptr())
+        return last
+
+    def _room(self) -> Tensor | None:
+        return torch.empty(self._scratch, dtype=torch.float32, device=self._device) if self._scratch else None
+
+    def _again_watched(self, *pointers: int) -> None:
+        """By Triton's own launch, which tells a profiler."""
+        for compiled, _, template, places in self.noted or ():
             arguments = template.copy()
-            arguments[_STREAM] = stream
             for at, slot, offset in places:
                 arguments[at] = pointers[slot] + offset
-            if watched:
-                compiled[tuple(arguments[:3])](*arguments[_OWN:])
-            else:
-                run(*arguments)
+            compiled[tuple(arguments[:3])](*arguments[_OWN:])
+
+
+def _written_out(noted: list[tuple], slots: int) -> Callable[..., None]:
+    """These launches as a function of the stream, the pointer to scratch memory (the last slot), and those of all slots;
+    where none of them needs the tensor before that, its pointer may be left out."""
+    names: dict[str, Any] = {}
+
+    def written(value: Any) -> str:
+        if type(value) in (int, bool, type(None)):
+            return repr(value)
+        names[f"v{len(names)}"] = value
+        return f"v{len(names) - 1}"
+
+    calls = []
+    for _, run, template, places in noted:
+        arguments = [written(value) for value in template]
+        arguments[_STREAM] = "stream"
+        for at, slot, offset in places:
+            arguments[at] = f"p{slot} + {offset}" if offset else f"p{slot}"
+        calls.append(f"{written(run)}({', '.join(arguments)})")
+    pointers = ", ".join(f"p{slot}" for slot in (slots, *range(slots)))
+    return eval(f"lambda stream, {pointers}=0: ({''.join(call + ', ' for call in calls)})", names)
 
 
 def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], make: Callable[[Launches], None]) -> None:
@@ -144,14 +190,12 @@ def repeat(noted: dict[Any, Launches], key: Any, tensors: tuple[Tensor, ...], ma
         tensors: those that each call brings anew, beginning at multiples of 16 bytes, on the current device
         make: makes the launches; the only tensors in them are these, their parts, and scratch memory
     """
-    if len({*map(id, tensors)}) < len(tensors):  # one of them twice: not like another call's, where they are two
-        places = [id(tensor) for tensor in tensors]
-        key = (key, tuple(places.index(each) for each in places))
     known = noted.get(key)
     if known is not None:
-        known.again([tensor.data_ptr() for tensor in tensors])
+        known.again(*[tensor.data_ptr() for tensor in tensors])
         return
-    launches = Launches(*tensors)
+    # One tensor in two places cannot be told from two, as another call may have there: then nothing is noted.
+    launches = Launches(*tensors) if len({*map(id, tensors)}) == len(tensors) else Launches()
     make(launches)
     if launches.finished():
         remember(noted, key, launches)

@@ -125,26 +125,24 @@ def load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists):
 
 
 @triton.jit
-def _repair(
-    a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
-    z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
-    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
+def first_marked(marks_ptr, channel, channels, chunks, CHANNELS: tl.constexpr, MARKS: tl.constexpr):
+    """The first chunk in which one of these channels is marked; ``chunks`` where none is."""
     first = tl.full([CHANNELS], 0, tl.int32) + chunks
     for at in range(0, chunks, MARKS):
         part = at + tl.arange(0, MARKS)[:, None]
-        marks = tl.load(
-            marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists & (part < chunks), other=0
-        )  # fmt: skip
+        exists = (channel < channels) & (part < chunks)
+        marks = tl.load(marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists, other=0)
         first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
-    begin = tl.min(first, 0) * chunk
+    return tl.min(first, 0)
 
-    a_place = places(a_start, a_outer, a_inner, channel, inner)
-    b_place = places(b_start, b_outer, b_inner, channel, inner)
-    z_place = z_start + channel.to(tl.int64)
+
+@triton.jit
+def substitute(
+    a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, begin, length, channel, channels,
+    CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Forward substitution of these channels from time ``begin`` on; nothing from ``length`` on."""
+    exists = channel < channels
     known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
     state = tl.load(z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place), mask=channel < known, other=0)
     for step in tl.range(begin, length, num_stages=STAGES):
@@ -152,3 +150,21 @@ def _repair(
         a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
         state = a * state + b
         tl.store(z_ptr + (time.to(tl.int64) * z_step + z_place), state, mask=exists)
+
+
+@triton.jit
+def _repair(
+    a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
+    z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
+    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    begin = first_marked(marks_ptr, channel, channels, chunks, CHANNELS, MARKS) * chunk
+    a_place = places(a_start, a_outer, a_inner, channel, inner)
+    b_place = places(b_start, b_outer, b_inner, channel, inner)
+    z_place = z_start + channel.to(tl.int64)
+    substitute(
+        a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, begin, length, channel, channels,
+        CHANNELS, STAGES,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Compiles kernels for an H200 on any machine, and prints what they need: python kernel_compiler.py FAMILY
+
+The interpreter runs kernels that the compiler refuses. So every launch of a family of calls is caught, and its kernel
+compiled for what it was given. Run by ``test_compile.py``, in a process whose Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deeppcr import linear
+from deeppcr.linear.kernels import block_diagonal, dense, diagonal, launch, lookback
+from deeppcr.nn import adjoint, fused
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+found: list[dict] = []
+already: set[tuple] = set()
+
+
+def compile_for(kernel, arguments, constants, options):
+    """As Triton would for these arguments: integers that are 1 become constants, and multiples of 16 are known as such."""
+    signature, constant, attributes = {}, {}, {}
+    free = set(kernel.do_not_specialize or ())
+    for at, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, *constants], strict=True)):
+        signature[name] = "constexpr"
+        if kernel.params[at].is_constexpr or (value == 1 if isinstance(value, int) and name not in free else False):
+            constant[(at,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(at,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and name not in free:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    key = (kernel.fn.__name__, *map(str, (signature, constant, attributes, options)))
+    if key not in already:
+        already.add(key)
+        compiled = triton.compile(ASTSource(kernel, signature, constant, attributes), target=HOPPER, options=options)
+        found.append({"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, **of})
+
+
+def caught(self, kernel, programs, arguments, constants, *, warps, integers=(), registers=None):
+    if programs:
+        compile_for(kernel, arguments, constants, {"num_warps": warps} | ({"maxnreg": registers} if registers else {}))
+    self.noted = None
+
+
+launch.Launches.launch = caught
+fused.Report.passes_taken = lambda report: [2]
+of: dict = {}
+
+
+def dense_systems():
+    for of["width"] in (3, 16, 32, 64, 128):
+        data, rhs = torch.empty(299, 2, *[of["width"]] * 2), torch.empty(300, 2, of["width"])
+        dense.solve_coupled(linear.Dense(data), rhs, reverse=True)
+
+
+def scans():
+    for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)):
+        data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
+        diagonal.solve_coupled(linear.Diagonal(data), rhs)
+    lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048))
+    for of["size"] in (2, 5):
+        data, rhs = torch.empty(999, 3, of["size"], of["size"]), torch.empty(1000, 3 * of["size"])
+        block_diagonal.solve_coupled(linear.BlockDiagonal(data), rhs)
+
+
+def networks():
+    for of["width"], activation, skip in ((3, "tanh", 2), (32, "sigmoid", 1), (64, "relu", 1), (128, "relu", 1)):
+        blocks, width = 256, of["width"]
+        weight = torch.empty(blocks, *[skip] * (skip > 1), width, width)
+        start, x = torch.empty(1, width), torch.empty(blocks * skip + 1, 1, width)
+        for chunk in (8, blocks):
+            layers = fused.Layers(skip, skip > 1, activation, chunk=chunk)
+            fused.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
+            adjoint.all_gradients(weight, x, start, layers)
+
+
+{"dense": dense_systems, "scans": scans, "networks": networks}[sys.argv[1]]()
+json.dump(found, sys.stdout)

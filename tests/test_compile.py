@@ -1,0 +1,39 @@
+"""Every kernel goes through Triton's compiler, without a GPU: the interpreter runs code that the compiler refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+#: Bytes of shared memory that a program may have: on an H200, and on the smallest device of Ampere's or later kind.
+LARGEST, SMALL = 227 * 1024, 99 * 1024
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("dense", {"_reduce", "_substitute", "_miss", "_add", "reduce_wide", "substitute_wide"}),
+        ("scans", {"_reduce", "_sweep", "_clear", "_solve", "_repair"}),
+        (
+            "networks",
+            {"roll", "gather", "spread", "roll_wide", "correct_wide"}
+            | {"adjoint_reduce", "adjoint_substitute", "gradients_of_layers"},
+        ),
+    ],
+)
+def test_kernels_compile(family, kernels, tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    here = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parent / "src"), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", str(here / "kernel_compiler.py"), family]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout)
+    assert kernels <= {each["kernel"] for each in found}
+    for each in found:
+        assert each["shared"] <= (SMALL if each.get("width", 0) <= 64 else LARGEST), each
