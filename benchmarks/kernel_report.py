@@ -239,6 +239,11 @@ def text_of_claims(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _of_nothing(record: Mapping[str, Any]) -> str:
+    seconds = record.get("seconds_of_nothing")  # which older files do not have
+    return "" if seconds is None else f" Of every call {1e3 * seconds:.4f} are the clock's, timed with nothing to do."
+
+
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
     """For a page."""
     found, versions = rows(record["cases"]), record["versions"]
@@ -246,7 +251,7 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
     lines = [
         f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {software}; "
         f"`results/{file_name}`. Milliseconds, minimum over the repeats; a ratio is a baseline's time over ours, captured "
-        "over captured, else call over call.",
+        f"over captured, else call over call.{_of_nothing(record)}",
         "",
         "| | call | captured | target | met | Newton iterations | baselines |",
         "|---|---|---|---|---|---|---|",

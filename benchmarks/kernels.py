@@ -36,7 +36,7 @@ from run import current_commit, versions, write
 #: Seconds that the processes that compile may take, and how many there are at most.
 WARM_SECONDS, WARM_PROCESSES = 120, 12
 #: Fewest and most repeats of a method; the calls that make one repeat of a captured call that is shorter than this.
-REPEATS, CALLS, SHORT = (3, 100), 10, 2e-3
+REPEATS, CALLS, SHORT = (3, 500), 10, 2e-3
 
 
 @dataclass
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny problems, in seconds; on a CPU a dry run")
-    parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.2)")
+    parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.3)")
     parser.add_argument("--suites", nargs="+", help="only these: forward, 'dense solve', ...")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warm(rank, world, device, options.quick)
         return 0
 
-    budget = options.budget if options.budget is not None else 0.01 if options.quick else 0.2
+    budget = options.budget if options.budget is not None else 0.01 if options.quick else 0.3
     commit, now = options.commit or current_commit(), datetime.now(timezone.utc)
     if on_gpu:
         compile_kernels(device, options.quick)
@@ -240,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not HAS_JAX:
         print("jax is not installed: the dense systems are compared without it")
     about, cases = machine(device), []
+    nothing = min(seconds_of(lambda: None, 1, device) for _ in range(REPEATS[1]))
     experiment = "kernels-quick" if options.quick else "kernels"
     name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
     partial, path = options.out / f"{name}.partial.json", options.out / f"{name}.json"
@@ -252,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": about,
             "versions": versions(),
             "settings": {"dtype": "float32", "tf32": False, "quick": options.quick, "budget_seconds": budget},
+            "seconds_of_nothing": nothing,
             "seconds": time.perf_counter() - begun,
             "cases": cases,
         }

@@ -42,8 +42,9 @@ from .recurrence import System, compose, compose_and_keep, first_marked, last, l
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
-#: Q C: neighbouring channels times groups, about 4 to a thread
-GROUPS_IN_TILE = 512
+#: Q C: neighbouring channels times groups, about 4 to a thread; fewer where several channels are cut into chunks, so that
+#: more programs fit a multiprocessor
+GROUPS_IN_TILE, GROUPS_IN_CHUNKED_TILE = 512, 256
 #: the most channels a program takes: a row of them is read at once, and 8 float32 are the smallest read of memory
 MOST_CHANNELS, FEWEST_CHANNELS, CHUNKED_CHANNELS = 32, 8, 16
 #: tiles of short systems are not cut further than this
@@ -101,7 +102,8 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
     if cut:  # then programs are made of time, and rows may be wider
         width = min(widest, CHUNKED_CHANNELS)
     blocks = triton.cdiv(channels, width)
-    groups = min(GROUPS_IN_TILE // width, triton.next_power_of_2(triton.cdiv(length, steps)))
+    in_tile = GROUPS_IN_CHUNKED_TILE if cut and channels > 1 else GROUPS_IN_TILE
+    groups = min(in_tile // width, triton.next_power_of_2(triton.cdiv(length, steps)))
     while cut and groups > FEWEST_GROUPS and blocks * triton.cdiv(length, steps * groups) < busy:
         groups //= 2
     warps = max(1, min(WARPS, groups * width * WARPS // GROUPS_IN_TILE))
