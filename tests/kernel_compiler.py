@@ -68,7 +68,7 @@ def scans():
     for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         diagonal.solve_coupled(linear.Diagonal(data), rhs)
-    lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048))
+    lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048, 2048))
     for of["size"] in (2, 5):
         data, rhs = torch.empty(999, 3, of["size"], of["size"]), torch.empty(1000, 3 * of["size"])
         block_diagonal.solve_coupled(linear.BlockDiagonal(data), rhs)

@@ -146,19 +146,22 @@ def test_other_networks_go_back_as_they_went_forward():
 
 
 @pytest.mark.parametrize(
-    ("width", "blocks", "rows", "expected"),
+    ("width", "blocks", "rows", "expected", "chunk"),
     [
-        (64, 128, 1, "sequential"),
-        (65, 128, 1, "sequential"),
-        (128, 127, 1, "sequential"),
-        (128, 128, 1, "parallel"),
-        (256, 64, 1, "parallel"),
-        (256, 64, 2, "sequential"),
+        (64, 128, 1, "sequential", None),
+        (65, 127, 1, "sequential", None),
+        (65, 128, 1, "parallel", 8),
+        (128, 511, 1, "parallel", 8),
+        (128, 512, 1, "parallel", 16),
+        (129, 63, 1, "sequential", None),
+        (129, 64, 1, "parallel", 8),
+        (256, 64, 2, "sequential", None),
     ],
 )
-def test_wide_layers_go_back_in_chunks_earlier(width, blocks, rows, expected):
+def test_wide_layers_go_back_in_chunks_earlier(width, blocks, rows, expected, chunk):
     choice = choose_by_shape(torch.Size((blocks, width, width)), rows, "relu", "auto", 2**30, torch.device("cpu"))
     assert (choice.mode, choice.backward) == ("sequential", expected)
+    assert choice.backward_chunk == (choice.chunk if chunk is None else chunk)
     given = choose_by_shape(torch.Size((blocks, width, width)), rows, "relu", 2, 2**30, torch.device("cpu"))
     assert (given.backward, given.backward_chunk) == (given.mode, 2), "with a chunk of the user's nothing was measured"
 

@@ -15,10 +15,16 @@ ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 #: So that a call only looks it up, and the same call is never done in two ways.
 _choices: dict[tuple, cost.Choice] = {}
 _MOST = 4096
-#: Layers wider than this go back by other kernels than forward, whose loop is slow: on an H200, chunks were the faster way from
-#: 128 layers of width 128 and 64 of width 256 on, where forward the loop still was. Measured with one row: the products of
-#: Jacobians cost as much for every further one, the loop next to nothing.
-_WIDE, _WIDE_BACKWARD = 64, 2**14
+#: Layers wider than this go back by other kernels than forward. Measured on an H200 with one row (the products of Jacobians cost
+#: as much for every further one, the loop next to nothing), for widths of 72 to 256 and 64 to 4,096 layers.
+_WIDE = 64
+
+
+def _back_in_chunks(layers: int, width: int) -> int | None:
+    """Layers in a chunk of the backward pass of a wide network with one row, where chunks are the faster way."""
+    if layers < (128 if width <= 128 else 64):
+        return None
+    return 8 if layers < 512 else 16
 
 
 def choose(
@@ -48,8 +54,8 @@ def choose(
             most_chunks=most_products // (rows * width**2),
             chunk=None if chunk == "auto" else min(chunk, blocks),
         )
-        if chunk == "auto" and width > _WIDE and rows == 1 and blocks * width >= _WIDE_BACKWARD:
-            found = replace(found, backward="parallel")
+        if chunk == "auto" and width > _WIDE and rows == 1 and (back := _back_in_chunks(blocks, width)) is not None:
+            found = replace(found, backward="parallel", backward_chunk=back)
         if len(_choices) >= _MOST:
             _choices.clear()
         _choices[key] = found

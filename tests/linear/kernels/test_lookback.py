@@ -26,7 +26,13 @@ from deeppcr.linear.kernels import diagonal, lookback  # noqa: E402  (imports Tr
 SMALL = lookback.Plan(steps=4, groups=4, channels=16, run=3, warps=1)
 #: few programs for a long system of few channels: to be interpreted
 TALL = lookback.Plan(steps=32, groups=32, channels=4, run=4, warps=4)
-PLANS = {"many channels": lookback.choose(2048), "few": lookback.choose(64), "small tiles": SMALL}
+PLANS = {
+    "many channels": lookback.choose(16_384, 2048),
+    "few": lookback.choose(16_384, 64),
+    "very few": lookback.choose(16_384, 16),
+    "very few, long": lookback.choose(2**18, 32),
+    "small tiles": SMALL,
+}
 
 both = pytest.mark.parametrize("structure", [linear.Diagonal, linear.Scalar])
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -184,7 +190,8 @@ lookback_run = lookback.run
 
 def test_pays_for_many_long_sequences_only():
     assert lookback.pays(16_384, 2048)
-    assert not lookback.pays(2**20, 1)
+    assert lookback.pays(16_384, 16)
+    assert not lookback.pays(2**20, 15)
     assert not lookback.pays(4, 2048)
 
 

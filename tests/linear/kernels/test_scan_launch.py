@@ -164,7 +164,7 @@ def test_numbers_that_are_stored_negated(structure, compiled, device, monkeypatc
 # What a call needs of PyTorch, besides launches: see test_launch.py.
 @pytest.mark.parametrize(
     ("channels", "length", "launches", "early"),
-    [(1, 2**20, 2, 1), (16, 16_384, 2, 1), (8, 2**20, 3, 2), (64, 16_384, 3, 1), (3, 8, 1, 0)],
+    [(1, 2**20, 2, 1), (16, 16_383, 2, 1), (16, 16_384, 3, 1), (8, 2**20, 3, 2), (64, 16_384, 3, 1), (3, 8, 1, 0)],
 )
 def test_calls_of_a_solve(channels, length, launches, early, uncomputed):
     blocks, rhs = linear.Diagonal(torch.zeros(length, channels)), torch.zeros(length, channels)

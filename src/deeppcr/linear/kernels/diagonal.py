@@ -131,7 +131,7 @@ def _choose(rhs: Tensor) -> Plan | lookback.Plan:
 def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
     """Which way, and how it is cut up."""
     if dtype == torch.float32 and lookback.pays(length, channels):
-        return lookback.choose(channels)
+        return lookback.choose(length, channels)
     return plan(length, channels, processors)
 
 

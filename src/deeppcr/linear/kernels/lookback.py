@@ -41,10 +41,12 @@ from .channels import launch
 from .launch import Launches
 from .recurrence import System, compose, compose_and_keep, places, repair, solve
 
-#: Measured on an H200 down to these: at 64 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
-FEWEST_CHANNELS, FEWEST_NUMBERS = 64, 2**20
-#: From so many channels on memory is the limit; with fewer, the chain of runs, and then runs are longer.
-_MANY_CHANNELS = 1024
+#: Measured on an H200 down to these: at 16 or 32 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
+#: 8 channels make rows too short for either.
+FEWEST_CHANNELS, FEWEST_NUMBERS = 16, 2**18
+#: From so many channels on memory is the limit; with fewer, the chain of runs, and then runs are longer; with very few of
+#: them, tiles are too, where there are that many numbers.
+_MANY_CHANNELS, _FEW_CHANNELS, _MANY_NUMBERS = 1024, 64, 2**20
 #: Words that a program clears.
 CLEARED = 1024
 #: a word that is not there yet, and what stands for it in the only case it were to be published: two NaN, or one
@@ -86,9 +88,14 @@ def pays(length: int, channels: int) -> bool:
     return channels >= FEWEST_CHANNELS and length * channels >= FEWEST_NUMBERS
 
 
-def choose(channels: int) -> Plan:
-    """The fastest of 23 plans, at 2,048 channels (87% of the bandwidth of a copy) and from 64 to 512."""
-    return Plan() if channels >= _MANY_CHANNELS else Plan(groups=8, run=8, warps=8, stream=True)
+def choose(length: int, channels: int) -> Plan:
+    """The fastest of 23 plans, at 2,048 channels (87% of the bandwidth of a copy) and from 64 to 512; of 3 at 16 and 32."""
+    if channels >= _MANY_CHANNELS:
+        return Plan()
+    if channels >= _FEW_CHANNELS:
+        return Plan(groups=8, run=8, warps=8, stream=True)
+    width, warps = (32 if channels >= 32 else 16), (16 if length * channels >= _MANY_NUMBERS else 8)
+    return Plan(groups=32 * warps // width, channels=width, run=16, warps=warps)
 
 
 def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
