@@ -62,12 +62,17 @@ def dense_systems():
     for of["width"] in (3, 16, 32, 64, 128):
         data, rhs = torch.empty(299, 2, *[of["width"]] * 2), torch.empty(300, 2, of["width"])
         dense.solve_coupled(linear.Dense(data), rhs, reverse=True)
+    of["width"], data, rhs = 256, torch.empty(99, 256, 256), torch.empty(100, 256)
+    dense.solve_coupled(linear.Dense(data), rhs)
 
 
 def scans():
     for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         diagonal.solve_coupled(linear.Diagonal(data), rhs)
+    for of["channels"], length in ((16, 2**14), (32, 2**15)):
+        data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
+        lookback.run(linear.Diagonal(data), rhs, False, lookback.choose(length, of["channels"]))
     lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048, 2048))
     for of["size"] in (2, 5):
         data, rhs = torch.empty(999, 3, of["size"], of["size"]), torch.empty(1000, 3 * of["size"])
@@ -83,6 +88,8 @@ def networks():
             layers = fused.Layers(skip, skip > 1, activation, chunk=chunk)
             fused.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
             adjoint.all_gradients(weight, x, start, layers)
+            if chunk == blocks:  # gradients of all states, not of the last alone
+                adjoint.adjoint(weight, x, torch.empty(blocks, 1, width), layers)
 
 
 {"dense": dense_systems, "scans": scans, "networks": networks}[sys.argv[1]]()

@@ -72,7 +72,7 @@ class Compiled:
     """
 
     function = packed_metadata = None
-    launches = 0
+    launches = directly = 0  # in all, and past Triton's own launch
 
     def __init__(self, kernel, run, arguments):
         self.kernel, self.interpret = kernel, run
@@ -81,6 +81,7 @@ class Compiled:
 
     def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
         assert launch_metadata is enter is leave is None
+        Compiled.directly += 1
         self[(programs, 1, 1)](*arguments)
 
     def specialised(self, arguments):

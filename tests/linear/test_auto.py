@@ -1,9 +1,11 @@
 """Auto chooses a solver and says why."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from deeppcr import linear
 from deeppcr.linear import cost, fused
@@ -52,11 +54,11 @@ def test_rows_share_the_machine():
     assert linear.Auto().choose(shared, torch.zeros(64, 2, 16, dtype=torch.float64))[0] == few
 
 
-@pytest.mark.parametrize(("shared_memory", "widest"), [(99 * 1024, 128), (227 * 1024, 256)])
+@pytest.mark.parametrize(("shared_memory", "widest"), [(99 * 1024, 128), (163 * 1024, 256), (227 * 1024, 256)])
 def test_the_widest_kernels_need_a_device_with_room(shared_memory, widest, monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    fused.has_room.cache_clear()
+    monkeypatch.setattr(fused, "has_room", fused.has_room.__wrapped__)  # without its memory
 
     def refusal(width):
         data = SimpleNamespace(
@@ -67,7 +69,6 @@ def test_the_widest_kernels_need_a_device_with_room(shared_memory, widest, monke
     monkeypatch.setattr(fused, "has_triton", lambda: True)
     assert refusal(widest) is None
     assert refusal(widest + 1) == f"there are kernels for widths up to {widest}, the blocks have {widest + 1}"
-    fused.has_room.cache_clear()
 
 
 class TestCounts:
@@ -122,6 +123,18 @@ def test_auto_does_what_it_chose(steps, device):
     chosen, _ = linear.Auto().choose(blocks[1:])
     expected = linear.solve(blocks, rhs, solver=chosen)
     torch.testing.assert_close(linear.solve(blocks, rhs), expected, rtol=0, atol=0)
+
+
+def test_what_was_solved_eagerly_does_not_compile_anew(monkeypatch):
+    prepared = {}
+    monkeypatch.setattr(sys.modules["deeppcr.linear.solve"], "_prepared", prepared)
+    counter = CompileCounter()
+    torch.compiler.reset()
+    solve = torch.compile(lambda data, rhs: linear.solve(linear.Scalar(data), rhs), backend=counter)
+    for turn in range(3):
+        solve(torch.rand(5), torch.rand(5, 2))
+        prepared[turn] = None, 0
+    assert counter.frame_count == 1
 
 
 def test_auto_compiles(device):

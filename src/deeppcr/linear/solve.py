@@ -139,7 +139,8 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
 
     Checks, views and the choice of a solver take longer than the kernels of a small system do.
     """
-    if not _prepared or torch.compiler.is_compiling():
+    # In this order: a compiler that looked into the dictionary would compile anew whenever it has grown.
+    if torch.compiler.is_compiling() or not _prepared:
         return None
     try:
         prepared = _prepared.get(_key(blocks, rhs, reverse, solver))

@@ -16,7 +16,7 @@ ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 _choices: dict[tuple, cost.Choice] = {}
 _MOST = 4096
 #: Layers wider than this go back by other kernels than forward. Measured on an H200 with one row (the products of Jacobians cost
-#: as much for every further one, the loop next to nothing), for widths of 72 to 256 and 64 to 4,096 layers.
+#: as much for every further one, the loop next to nothing), for widths of 72 to 256 and 64 to 4,096 layers; deeper networks are taken to be like those.
 _WIDE = 64
 
 

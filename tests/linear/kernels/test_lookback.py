@@ -192,6 +192,8 @@ def test_pays_for_many_long_sequences_only():
     assert lookback.pays(16_384, 2048)
     assert lookback.pays(16_384, 16)
     assert not lookback.pays(2**20, 15)
+    assert not lookback.pays(4, 2**17)
+    assert lookback.pays(2000, 300)
     assert not lookback.pays(4, 2048)
 
 

@@ -35,10 +35,10 @@ def kernel_of(structure):
     return block_diagonal if structure is linear.BlockDiagonal else diagonal
 
 
-@pytest.fixture(params=[diagonal.JOINED, 0], ids=["joined", "solved first"])
+@pytest.fixture(params=[diagonal.MOST_JOINED, 0], ids=["joined", "solved first"])
 def between_chunks(request, monkeypatch):
     """How a chunk's start is found: by every program for itself, or by a kernel for all of them."""
-    monkeypatch.setattr(diagonal, "JOINED", request.param)
+    monkeypatch.setattr(diagonal, "MOST_JOINED", request.param)
     monkeypatch.setattr(diagonal, "_noted", {})
     return request.param
 
@@ -196,6 +196,71 @@ def test_chunks_whose_products_overflow(hole, between_chunks, device, poisoned_m
     rhs[hole + 1 : hole + 22, 3:] = 0
     assert torch.isfinite(expected(couplings, rhs, False)).all()
     assert_right(in_small_chunks(couplings, rhs, False), couplings, rhs, False)
+
+
+@pytest.mark.gpu
+class TestManyChunksAtOnce:
+    """Of the programs of many chunks one is the last, whichever; only on a GPU does that vary."""
+
+    @staticmethod
+    def problem(gpu, channels, length=300_000):
+        generator = torch.Generator(gpu).manual_seed(channels)
+        data = 1.9 * torch.rand(length - 1, channels, device=gpu, generator=generator) - 0.95
+        return data, torch.randn(length, channels, device=gpu, generator=generator)
+
+    @staticmethod
+    def overflow(data, rhs, at):
+        """The states are 0 while the product of couplings overflows; in the first channel alone."""
+        data[at, 0] = 0
+        data[at + 1 : at + 21, 0] = 1e10
+        rhs[at + 1 : at + 22, 0] = 0
+
+    @staticmethod
+    def assert_solved(found, data, rhs):
+        wanted = linear.PCR().solve_coupled(linear.Diagonal(data.double()), rhs.double())  # which holds the products
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+    @pytest.mark.parametrize("channels", [1, 2, 5])
+    @pytest.mark.parametrize("overflows", [False, True])
+    def test_the_same_bits_every_time(self, channels, overflows, gpu):
+        data, rhs = self.problem(gpu, channels)
+        if overflows:
+            self.overflow(data, rhs, 120_000)
+        first = diagonal.solve_coupled(linear.Diagonal(data), rhs)
+        self.assert_solved(first, data, rhs)
+        for _ in range(20):
+            assert torch.equal(first, diagonal.solve_coupled(linear.Diagonal(data), rhs))
+
+    def test_a_graph_is_replayed_with_other_numbers(self, gpu):
+        data, rhs = self.problem(gpu, 1)
+        calm, terms = data.clone(), rhs.clone()
+        diagonal.solve_coupled(linear.Diagonal(data), rhs)  # compiled before it is captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            states = diagonal.solve_coupled(linear.Diagonal(data), rhs)
+        for turn in range(4):
+            data.copy_(calm)
+            rhs.copy_(terms)
+            if turn % 2:
+                self.overflow(data, rhs, 1000 * turn)
+            graph.replay()
+            self.assert_solved(states, data, rhs)
+
+    def test_two_streams_at_once(self, gpu):
+        problems = [self.problem(gpu, 1), self.problem(gpu, 3, 200_000)]
+        for problem in problems:
+            self.overflow(*problem, 70_000)
+        streams, found = [torch.cuda.Stream() for _ in problems], []
+        torch.cuda.synchronize()
+        for _ in range(10):
+            for stream, (data, rhs) in zip(streams, problems, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(diagonal.solve_coupled(linear.Diagonal(data), rhs))
+        torch.cuda.synchronize()
+        for at, states in enumerate(found):
+            assert torch.equal(states, found[at % 2])
+        for states, problem in zip(found, problems, strict=False):
+            self.assert_solved(states, *problem)
 
 
 @every_structure

@@ -5,7 +5,7 @@ consecutive steps, time within the tile q R + r. A group lies in the registers o
 costs no communication; only the Q groups are joined by a parallel scan. From the product and sum of every group
 follows the state each group starts from, and from there the R states are found by forward substitution.
 
-Very many channels of float32: see ``lookback``.
+16 channels of float32 or more, if there is enough to do: see ``lookback``.
 Many channels: one sweep over memory, each program carrying its channels' states from tile to tile.
 Few channels: time is cut into chunks as well. Each chunk is reduced to one equation, and all chunks are swept at once.
 The state a chunk starts from follows from the equations before it: where they are few enough to be joined at once,
@@ -52,10 +52,8 @@ FEWEST_GROUPS = 8
 WARPS = 4
 #: tiles in flight at once
 STAGES = 3
-#: of channels that are done again: the marks that are looked at in one go, and the steps that are read ahead
-REPAIR_MARKS, REPAIR_STAGES = tl.constexpr(64), tl.constexpr(8)
 #: numbers (a power of two of equations, times channels) that a program joins by itself to find where its chunk starts
-JOINED = 2048
+MOST_JOINED = 2048
 #: one sweep is enough from this many programs a multiprocessor on; chunks are made until there are that many
 ONE_SWEEP_PROGRAMS, CHUNKED_PROGRAMS = 0.9, 4.0
 
@@ -151,7 +149,7 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Pla
             arrived = system.empty(launches, blocks, dtype=torch.int32)
             products, starts = _equations(system, plan, arrived, launches)
             joined = triton.next_power_of_2(chunks - 1)
-            if joined * plan.channels > JOINED:
+            if joined * plan.channels > MOST_JOINED:
                 joined, starts = 0, _between_chunks(system, products, starts, launches)
         sizes = length, channels, system.inner, plan.tiles, blocks, chunks
         arguments = (*system.equations, *system.states, products, starts, marks, arrived, *sizes)
@@ -235,7 +233,7 @@ def _joined(products_ptr, sums_ptr, count, channel, channels, MOST: tl.constexpr
     return last(total, k, MOST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _sweep(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
     z_ptr, z_start, z_step, products_ptr, starts_ptr, marks_ptr, arrived_ptr,
@@ -290,11 +288,11 @@ def _sweep(
         tl.store(marks_ptr + place, tl.max(spoilt, 0), mask=channel < channels)
         tl.debug_barrier()  # all that this program wrote is there before it is counted
         if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel", scope="gpu") == chunks - 1:
-            again = first_marked(marks_ptr, channel, channels, chunks, CHANNELS, REPAIR_MARKS) * chunk
+            again = first_marked(marks_ptr, channel, channels, chunks, CHANNELS) * chunk
     else:
         tl.debug_barrier()  # states that one thread wrote another may write again
         again = tl.where(tl.max(tl.max(spoilt, 0), 0) > 0, 0, length)
     substitute(
         a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, again, length, channel, channels,
-        CHANNELS, REPAIR_STAGES,
+        CHANNELS,
     )  # fmt: skip

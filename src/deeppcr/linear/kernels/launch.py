@@ -136,9 +136,8 @@ class Launches:
     def again_for_new(self, like: Tensor, *others: int) -> Tensor:
         """``again`` where the last tensor is a new one, of the dtype of another: it is made while the first kernels run, which
         do without it as a rule."""
-        scratch = (
-            like.new_empty(self._scratch) if self._scratch else None
-        )  # of float32 or wider; faster than torch.empty
+        # Faster than torch.empty, and no smaller: ``like`` is of float32 or wider.
+        scratch = like.new_empty(self._scratch) if self._scratch else None
         place = 0 if scratch is None else scratch.data_ptr()
         watched, stream = is_watched(), current_stream(self._device.index)
         if not watched:

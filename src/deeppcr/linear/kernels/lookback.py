@@ -41,9 +41,10 @@ from .channels import launch
 from .launch import Launches
 from .recurrence import System, compose, compose_and_keep, places, repair, solve
 
-#: Measured on an H200 down to these: at 16 or 32 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
-#: 8 channels make rows too short for either.
-FEWEST_CHANNELS, FEWEST_NUMBERS = 16, 2**18
+#: Measured on an H200 down to these: at 64 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
+FEWEST_CHANNELS, FEWEST_NUMBERS = 64, 2**20
+#: The same of long sequences: at 16 or 32 channels of 16,384 steps, and 300 of 2,000. Rows of 8 are too short for either way.
+FEWEST_LONG_CHANNELS, FEWEST_LONG_NUMBERS, LONG = 16, 2**18, 2000
 #: From so many channels on memory is the limit; with fewer, the chain of runs, and then runs are longer; with very few of
 #: them, tiles are too, where there are that many numbers.
 _MANY_CHANNELS, _FEW_CHANNELS, _MANY_NUMBERS = 1024, 64, 2**20
@@ -85,7 +86,9 @@ class Plan:
 
 def pays(length: int, channels: int) -> bool:
     """Whether to read everything once is faster than the ways of ``diagonal``."""
-    return channels >= FEWEST_CHANNELS and length * channels >= FEWEST_NUMBERS
+    numbers = length * channels
+    many = channels >= FEWEST_CHANNELS and numbers >= FEWEST_NUMBERS
+    return many or (length >= LONG and channels >= FEWEST_LONG_CHANNELS and numbers >= FEWEST_LONG_NUMBERS)
 
 
 def choose(length: int, channels: int) -> Plan:

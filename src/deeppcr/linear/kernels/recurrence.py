@@ -21,7 +21,8 @@ from .channels import Channels, as_channels, kind_of, launch, repeat_solve
 from .launch import Launches
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
-REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 8
+REPAIR_CHANNELS = 32
+_MARKS, _STAGES = tl.constexpr(64), tl.constexpr(8)
 
 
 class System(NamedTuple):
@@ -87,9 +88,8 @@ def repair(system: System, marks: Tensor, chunk: int, launches: Launches) -> Non
         *(*system.states, marks),
         *(system.length, system.channels, system.inner, chunk, marks.shape[0]),
     )
-    constants = REPAIR_CHANNELS, REPAIR_MARKS, REPAIR_STAGES
     programs = triton.cdiv(system.channels, REPAIR_CHANNELS)
-    launch(launches, _repair, programs, arguments, constants, system.kind, warps=1)
+    launch(launches, _repair, programs, arguments, (REPAIR_CHANNELS,), system.kind, warps=1)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists):
 
 
 @triton.jit
-def first_marked(marks_ptr, channel, channels, chunks, CHANNELS: tl.constexpr, MARKS: tl.constexpr):
+def first_marked(marks_ptr, channel, channels, chunks, CHANNELS: tl.constexpr):
     """The first chunk in which one of these channels is marked; ``chunks`` where none is."""
     first = tl.full([CHANNELS], 0, tl.int32) + chunks
-    for at in range(0, chunks, MARKS):
-        part = at + tl.arange(0, MARKS)[:, None]
+    for at in range(0, chunks, _MARKS):
+        part = at + tl.arange(0, _MARKS)[:, None]
         exists = (channel < channels) & (part < chunks)
         marks = tl.load(marks_ptr + (part.to(tl.int64) * channels + channel), mask=exists, other=0)
         first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
@@ -139,13 +139,13 @@ def first_marked(marks_ptr, channel, channels, chunks, CHANNELS: tl.constexpr, M
 @triton.jit
 def substitute(
     a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, begin, length, channel, channels,
-    CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Forward substitution of these channels from time ``begin`` on; nothing from ``length`` on."""
     exists = channel < channels
     known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)
     state = tl.load(z_ptr + ((begin - 1).to(tl.int64) * z_step + z_place), mask=channel < known, other=0)
-    for step in tl.range(begin, length, num_stages=STAGES):
+    for step in tl.range(begin, length, num_stages=_STAGES):
         time = step + tl.zeros([CHANNELS], tl.int32)
         a, b = load(a_ptr, a_place, a_step, b_ptr, b_place, b_step, time, length, exists)
         state = a * state + b
@@ -156,15 +156,15 @@ def substitute(
 def _repair(
     a_ptr, a_start, a_step, a_outer, a_inner, b_ptr, b_start, b_step, b_outer, b_inner,
     z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
-    CHANNELS: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    begin = first_marked(marks_ptr, channel, channels, chunks, CHANNELS, MARKS) * chunk
+    begin = first_marked(marks_ptr, channel, channels, chunks, CHANNELS) * chunk
     a_place = places(a_start, a_outer, a_inner, channel, inner)
     b_place = places(b_start, b_outer, b_inner, channel, inner)
     z_place = z_start + channel.to(tl.int64)
     substitute(
         a_ptr, a_place, a_step, b_ptr, b_place, b_step, z_ptr, z_place, z_step, begin, length, channel, channels,
-        CHANNELS, STAGES,
+        CHANNELS,
     )  # fmt: skip
