@@ -139,7 +139,7 @@ def examine(problem: Problem, device: torch.device, budget: float) -> list[Case]
             time_case(each, runs[each.method], device, budget)
             if problem.memory and device.type == "cuda" and not is_captured(each.method):
                 each.peak_bytes = peak_bytes(runs[each.method], device)
-    if problem.suite == "dense solve" and not HAS_JAX:
+    if not methods:
         cases.append(case("jax.lax.associative_scan"))
         cases[-1].optional, cases[-1].failure = True, "jax is not installed"
     return cases
@@ -263,8 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         with torch.set_grad_enabled(problem.gradients):
             found = [asdict(case) for case in examine(problem, device, budget)]
-        print(text(rows(found)), flush=True)
         cases += found
+        same = [case for case in cases if (case["suite"], case["parameters"]) == (problem.suite, problem.parameters)]
+        print(text(rows(same)), flush=True)
         write(record(), partial)  # as far as it got
         gc.collect()
         if on_gpu:

@@ -196,7 +196,7 @@ class _Narrow:
             if found is self.x
             else (self.weight, self.bias, start, self.x, found)
         )
-        repeat(self.plan.noted, ("whole", first, passes), tensors, make)
+        repeat(self.plan.noted, ("whole", first, passes, found is self.x), tensors, make)
 
     def one_round(self, first_pass: int) -> None:
         """Two passes: one with new Jacobians, one with the same."""
