@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import vmap
 
 from deeppcr import linear
@@ -155,6 +156,25 @@ def test_nothing_before_a_nan_is_spoiled(solver, device):
     states = linear.solve(linear.Scalar(torch.full((40,), 0.5, device=device)), rhs, solver=solver)
     assert torch.isfinite(states[:25]).all()
     assert torch.isnan(states[25:]).all()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_autocast_lowers_neither_the_initial_state_nor_derivatives(reverse, device):
+    blocks = linear.Dense(torch.randn(9, 16, 16, device=device) / 6)
+    rhs, initial = torch.randn(9, 16, device=device, requires_grad=True), torch.randn(16, device=device)
+
+    def solve_and_differentiate():
+        found = linear.solve(blocks, rhs, initial, reverse=reverse)
+        backward = torch.autograd.grad(found.square().sum(), rhs)[0]
+        with forward_ad.dual_level():
+            dual = linear.solve(blocks, forward_ad.make_dual(rhs.detach(), torch.ones_like(rhs)), reverse=reverse)
+            return found, backward, forward_ad.unpack_dual(dual).tangent
+
+    plain = solve_and_differentiate()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        lowered = solve_and_differentiate()
+    for ours, theirs in zip(lowered, plain, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_autocast_does_not_lower_the_precision_of_products(device):

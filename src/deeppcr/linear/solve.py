@@ -94,6 +94,9 @@ def solve(
     if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
         return found
     batch = _check(blocks, rhs, initial)
+    if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
+        with torch.autocast(rhs.device.type, enabled=False):
+            return solve(blocks, rhs, initial, reverse=reverse, solver=solver)
     if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
@@ -182,7 +185,7 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
     >>> linear.solve_coupled(halves, torch.ones(3, 1), reverse=False, solver=linear.PCR()).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
+    if torch.is_autocast_enabled(rhs.device.type):  # see ``solve``
         with torch.autocast(rhs.device.type, enabled=False):
             return solve_coupled(couplings, rhs, reverse=reverse, solver=solver, look=look)
     if rhs.dtype in _HALF:
@@ -347,6 +350,9 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         (grad,) = grad_outputs
+        if torch.is_autocast_enabled(grad.device.type):
+            with torch.autocast(grad.device.type, enabled=False):
+                return _Solve.backward(ctx, grad)
         data, states = ctx.saved_tensors
         transposed = ctx.structure(data).transpose()
         adjoint = _solve_system(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
@@ -360,6 +366,9 @@ class _Solve(torch.autograd.Function):
     def jvp(ctx, *grad_inputs):
         data_tangent, rhs_tangent = grad_inputs[:2]
         data, states = ctx.saved_tensors
+        if torch.is_autocast_enabled(states.device.type):
+            with torch.autocast(states.device.type, enabled=False):
+                return _Solve.jvp(ctx, *grad_inputs)
         pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
         if ctx.reverse:
             rhs_tangent = torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
