@@ -9,6 +9,9 @@ from hypothesis import settings
 # The conformance suite is inherited, not collected: its assertions are to explain themselves all the same.
 pytest.register_assert_rewrite("linear.conformance", "linear.reference")
 
+# A program by itself, whose Triton does not interpret: see test_compile.py.
+collect_ignore = ["kernel_compiler.py"]
+
 # The tensors are small: more threads only wait for each other, and the tests run side by side anyway.
 torch.set_num_threads(1)
 
