@@ -366,9 +366,6 @@ class _Solve(torch.autograd.Function):
     def jvp(ctx, *grad_inputs):
         data_tangent, rhs_tangent = grad_inputs[:2]
         data, states = ctx.saved_tensors
-        if torch.is_autocast_enabled(states.device.type):
-            with torch.autocast(states.device.type, enabled=False):
-                return _Solve.jvp(ctx, *grad_inputs)
         pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
         if ctx.reverse:
             rhs_tangent = torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
