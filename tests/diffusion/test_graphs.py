@@ -147,3 +147,15 @@ def test_an_owner_that_ends_while_the_cache_is_busy_does_not_stop_it():
     thread.join(10)
     assert not thread.is_alive()
     assert len(cache) == 1
+
+
+def test_what_is_gone_is_equal_to_nothing(monkeypatch):
+    """Not even to what lay there before and is gone, too."""
+    monkeypatch.setattr(graphs, "id", lambda value: 1, raising=False)
+    net, other = Net(), Net()
+    same, different = graphs.Same(net), graphs.Same(other)
+    assert same == graphs.Same(net)
+    assert same != different
+    assert same != net
+    del net, other
+    assert same != different
