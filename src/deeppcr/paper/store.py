@@ -18,11 +18,12 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -87,13 +88,20 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All or nothing: the file is replaced in one step, after its content has reached the disk."""
+    """All or nothing, as ``replacing`` has it."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``path`` in one step, once its content has reached the disk; or not at all."""
     temporary = None
     try:
         make_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .store import PaperError, disk_error, make_folder
+from .store import PaperError, replacing
 
 _DTYPES = {
     "F64": torch.float64,
@@ -52,24 +50,10 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | N
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    temporary = None
-    try:
-        make_folder(path.parent)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in kept:
-                file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise disk_error(path, error) from error
-        raise
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in kept:
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
