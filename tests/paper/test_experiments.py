@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from dataclasses import replace
 from statistics import median
 
@@ -177,14 +176,14 @@ def test_what_takes_too_long_is_not_repeated_and_not_tried_deeper(context):
     assert [each["printed"]["status"].partition(":")[0] for each in peaks] == ["ok", "not measured"]
 
 
-def slow_at_first(call, seconds):
+def slow_at_first(call, seconds, clock):
     """What compiles, as it were, on its first call."""
     calls = []
 
     def called(*arguments, **more):
         calls.append(1)
         if len(calls) == 1:
-            time.sleep(seconds)
+            clock.sleep(seconds)
         return call(*arguments, **more)
 
     return called
@@ -202,25 +201,25 @@ def test_what_is_set_up_once_is_not_held_against_a_column(context):
     assert max(record["seconds"]) < 1
 
 
-def test_what_is_set_up_once_is_not_held_against_deeper_networks(context, monkeypatch):
-    patience, parallel = 0.15, Network.parallel
-    monkeypatch.setattr(Network, "parallel", slow_at_first(parallel, 3 * patience))
+def test_what_is_set_up_once_is_not_held_against_deeper_networks(context, clock, monkeypatch):
+    patience, parallel = 1.0, Network.parallel
+    monkeypatch.setattr(Network, "parallel", slow_at_first(parallel, 3 * patience, clock))
     settings = mlp_memory.Settings(chunks=(), patience=patience)
     peaks = [mlp_memory.measure({"L": depth, "w": 4}, settings, context)["peaks"] for depth in (4, 8)]
     assert [each["printed"]["status"] for each in peaks] == ["ok", "ok"]
 
-    monkeypatch.setattr(Network, "parallel", slow_at_first(parallel, 2 * patience))
+    monkeypatch.setattr(Network, "parallel", slow_at_first(parallel, 2 * patience, clock))
     settings = mlp_newton.Settings(samples=2, patience=patience)
     newton = {"activation": "relu", "guess": "random", "w": 4}
     for depth in (4, 8):
         assert len(mlp_newton.measure({**newton, "L": depth}, settings, context)["iterations"]) == 2
 
 
-def test_only_the_solves_count_where_iterations_are_counted(context, monkeypatch):
+def test_only_the_solves_count_where_iterations_are_counted(context, clock, monkeypatch):
     """Networks and loops are made for the first guess alone: it is not the one to pay for them."""
     exact = Network.exact_states
-    monkeypatch.setattr(Network, "exact_states", lambda self: time.sleep(0.2) or exact(self))
-    settings = mlp_newton.Settings(samples=2, patience=0.15)
+    monkeypatch.setattr(Network, "exact_states", lambda self: clock.sleep(2.0) or exact(self))
+    settings = mlp_newton.Settings(samples=2, patience=1.0)
     cell = {"activation": "relu", "guess": "random", "w": 4}
     assert len(mlp_newton.measure({**cell, "L": 4}, settings, context)["iterations"]) == 2
     assert mlp_newton.measure({**cell, "L": 8}, replace(settings, samples=1), context)["status"] == "ok"

@@ -19,15 +19,13 @@ def test_functions_take_turns_after_one_call_to_warm_up():
     assert [len(timings[name].seconds) for name in "ab"] == [3, 3]
 
 
-def test_what_was_timed_before_counts_and_needs_no_warm_up():
+def test_what_was_timed_before_counts_and_needs_no_warm_up(clock):
     calls = []
     functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
     timings = measure(functions, CPU, budget=0, repeats=(3, 9), taken={"a": [7.0]})
     assert "".join(calls) == "b" + 2 * "ab" + "b"
     assert timings["a"].seconds[0] == 7.0
-    found, seconds = clocked(lambda: time.sleep(0.01) or "done", CPU)
-    assert found == "done"
-    assert seconds >= 0.01
+    assert clocked(lambda: clock.sleep(0.5) or "done", CPU) == ("done", 0.5)
 
 
 def test_repeats_end_at_the_most_within_the_budget():
@@ -36,10 +34,21 @@ def test_repeats_end_at_the_most_within_the_budget():
     assert all(each >= 0 for each in timings["a"].seconds)
 
 
-def test_a_quick_function_is_called_many_times_in_its_turn():
-    timings = measure({"slow": lambda: time.sleep(0.02), "quick": lambda: None}, CPU, budget=0.1, repeats=(2, 50))
-    assert len(timings["slow"].seconds) < 10
-    assert len(timings["quick"].seconds) == 50
+def test_a_quick_function_is_called_many_times_in_its_turn(clock):
+    calls = []
+
+    def taking(name, seconds):
+        return lambda: calls.append(name) or clock.sleep(seconds)
+
+    functions = {"slow": taking("s", 0.25), "quick": taking("q", 1 / 64)}
+    timings = measure(functions, CPU, budget=1.0, repeats=(1, 20))
+    assert "".join(calls) == "sq" + 2 * ("s" + 4 * "q") + 12 * "q"
+    assert {name: len(each.seconds) for name, each in timings.items()} == {"slow": 2, "quick": 20}
+
+
+def test_the_clock_is_that_of_the_machine():
+    _, seconds = clocked(lambda: time.sleep(0.01), CPU)
+    assert seconds >= 0.01
 
 
 def test_nothing_to_time():
