@@ -18,6 +18,10 @@ torch.set_num_threads(1)
 # What the cost model chooses is to be the same on every machine, and nothing is left in the user's cache folder.
 os.environ["DEEPPCR_CALIBRATE"] = "0"
 
+# What commands print is to be the same wherever the tests run: Rich colours it where one of these is set.
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+
 settings.register_profile("deeppcr", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("deeppcr")
 

@@ -8,8 +8,10 @@ import re
 import threading
 import warnings
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from deeppcr import (
     PaperTest,
     Result,
     UpdateTest,
+    captured,
     linear,
     recording,
 )
@@ -542,6 +545,45 @@ def test_settings_of_the_process_are_part_of_the_kind(device):
         for _ in range(3):
             solution = deeppcr.solve(half, problem.z0, problem.xs)
             assert relative_error(solution.states, plain_loop(half, problem.z0, problem.xs)) < 0.05
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def other_arithmetic():
+    with pytest.MonkeyPatch.context() as patched:
+        for where, name in captured._ARITHMETIC:
+            patched.setattr(where, name, "other")
+        yield
+
+
+SETTINGS = {
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    "another dtype of autocast": partial(torch.autocast, "cpu", dtype=torch.float16),
+    "inference mode": torch.inference_mode,
+    "deterministic algorithms": deterministic,
+    "arithmetic": other_arithmetic,
+}
+
+
+def test_each_setting_makes_another_kind(monkeypatch):
+    """By itself: traces may be equal, as a step without a product is the same under autocast."""
+    monkeypatch.setattr(captured, "_ARITHMETIC", [(SimpleNamespace(value=number), "value") for number in range(3)])
+    problem = mlp(Generator(0, torch.float32), 5, 2)
+    sequence = Sequence(*problem)
+    kinds = [captured._kind_of(Newton(), sequence, 4)]
+    for setting in SETTINGS.values():
+        with setting():
+            kinds.append(captured._kind_of(Newton(), sequence, 4))
+    assert captured._kind_of(Newton(), sequence, 4) == kinds[0]
+    turned = pytree.tree_map(lambda leaf: leaf.mT.contiguous().mT if leaf.ndim > 2 else leaf, problem.xs)
+    kinds.append(captured._kind_of(Newton(), Sequence(problem.step, problem.z0, turned), 4))
+    assert len(set(kinds)) == len(SETTINGS) + 2
 
 
 def test_off(device):

@@ -1,6 +1,8 @@
 """What is kept between runs, and when it is let go; what is replayed stands in for CUDA graphs."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr.diffusion import DDIM, Schedule, Window, graphs, sample, window
+from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, graphs, sample, window
 from diffusion.test_window import Recorded
 
 SCHEDULE = Schedule.linear(12)
@@ -37,6 +39,7 @@ def run(net, solver, samples=2):
 
 def test_what_is_kept_goes_with_the_network():
     """At once, with no help of a collector of garbage: it may be gigabytes."""
+    run(Net(), Window())  # what is imported at first use leaves circles that hold their callers
     solver = Window()
     gc.collect()
     gc.disable()
@@ -149,6 +152,51 @@ def test_an_owner_that_ends_while_the_cache_is_busy_does_not_stop_it():
     assert len(cache) == 1
 
 
+def labelled(z, t, labels):
+    return 0.1 * z + 0.01 * labels.to(z).unsqueeze(-1)
+
+
+PRIOR = GaussianPrior()
+OTHERS = {
+    "schedule": {"schedule": Schedule.cosine(12)},
+    "step": {"step": DDIM()},
+    "jacobian": {"jacobian": GaussianPrior(0.5)},
+    "guidance": {"guidance": 3.0},
+    "classes of another dtype": {"classes": torch.tensor([0.5, 2.5])},
+    "noise of another dtype": {"dtype": torch.float64},
+    "a network in another dtype": {"dtype": torch.bfloat16},
+    "more samples": {"classes": torch.tensor([1, 2, 3])},
+    "samples of another shape": {"shape": (5,)},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_of_run_replays_nothing_of_this_one(name):
+    usual = {
+        "schedule": SCHEDULE,
+        "step": DDIM(eta=1.0),
+        "jacobian": PRIOR,
+        "guidance": 2.0,
+        "classes": torch.tensor([1, 2]),
+    }
+
+    def found(solver, shape=(3,), dtype=torch.float32, **changes):
+        given = {**usual, **changes}
+        schedule, jacobian = given.pop("schedule"), given.pop("jacobian")
+        noise = Noise.draw((len(given["classes"]), *shape), 12, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        given |= {"jacobian": jacobian} if isinstance(solver, Window) else {}
+        with torch.no_grad():
+            return sample(labelled, schedule, noise, unconditional=0, solver=solver, **given)
+
+    solver = Window()
+    for seen in (False, True):
+        assert ("CUDA graphs" in found(solver).plan.notes) == seen
+    other, loop = found(solver, **OTHERS[name]), found(deeppcr.Loop(), **OTHERS[name])
+    assert "CUDA graphs" not in other.plan.notes
+    assert torch.allclose(other.final, loop.final, rtol=0.02, atol=1e-3)
+    assert "CUDA graphs" in found(solver).plan.notes
+
+
 def test_what_is_gone_is_equal_to_nothing(monkeypatch):
     """Not even to what lay there before and is gone, too."""
     monkeypatch.setattr(graphs, "id", lambda value: 1, raising=False)
@@ -159,3 +207,29 @@ def test_what_is_gone_is_equal_to_nothing(monkeypatch):
     assert same != net
     del net, other
     assert same != different
+
+
+def test_the_cache_is_bounded_and_lends_each_entry_once():
+    cache = graphs.Cache(most=2)
+    for key in "abc":
+        cache.put(((key,),), key.upper())
+    assert cache.take((("a",),)) is None
+    assert cache.take((("b",),)) == "B"
+    assert cache.take((("b",),)) is None
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    keys = [((id(owner),), number) for number in range(2)]
+    for key in keys:
+        cache.put(key, 1)
+        cache.forget_with(owner)
+    assert weakref.getweakrefcount(owner) == 1  # not one for every key
+    del owner
+    assert not cache._watched  # who lies there next is watched anew
+    assert all(cache.take(key) is None for key in keys)
+    solver = Window(size=3)
+    for copied in (copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
+        assert copied == solver
+        assert len(copied._prepared) == 0

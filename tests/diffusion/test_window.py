@@ -1,12 +1,8 @@
 """The window: what it evaluates, when steps leave it, what happens where it does not get there, and its graphs' keeping."""
 
 import copy
-import functools
-import pickle
 import warnings
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +18,6 @@ from deeppcr.diffusion import (
     Noise,
     Schedule,
     Window,
-    graphs,
     sample,
     window,
 )
@@ -434,7 +429,7 @@ class Recorded:
 def test_runs_on_kept_buffers_with_calls_filled_up(net, start, device, monkeypatch):
     """What CUDA graphs replay, without them: the buffers of the first run, rows filled up, other noise and classes."""
     monkeypatch.setattr(window, "Replayed", Recorded)
-    schedule, solver, prepared = digits.TRAINING.take(100), Window(size=48), None
+    schedule, solver, prepared, earlier = digits.TRAINING.take(100), Window(size=48), None, []
     for seed, classes in ((0, [1, 2, 3]), (1, [4, 4, 9]), (2, [0, 8, 7])):
         noise, classes = noise_for(3, 100, seed=seed, device=device), torch.tensor(classes, device=device)
         problem = Problem(net, DDPM().steps(schedule), noise, classes, 1.5, digits.NOTHING)
@@ -446,6 +441,11 @@ def test_runs_on_kept_buffers_with_calls_filled_up(net, start, device, monkeypat
         found = problem.unflatten(outcome.states[-1, ..., 0])
         assert (found - loop.final).abs().max() <= 1e-3
         assert problem.denoiser.classes is classes
+        tensors = {name: each for name, each in vars(outcome).items() if isinstance(each, torch.Tensor)}
+        earlier += [(name, each, each.clone()) for name, each in tensors.items()]
+    assert len(earlier) == 3 * 6
+    for name, each, was in earlier:  # which the next run is not to overwrite
+        assert torch.equal(each, was), name
     assert prepared.runs == 3
     keys = prepared.replayed.keys
     assert keys[0] == ("begin", start, keys[1][2])
@@ -526,57 +526,6 @@ def test_the_plan_of_a_gpu_tells_about_its_graphs(net, device, monkeypatch):
     assert "no CUDA graphs: a host waits" in said[2]
 
 
-def test_the_cache_is_bounded_and_lends_each_entry_once():
-    cache = graphs.Cache(most=2)
-    for key in "abc":
-        cache.put(((key,),), key.upper())
-    assert cache.take((("a",),)) is None
-    assert cache.take((("b",),)) == "B"
-    assert cache.take((("b",),)) is None
-
-    class Owner:
-        pass
-
-    owner = Owner()
-    keys = [((id(owner),), number) for number in range(2)]
-    for key in keys:
-        cache.put(key, 1)
-        cache.forget_with(owner)
-    assert len(cache._watched) == 1  # not one for every key
-    del owner
-    assert all(cache.take(key) is None for key in keys)
-    solver = Window(size=3)
-    for copied in (copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
-        assert copied == solver
-        assert len(copied._prepared) == 0
-
-
-def test_a_fingerprint_sees_what_graphs_depend_on():
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    net.scale = 2.0
-    offset = torch.ones(3)
-    closed = lambda z, t: net(z) + offset  # noqa: E731
-    partial = functools.partial(closed)
-    for function in (net, closed, partial, net.forward):
-        before = graphs.fingerprint(function)
-        with torch.no_grad():
-            net[0].weight.mul_(2)  # in place: a graph reads it where it lies
-        assert graphs.fingerprint(function) == before
-        net[1].weight = torch.nn.Parameter(net[1].weight.detach().clone())
-        changed = graphs.fingerprint(function)
-        assert changed != before
-        net.scale += 1
-        again = graphs.fingerprint(function)
-        assert again != changed
-        net.train(not net.training)
-        assert graphs.fingerprint(function) != again
-    assert graphs.fingerprint(net.forward) == graphs.fingerprint(net.forward)
-    assert graphs.fingerprint(net.forward) != graphs.fingerprint(net.__call__)
-    before = graphs.fingerprint(closed)
-    offset = torch.zeros(3)
-    assert graphs.fingerprint(closed) != before
-
-
 def test_settings_are_checked():
     for settings, match in (
         ({"tolerance": -1.0}, "tolerance"),
@@ -617,88 +566,3 @@ def test_graphs_replay_what_was_computed(tf32, start):
             if round == 3:
                 net.leave.weight = torch.nn.Parameter(0.98 * net.leave.weight)  # elsewhere: they are made anew
     assert len(solver._prepared) == 2
-
-
-def test_a_fingerprint_of_modules_of_all_kinds():
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
-    parent = torch.nn.Module()
-    parent.child, net.parent = net, parent  # a circle
-    for made in (torch.compile(torch.nn.Linear(3, 3)), torch.jit.script(torch.nn.Linear(3, 3)), parent):
-        first = graphs.fingerprint(made)
-        assert first == graphs.fingerprint(made)
-        made.training = False
-        assert first != graphs.fingerprint(made)
-
-
-def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
-    net = torch.nn.Linear(3, 3)
-    net._scale, net.table, net.config = 1.0, {"scale": 1.0}, SimpleNamespace(scale=1.0)
-    net.register_forward_hook(lambda module, args, found: found)
-
-    def denoiser(z, t, *, shift=0.0):
-        return net(z) + shift
-
-    seen = {graphs.fingerprint(denoiser)}
-    net._scale = 2.0
-    seen.add(graphs.fingerprint(denoiser))
-    net.table["scale"] = 2.0
-    seen.add(graphs.fingerprint(denoiser))
-    net.config.scale = 2.0
-    seen.add(graphs.fingerprint(denoiser))
-    net._forward_hooks.clear()
-    net.register_forward_hook(lambda module, args, found: 2 * found)
-    seen.add(graphs.fingerprint(denoiser))
-    denoiser.__kwdefaults__["shift"] = 1.0
-    seen.add(graphs.fingerprint(denoiser))
-    assert len(seen) == 6
-    for number in range(20):  # an object that is gone leaves its identity to the next
-        net.config = SimpleNamespace(scale=number)
-        seen.add(graphs.fingerprint(denoiser))
-    assert len(seen) == 26
-
-
-class Processor:
-    """As attention's are: a plain object that a module calls."""
-
-    def __init__(self):
-        self.scale = 1.0
-
-    def __call__(self, z):
-        return self.scale * z
-
-
-@pytest.mark.parametrize("kind", ["buffer", "not a number", "callable", "its method", "array", "set"])
-def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
-    """Which a graph holds, wherever they come from; tensors of several numbers it reads when it is replayed."""
-    net, processor = torch.nn.Linear(3, 3), Processor()
-    net.table, net.names, net.call, net.several = np.ones(3), {1, 2}, processor, torch.ones(2)
-    net.method, net.numpy = processor.__call__, np
-    net.register_buffer("number", torch.tensor(0.5))
-    if kind == "not a number":
-        net.number.fill_(torch.nan)
-    if kind == "its method":
-        del net.call
-    before = graphs.fingerprint(net)
-    net.several.add_(1)
-    assert graphs.fingerprint(net) == before
-    assert hash(graphs.fingerprint(net)) == hash(before)
-    if kind == "array":
-        net.table[0] = 2
-    elif kind == "set":
-        net.names.add(3)
-    elif kind in ("callable", "its method"):
-        processor.scale = 2.0
-    else:
-        net.number.fill_(0.9)
-    assert graphs.fingerprint(net) != before
-
-
-def test_a_fingerprint_does_not_look_into_large_arrays():
-    """It is taken at every call."""
-    net = torch.nn.Linear(3, 3)
-    net.table = np.ones(100_000)
-    before = graphs.fingerprint(net)
-    assert graphs.fingerprint(net) == before
-    assert len(str(before)) < 10_000
-    net.table = np.ones(100_000)
-    assert graphs.fingerprint(net) != before

@@ -237,7 +237,10 @@ def test_cells_that_are_no_longer_measured_are_left_out(tmp_path):
     assert [record["key"] for record in read(path)["records"]] == ["a=3", "a=2"]
 
 
-def test_a_second_run_overwrites_nothing(tmp_path):
+def test_a_second_run_overwrites_nothing(tmp_path, monkeypatch):
+    """Of the same day and commit, which are in its name."""
+    monkeypatch.setattr(store_module, "now", lambda: "2026-01-02T00:00:00+00:00")
+    monkeypatch.setattr(store_module, "current_commit", lambda: "abc")
     first = opened(tmp_path).finish()
     before = first.read_bytes()
     second = opened(tmp_path).finish()

@@ -162,8 +162,8 @@ def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
         fingerprint(denoiser.function),
         problem.steps.key,
         id(jacobian),  # which the prepared run keeps alive
-        (problem.samples, problem.shape, problem.dtype, problem.network_dtype, problem.device),
-        (denoiser.guidance, layout_of(denoiser.given), problem.shift is None),
+        (problem.samples, problem.shape, problem.network_dtype, problem.device),
+        (denoiser.guidance, layout_of(denoiser.given)),
     )
 
 

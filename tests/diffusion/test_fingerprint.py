@@ -1,0 +1,173 @@
+"""What CUDA graphs of a denoiser depend on is in its fingerprint: wherever it hides."""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from deeppcr.diffusion import graphs
+
+
+def test_a_fingerprint_sees_what_graphs_depend_on():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net.scale = 2.0
+    offset = torch.ones(3)
+    closed = lambda z, t: net(z) + offset  # noqa: E731
+    partial = functools.partial(closed)
+    for function in (net, closed, partial, net.forward):
+        before = graphs.fingerprint(function)
+        with torch.no_grad():
+            net[0].weight.mul_(2)  # in place: a graph reads it where it lies
+        assert graphs.fingerprint(function) == before
+        net[1].weight = torch.nn.Parameter(net[1].weight.detach().clone())
+        changed = graphs.fingerprint(function)
+        assert changed != before
+        net.scale += 1
+        again = graphs.fingerprint(function)
+        assert again != changed
+        net.train(not net.training)
+        assert graphs.fingerprint(function) != again
+    assert graphs.fingerprint(net.forward) == graphs.fingerprint(net.forward)
+    assert graphs.fingerprint(net.forward) != graphs.fingerprint(net.__call__)
+    before = graphs.fingerprint(closed)
+    offset = torch.zeros(3)
+    assert graphs.fingerprint(closed) != before
+
+
+def test_a_fingerprint_of_modules_of_all_kinds():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    parent = torch.nn.Module()
+    parent.child, net.parent = net, parent  # a circle
+    for made in (torch.compile(torch.nn.Linear(3, 3)), torch.jit.script(torch.nn.Linear(3, 3)), parent):
+        first = graphs.fingerprint(made)
+        assert first == graphs.fingerprint(made)
+        made.training = False
+        assert first != graphs.fingerprint(made)
+
+
+def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
+    net = torch.nn.Linear(3, 3)
+    net._scale, net.table, net.config = 1.0, {"scale": 1.0}, SimpleNamespace(scale=1.0)
+    net.register_forward_hook(lambda module, args, found: found)
+
+    def denoiser(z, t, *, shift=0.0):
+        return net(z) + shift
+
+    seen = {graphs.fingerprint(denoiser)}
+    net._scale = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net.table["scale"] = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net.config.scale = 2.0
+    seen.add(graphs.fingerprint(denoiser))
+    net._forward_hooks.clear()
+    net.register_forward_hook(lambda module, args, found: 2 * found)
+    seen.add(graphs.fingerprint(denoiser))
+    denoiser.__kwdefaults__["shift"] = 1.0
+    seen.add(graphs.fingerprint(denoiser))
+    assert len(seen) == 6
+    for number in range(20):  # an object that is gone leaves its identity to the next
+        net.config = SimpleNamespace(scale=number)
+        seen.add(graphs.fingerprint(denoiser))
+    assert len(seen) == 26
+
+
+class Processor:
+    """As attention's are: a plain object that a module calls."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, z):
+        return self.scale * z
+
+
+@pytest.mark.parametrize("kind", ["buffer", "not a number", "callable", "its method", "array", "set"])
+def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
+    """Which a graph holds, wherever they come from; tensors of several numbers it reads when it is replayed."""
+    net, processor = torch.nn.Linear(3, 3), Processor()
+    net.table, net.names, net.call, net.several = np.ones(3), {1, 2}, processor, torch.ones(2)
+    net.method, net.numpy = processor.__call__, np
+    net.register_buffer("number", torch.tensor(0.5))
+    if kind == "not a number":
+        net.number.fill_(torch.nan)
+    if kind == "its method":
+        del net.call
+    before = graphs.fingerprint(net)
+    net.several.add_(1)
+    assert graphs.fingerprint(net) == before
+    assert hash(graphs.fingerprint(net)) == hash(before)
+    if kind == "array":
+        net.table[0] = 2
+    elif kind == "set":
+        net.names.add(3)
+    elif kind in ("callable", "its method"):
+        processor.scale = 2.0
+    else:
+        net.number.fill_(0.9)
+    assert graphs.fingerprint(net) != before
+
+
+def test_a_fingerprint_does_not_look_into_large_arrays():
+    """It is taken at every call."""
+    net = torch.nn.Linear(3, 3)
+    net.table = np.ones(100_000)
+    before = graphs.fingerprint(net)
+    assert graphs.fingerprint(net) == before
+    assert len(str(before)) < 10_000
+    net.table = np.ones(100_000)
+    assert graphs.fingerprint(net) != before
+
+
+class Twice(torch.nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class Methods:
+    def one(self, z):
+        return z
+
+    def other(self, z):
+        return 2 * z
+
+
+CHANGES = {
+    "a hook that comes before": lambda net: net.register_forward_pre_hook(lambda module, args: None),
+    "a name in a dictionary": lambda net: net.table.update(b=net.table.pop("a")),
+    "another method of the same object": lambda net: setattr(net, "call", net.methods.other),
+    "how a parameter lies": lambda net: set_data(net, net.weight.detach().mT),
+    "the shape of a parameter": lambda net: set_data(net, net.weight.detach()[:2]),
+    "the dtype of a parameter": lambda net: set_data(net, net.weight.detach().view(torch.int32)),
+}
+
+
+def set_data(net, tensor):
+    net.weight = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_sees_what_lies_at_the_same_address(change):
+    net = torch.nn.Linear(3, 3)
+    net.table, net.methods = {"a": 1}, Methods()
+    net.call = net.methods.one
+    place, before = net.weight.data_ptr(), graphs.fingerprint(net)
+    assert graphs.fingerprint(net) == before
+    CHANGES[change](net)
+    assert net.weight.data_ptr() == place
+    assert graphs.fingerprint(net) != before
+
+
+class Loud(Processor):
+    def __call__(self, z):
+        return 2 * super().__call__(z)
+
+
+def test_a_fingerprint_sees_the_class_of_what_is_called():
+    outer, plain = torch.nn.Sequential(torch.nn.Linear(3, 3)), Processor()
+    before = graphs.fingerprint(outer), graphs.fingerprint(plain)
+    outer[0].__class__, plain.__class__ = Twice, Loud
+    assert graphs.fingerprint(outer) != before[0]
+    assert graphs.fingerprint(plain) != before[1]
