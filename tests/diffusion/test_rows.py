@@ -237,8 +237,28 @@ def of_default(wrong):
     return lambda z, t, settings={"wrong": wrong}: mixing(z, t) if settings["wrong"] else ideal(z, t)
 
 
+def of_keyword(wrong):
+    def denoiser(z, t, *, how=wrong):
+        return mixing(z, t) if how else ideal(z, t)
+
+    return denoiser
+
+
+def either(z, t, how):
+    return mixing(z, t) if how else ideal(z, t)
+
+
 def of_arguments(wrong):
-    return functools.partial(lambda wrong, z, t: mixing(z, t) if wrong else ideal(z, t), wrong)
+    return functools.partial(lambda how, z, t: either(z, t, how), wrong)
+
+
+def of_named_arguments(wrong):
+    return functools.partial(either, how=wrong)
+
+
+def of_flag_in_a_list(wrong):
+    flags = [bool(wrong)]
+    return lambda z, t: either(z, t, flags[0])
 
 
 def of_object(wrong):
@@ -246,12 +266,29 @@ def of_object(wrong):
     return lambda z, t: mixing(z, t) if settings.wrong else ideal(z, t)
 
 
-@pytest.mark.parametrize("made", [of_flag, of_function, of_default, of_arguments, of_object])
-def test_a_denoiser_is_no_proof_of_others_of_the_same_code(made):
+ANYWHERE = [
+    of_flag,
+    of_function,
+    of_default,
+    of_keyword,
+    of_arguments,
+    of_named_arguments,
+    of_flag_in_a_list,
+    of_object,
+]
+#: a number in a list or a dictionary may be a counter
+OF_NUMBERS = [of_flag, of_keyword, of_arguments, of_named_arguments]
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [(made, wrong) for wrong in (True, "wrong") for made in ANYWHERE] + [(made, 1) for made in OF_NUMBERS],
+)
+def test_a_denoiser_is_no_proof_of_others_of_the_same_code(made, wrong):
     with torch.no_grad():
-        sample(made(False), SCHEDULE, draw(), solver=Window(size=8))
+        sample(made(type(wrong)()), SCHEDULE, draw(), solver=Window(size=8))
         with pytest.raises(ValueError, match="rows must not influence each other"):
-            sample(made(True), SCHEDULE, draw(), solver=Window(size=8))
+            sample(made(wrong), SCHEDULE, draw(), solver=Window(size=8))
 
 
 class Holder:
@@ -284,6 +321,15 @@ def test_a_network_that_is_gone_is_no_proof_of_the_next(monkeypatch):
             sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
 
 
+def test_an_object_that_calls_another_function_is_looked_at_anew():
+    denoiser = Holder(ideal)
+    with torch.no_grad():
+        sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+        denoiser.net = mixing
+        with pytest.raises(ValueError, match="rows must not influence each other"):
+            sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+
+
 def test_a_denoiser_in_training_is_looked_at_once():
     """Made anew around the same network for every call, with other values, and other tensors of the same shape."""
     net, weight = Small(), torch.tensor(1.0)
@@ -306,6 +352,76 @@ def test_a_denoiser_in_training_is_looked_at_once():
                 each.mul_(1.01)
         spent.append(len(calls) - int(found.iterations.max()))
     assert spent == [19, 1, 1, 1]
+
+
+def test_what_a_denoiser_notes_is_no_other_kind():
+    """How often it was called, and what with."""
+    counts, log, named = [0], [], {"calls": 0}
+
+    def denoiser(z, t):
+        counts[0] += 1
+        named["calls"] += 1
+        log.append(f"{len(z)} rows")
+        return ideal(z, t)
+
+    spent = []
+    with torch.no_grad():
+        for _ in range(3):
+            before = counts[0]
+            found = sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+            spent.append(counts[0] - before - int(found.iterations.max()))
+    assert spent == [19, 1, 1]
+
+
+class Labelled(Watched):
+    def __call__(self, z, t, classes=None):
+        return super().__call__(z, t).to(z)
+
+
+class Products(nn.Module):
+    """Multiplies in the precision of its weight, or in one that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dtype, self.times = nn.Linear(4, 4), None, []
+
+    def forward(self, z, t):
+        self.times.append(t.tolist())
+        dtype = self.dtype or self.linear.weight.dtype
+        return 0.1 * nn.functional.linear(z.to(dtype), self.linear.weight.to(dtype)).to(z)
+
+
+KINDS = {
+    "the shape of a sample": (Labelled, lambda denoiser: {"noise": draw_like((1, 5))}),
+    "the dtype of the noise": (Labelled, lambda denoiser: {"noise": draw_like((1, 4), dtype=torch.bfloat16)}),
+    "guidance": (Labelled, lambda denoiser: {"classes": torch.tensor([1]), "guidance": 2.0, "unconditional": 0}),
+    "the dtype of parameters": (Products, lambda denoiser: denoiser.to(torch.bfloat16) and {}),
+    "a dtype that a module holds": (Products, lambda denoiser: setattr(denoiser, "dtype", torch.bfloat16) or {}),
+}
+
+
+def draw_like(shape, **settings):
+    return Noise.draw(shape, LENGTH, generator=torch.Generator().manual_seed(0), **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_kind_of_run_is_looked_at_anew(kind):
+    make, change = KINDS[kind]
+    denoiser, called = make(), []
+
+    def run(noise=None, **settings):
+        denoiser.times = []
+        sample(denoiser, SCHEDULE, noise or draw(), solver=Window(size=8, tolerance=0.1), **settings)
+        called.append(len(denoiser.times))
+
+    with torch.no_grad():
+        run()
+        run()
+        assert called[1] == called[0] - 18
+        settings = change(denoiser)
+        run(**settings)
+        run(**settings)
+    assert called[3] == called[2] - 18
 
 
 def test_what_is_known_of_a_denoiser_is_bounded():

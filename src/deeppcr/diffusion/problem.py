@@ -143,10 +143,9 @@ class Problem:
             raise RuntimeError(
                 "sample: has no forward-mode derivative; use reverse mode (backward), or solver=deeppcr.Loop()"
             )
-        self.rows_checked, seen = True, self.rows_seen
+        self.rows_checked = True
         with full_precision(self.device):
             self._check_rows((samples, times, index), outputs)
-        self.rows_seen = seen
         self.check_times()
         return outputs
 
@@ -302,17 +301,15 @@ def _made_of(value: Any, depth: int = 6) -> Hashable:
     inside: Any = None
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if filled(cell)]
-        inside = value.__code__, *cells, value.__defaults__, value.__kwdefaults__
+        inside = value.__code__, *cells, value.__defaults__, tuple((value.__kwdefaults__ or {}).items())
     elif isinstance(value, MethodType):
         inside = value.__self__, value.__func__
     elif isinstance(value, functools.partial):
-        inside = value.func, value.args, value.keywords
+        inside = value.func, value.args, tuple(value.keywords.items())
     elif isinstance(value, (list, tuple, dict)):
         inside = () if len(value) > _FEW else value.items() if isinstance(value, dict) else value
-        if not isinstance(value, tuple):  # a number in there may count calls
-            inside = [
-                each for each in inside if not isinstance(_last(each), (int, float)) or isinstance(_last(each), bool)
-            ]
+        if not isinstance(value, tuple):  # a number in there may count calls; flags are among the switches of ``_kind``
+            inside = [each for each in inside if not isinstance(_last(each), (int, float))]
     if inside is None or depth == 0:
         return Same(value)
     return type(value), tuple(_made_of(each, depth - 1) for each in inside)
