@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -454,6 +455,28 @@ def test_runs_on_kept_buffers_with_calls_filled_up(net, start, device, monkeypat
     assert counts[0] == 3 * 48
     assert all(count % 5 == 0 for count in counts[1:] if count < 3 * 48)  # a 32nd of 3 x 48
     assert len(set(counts)) > 1
+
+
+def test_a_start_that_was_given_is_not_replayed(net, device, monkeypatch):
+    """It lies somewhere else in every run; the rest is replayed."""
+    monkeypatch.setattr(window, "Replayed", Recorded)
+    schedule, solver = digits.TRAINING.take(20), Window()
+    problem = Problem(net, DDPM().steps(schedule), noise_for(2, 20, device=device))
+    with torch.no_grad():
+        prepared = window.Prepared(solver, problem, digits.prior())
+        for _ in range(2):
+            prepared.run(solver, problem, torch.zeros(20, 2, *problem.shape, device=device), Plan())
+    assert {name for name, *_ in prepared.replayed.keys} == {"iterate", "finish"}
+
+
+def test_why_there_are_no_graphs(monkeypatch):
+    """Under autocast a network keeps copies of its parameters, of which graphs would know nothing."""
+    at = {name: SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda")}
+    assert Window().no_graphs(at["cpu"]) == "the noise is on the cpu"
+    assert Window(graphs=False).no_graphs(at["cuda"]) == "graphs=False"
+    assert Window().no_graphs(at["cuda"]) is None
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert Window().no_graphs(at["cuda"]) == "autocast is on"
 
 
 def test_the_host_looks_only_where_a_window_may_not_be_full(net, device, monkeypatch):
