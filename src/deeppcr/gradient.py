@@ -26,6 +26,12 @@ _MAX_SWEEPS = 60
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
 #: Directions in which rounding is sent back through all steps: a single one may be one that they do not let through.
 _PROBES = 3
+#: A state that is off what its step gives by more than this part of it may be wrong in its signs.
+_LOST = 1e-4
+#: And by more than this many units of rounding, there is more in it than rounding.
+_LEFT = 4
+#: Derivatives that differ by more than this part of them are not the same.
+_OTHER = 0.1
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,37 @@ class Adjoint:
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
+
+    def determined(self, states: Tensor, atol: float) -> Tensor:
+        """How many leading states, [B], the derivatives of the loop can be taken at: mostly all L.
+
+        A tolerance vouches for no digit of a state that is smaller than it, nor for a sign. Where the step has a kink, as a
+        ReLU has, its derivative there may be another one than the loop's, and no residual shows it. So where a state is not
+        to four digits what its step gives, the derivatives at the small states are compared with those at their opposites:
+        a smooth step has the same at both.
+        """
+        layout, values = self.sequence.layout, self.values.detach()
+        length, rows = states.shape[:2]
+        whole = torch.full((rows,), length, device=states.device)
+        if not values_can_be_read(states):
+            return whole
+        sizes, off = layout.norms(values), layout.norms(values - states)
+        eps = torch.finfo(self._arithmetic(states)).eps
+        digits = max(_LOST, 100 * eps)  # of half precision there are not that many
+        lost = (off > digits * sizes).any(-1).any(0)
+        if not lost.any():
+            return whole
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device)
+        with torch.enable_grad():
+            here = self.pull(probe)  # [L - 1, B, D]
+            there = Adjoint(self.sequence, -states, self.jacobian, self.linear).pull(probe)
+        largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
+        other = ~((here - there).abs().amax(-1) <= _OTHER * largest)
+        small = (digits * sizes[:-1] <= atol).any(-1)
+        # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
+        rounded = (off <= _LEFT * eps * sizes).all(-1)
+        return torch.where(lost & (small & other).any(0), rounded.long().argmin(0), whole)
 
     def pull(self, adjoint: Tensor) -> Tensor:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""

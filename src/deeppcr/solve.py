@@ -126,9 +126,11 @@ def _solve_sequence(
         # Its values come from the step as it is now: what a trace cannot see shows here.
         measured, checked = _measure(sequence, outcome, solver, adjoint.values)
         if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
-            sequence.check_kept()
-            return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
-        plan.note("not captured: the step gives another result than when it was recorded")
+            if _determines_derivatives(adjoint, outcome, solver, Plan()) is outcome:
+                sequence.check_kept()
+                return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
+        else:
+            plan.note("not captured: the step gives another result than when it was recorded")
 
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
@@ -137,6 +139,9 @@ def _solve_sequence(
     adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
     implicit = adjoint is not None
     residual, outcome = _measure(sequence, outcome, solver, values)
+    if implicit or (unrolled and not fixed):
+        looked_at = adjoint or Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        outcome = _determines_derivatives(looked_at, outcome, solver, plan)
 
     if any(result in _FAILED for result in outcome.results):
         if on_failure != "loop":
@@ -272,6 +277,26 @@ def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tenso
     changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
     exact = torch.where(changed, 0, outcome.exact_steps)
     return residual, replace(outcome, results=results, exact_steps=exact)
+
+
+def _determines_derivatives(adjoint: Adjoint, outcome: Outcome, solver: Newton, plan: Plan) -> Outcome:
+    """The outcome; rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
+    trusted = torch.tensor([result in _TRUSTED for result in outcome.results], device=outcome.states.device)
+    if not isinstance(solver.stop, UpdateTest) or not trusted.any():
+        return outcome
+    atol, _ = solver.tolerances(outcome.states.dtype)
+    exact = torch.minimum(adjoint.determined(outcome.states, atol), outcome.exact_steps)
+    lost = trusted & (exact < outcome.exact_steps)
+    if not lost.any():
+        return outcome
+    plan.note(
+        f"gave up on states that are smaller than atol = {atol:g}: the derivative of the step depends on their signs (as that of a "
+        "ReLU does), which a tolerance says nothing of; Newton(atol=0) asks for digits of every state"
+    )
+    results = [
+        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
+    ]
+    return replace(outcome, results=results, exact_steps=torch.where(lost, exact, outcome.exact_steps))
 
 
 def _differs(sequence: Sequence) -> StepError:

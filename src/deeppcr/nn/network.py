@@ -59,6 +59,10 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
+#: Where signs matter, states are to have right digits down to this size; below, a float32 hardly has them.
+_HARDLY_ANYTHING = 1e-30
+
+
 @cache
 def _kernels() -> Any:
     """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
@@ -263,17 +267,20 @@ class Network(nn.Module):
     def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
         """How the fused kernels do what is asked; None where they do not."""
         newton, usual = self.newton, self._is_usual()
-        how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol)
+        # The derivative of a ReLU is all about signs, of which an absolute tolerance says nothing where states vanish; with a
+        # skip connection they do not. (``solve`` looks for such states afterwards, which would keep a GPU waiting.)
+        signs = self.activation == "relu" and newton.atol is None and len(weight.shape) == 3 and torch.is_grad_enabled()
+        how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol, signs)
         key = (weight.shape, hidden.shape[0], hidden.device, *how)
         found = _ways.get(key, _UNKNOWN)
         if found is _UNKNOWN:
-            found = self._find_way(hidden, mode, usual)
+            found = self._find_way(hidden, mode, usual, signs)
             if len(_ways) >= _MOST:
                 _ways.clear()
             _ways[key] = found
         return found
 
-    def _find_way(self, hidden: Tensor, mode: Mode, usual: bool) -> _Way | None:
+    def _find_way(self, hidden: Tensor, mode: Mode, usual: bool, signs: bool) -> _Way | None:
         shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
         in_loop, in_parallel = self._covered(hidden, usual)
         choice, backward, why = None, None, ASKED if mode == "sequential" else ""
@@ -293,6 +300,8 @@ class Network(nn.Module):
         if choice is None and (mode == "parallel" or not in_loop):
             return None
         atol, rtol = self.newton.tolerances(hidden.dtype)
+        if signs:
+            atol = _HARDLY_ANYTHING
         layers = _kernels().Layers(
             skip=shape[1] if len(shape) == 4 else 1,
             residual=len(shape) == 4,

@@ -576,3 +576,43 @@ def test_tolerances_are_floats(by_kernels, monkeypatch):
     monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
     assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)
+
+
+class TestVanishing:
+    """Biases that start at zero: every layer halves the power of its input, and far below the tolerance signs still matter."""
+
+    @staticmethod
+    def build(depth, device, width, **settings):
+        net = build("mlp", depth, device, width, mode="parallel", **settings)
+        torch.nn.init.zeros_(net.bias)
+        return net, torch.randn(3, 4, device=device)
+
+    @pytest.mark.parametrize(("depth", "width", "chunk"), [(32, 16, 2), (64, 16, 4), (48, 5, 3), (64, 4, 8)])
+    def test_gradients_are_those_of_the_loop(self, depth, width, chunk, by_kernels):
+        net, x = self.build(depth, by_kernels, width, newton=Newton(chunk=chunk))
+        found = []
+        for mode in ("sequential", "parallel"):
+            net.mode = mode
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                found.append(outputs_and_gradients(net, x)[1])
+        for loops, ours in zip(*found, strict=True):
+            assert (ours - loops).abs().max() <= 1e-4 * loops.abs().max()
+
+    def test_only_where_signs_matter(self, by_kernels):
+        """A tolerance that is asked for is taken, and without derivatives nobody looks at signs."""
+
+        def atol(**settings):
+            net, x = self.build(32, by_kernels, 4, **settings)
+            return net._way(net.weight, net.input(x), "parallel").layers.atol
+
+        assert atol() == network._HARDLY_ANYTHING
+        assert atol(newton=Newton(atol=1e-3)) == 1e-3
+        assert atol(activation="tanh") == 1e-5
+        with torch.no_grad():
+            assert atol() == 1e-5
+        residual = build("resnet", 32, by_kernels, 4, mode="parallel")
+        assert (
+            residual._way(residual.weight, residual.input(torch.randn(3, 4, device=by_kernels)), "parallel").layers.atol
+            == 1e-5
+        )
