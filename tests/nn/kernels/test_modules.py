@@ -585,9 +585,9 @@ class TestVanishing:
     def build(depth, device, width, **settings):
         net = build("mlp", depth, device, width, mode="parallel", **settings)
         torch.nn.init.zeros_(net.bias)
-        return net, torch.randn(3, 4, device=device)
+        return net, torch.randn(1, 4, device=device)
 
-    @pytest.mark.parametrize(("depth", "width", "chunk"), [(32, 16, 2), (64, 16, 4), (48, 5, 3), (64, 4, 8)])
+    @pytest.mark.parametrize(("depth", "width", "chunk"), [(16, 4, 2), (16, 6, 2)])
     def test_gradients_are_those_of_the_loop(self, depth, width, chunk, by_kernels):
         net, x = self.build(depth, by_kernels, width, newton=Newton(chunk=chunk))
         found = []
