@@ -102,6 +102,26 @@ def test_few_digits_are_no_kink(dtype, device):
     assert found.result in (Result.CONVERGED, Result.PRECISION_FLOOR)
 
 
+def test_a_step_that_takes_no_negative_numbers(device):
+    """It is not to be asked what it gives for the opposite of its states: the loop goes on, which is always right."""
+    rates = torch.full((LENGTH, 3), 0.4, device=device, requires_grad=True)
+
+    def step(z, x):
+        if (z < 0).any():
+            raise ValueError("a concentration is positive")
+        return x * z / (1 + z)
+
+    positive = deeppcr.rowwise(step)
+    xs = rates.unsqueeze(1).expand(LENGTH, 2, 3)
+    z0 = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 0.5]], device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = deeppcr.solve(positive, z0, xs, guess=deeppcr.Zeros())
+    (ours,) = torch.autograd.grad(found.states[-1].sum(), rates)
+    (loops,) = torch.autograd.grad(plain_loop(step, z0, xs)[-1].sum(), rates)
+    assert (ours - loops).abs().max() <= 1e-3 * loops.abs().max()
+
+
 def test_without_a_gradient_nobody_asks(device):
     problem = vanishing(torch.float32, device)
     with torch.no_grad(), warnings.catch_warnings():

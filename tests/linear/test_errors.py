@@ -122,3 +122,17 @@ def test_solvers_are_frozen_settings(solver):
     assert hash(solver) == hash(type(solver)())
     with pytest.raises(AttributeError):
         solver.chunk = 3
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "solver", [linear.ForwardSubstitution(), linear.PCR(), linear.Hierarchical(chunk=2), linear.Auto()]
+)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
+def test_nothing_to_solve(shape, solver, reverse):
+    rows, width = shape
+    data, rhs = torch.zeros(5, rows, width, width, requires_grad=True), torch.zeros(5, rows, width)
+    found = linear.solve(linear.Dense(data), rhs, reverse=reverse, solver=solver)
+    found.sum().backward()
+    assert found.shape == rhs.shape
+    assert data.grad.shape == data.shape

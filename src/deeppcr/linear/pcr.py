@@ -50,8 +50,8 @@ class PCR:
 def _solve_dense(data: Tensor, rhs: Tensor, reverse: bool) -> Tensor:
     """The same with the batch in the first dimension: a third of the calls, which on a GPU are what a round costs."""
     width, rows = rhs.shape[-1], rhs.shape[1:-1].numel()
-    blocks, vectors = data.reshape(-1, width, width), rhs.reshape(-1, width, 1)
-    length, stride = vectors.shape[0], rows
+    length, stride = rhs.shape[0] * rows, rows
+    blocks, vectors = data.reshape(length - stride, width, width), rhs.reshape(length, width, 1)
     while stride < length:
         if reverse:
             moved = torch.baddbmm(vectors[:-stride], blocks, vectors[stride:])

@@ -232,12 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Redrawn between cases only: a thread that does it all the time would take its share of what is measured.
     errors = Console(stderr=True, soft_wrap=True)
-    with Progress(*columns, console=errors, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task("", total=len(rows))
-        for row in rows:
-            progress.update(task, description=row.name, refresh=True)
-            row.examine(budget)
-            progress.update(task, advance=1, refresh=True)
+    try:
+        with Progress(*columns, console=errors, auto_refresh=False, transient=True) as progress:
+            task = progress.add_task("", total=len(rows))
+            for row in rows:
+                progress.update(task, description=row.name, refresh=True)
+                row.examine(budget)
+                progress.update(task, advance=1, refresh=True)
+    except KeyboardInterrupt:
+        errors.print("interrupted; the table is measured in one go, and nothing of it is kept")
+        return 130
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(as_table(rows))
