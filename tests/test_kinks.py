@@ -5,10 +5,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Implicit, Newton, Result, Unrolled, recording
-from problems import Generator, Problem, plain_loop
+from deeppcr.sequence import Sequence
+from problems import Generator, Problem, mlp, plain_loop
 from tape import Tape
 
 LENGTH, WIDTH = 64, 16
@@ -102,25 +104,84 @@ def test_few_digits_are_no_kink(dtype, device):
     assert found.result in (Result.CONVERGED, Result.PRECISION_FLOOR)
 
 
-def test_a_step_that_takes_no_negative_numbers(device):
-    """It is not to be asked what it gives for the opposite of its states: the loop goes on, which is always right."""
-    rates = torch.full((LENGTH, 3), 0.4, device=device, requires_grad=True)
+def positive(z, x):
+    """Newton's iterates may be below zero by rounding, and by no more."""
+    if (z < -2e-6).any():
+        raise ValueError("a concentration is positive")
+    return x * z / (1 + z)
+
+
+def quotient(z, x):
+    return x * z / (1 + z)
+
+
+def square(z, x):
+    return x * z * z + 0.1 * z
+
+
+def gated(z, x):
+    """A large state steers, smoothly, one that dies out."""
+    large, small = z
+    return 0.9 * torch.tanh(large) + 2 * x, 0.5 * small * torch.sigmoid(large)
+
+
+def starts_and_inputs(step, make):
+    xs = make.normal(256, 4, 3).tanh()
+    if step is gated:
+        return (make.normal(4, 3), make.normal(4, 3)), xs
+    return (make.normal(4, 3) / 4, xs) if step is square else (make.normal(4, 3).abs() + 0.5, 0.4 + 0.1 * xs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("step", [positive, quotient, square, gated])
+def test_what_dies_out_smoothly_is_left_alone(step, dtype, device):
+    z0, xs = starts_and_inputs(step, Generator(0, dtype, device))
+    xs.requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        found = deeppcr.solve(deeppcr.rowwise(step) if step is positive else step, z0, xs)
+    assert found.result is Result.CONVERGED
+    last = [pytree.tree_leaves(each)[-1][20] for each in (found.states, plain_loop(step, z0, xs))]
+    ours, loops = (torch.autograd.grad(each.sum(), xs)[0] for each in last)
+    assert (ours - loops).abs().max() <= 1e-3 * loops.abs().max()
+
+
+def test_a_counter_is_not_moved(device):
+    """It may be an index: beyond the table there is nothing."""
+    table = torch.ones(257, 3, device=device, requires_grad=True)
+
+    def step(z):
+        count, value = z
+        return count + 1, 0.4 * torch.sin(value) * table[count[..., 0].long()]
+
+    found = deeppcr.solve(step, (torch.zeros(4, 1, device=device), torch.randn(4, 3, device=device)), length=256)
+    assert found.result is Result.CONVERGED
+    found.states[1].sum().backward()
+    assert torch.isfinite(table.grad).all()
+
+
+def test_a_kink_that_is_the_same_at_the_opposite(device):
+    """Who is larger, of either sign."""
 
     def step(z, x):
-        if (z < 0).any():
-            raise ValueError("a concentration is positive")
-        return x * torch.relu(z) / (1 + z)
+        return torch.where(z.abs() > z.flip(-1).abs(), 1.2 * z, 0.1 * z) @ x[0].mT * 0.5 + x[1]
 
-    positive = deeppcr.rowwise(step)
-    xs = rates.unsqueeze(1).expand(LENGTH, 2, 3)
-    z0 = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 0.5]], device=device)
+    given = vanishing(torch.float32, device)
+    problem = Problem(step, given.z0, given.xs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = deeppcr.solve(positive, z0, xs, guess=deeppcr.Zeros())
-    (ours,) = torch.autograd.grad(found.states[-1].sum(), rates)
-    (loops,) = torch.autograd.grad(plain_loop(step, z0, xs)[-1].sum(), rates)
-    assert found.result is Result.FINISHED_BY_LOOP
-    assert (ours - loops).abs().max() <= 1e-5 * loops.abs().max()
+        found = problem.solve()
+    assert_those_of_the_loop(found.states, problem, torch.float32)
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()], ids=lambda each: type(each).__name__)
+def test_ordinary_states_cost_nothing_more(gradient, device, monkeypatch):
+    problem, calls = mlp(Generator(0, torch.float64, device), 30, 2), []
+    problem.xs[0].requires_grad_()
+    values = Sequence.values
+    monkeypatch.setattr(Sequence, "values", lambda self, *given: calls.append(len(given[0])) or values(self, *given))
+    problem.solve(gradient=gradient)
+    assert calls.count(30) == 1  # of all steps at once; chunks are rolled out step by step
 
 
 def test_without_a_gradient_nobody_asks(device):

@@ -17,7 +17,7 @@ from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
 from .linear.solve import is_batched, values_can_be_read
 from .sequence import Sequence
-from .steps import StepError, is_out_of_memory
+from .steps import StepError
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
@@ -30,8 +30,10 @@ _PROBES = 3
 _LOST = 1e-4
 #: And by more than this many units of rounding, there is more in it than rounding.
 _LEFT = 4
+#: What a step may raise that checks its numbers, where it is given some that it never sees in the loop.
+_REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
 #: Derivatives that differ by more than this part of them are not the same.
-_OTHER = 0.1
+_OTHER = 0.01
 
 
 @dataclass(frozen=True)
@@ -98,43 +100,53 @@ class Adjoint:
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
 
-    def determined(self, states: Tensor, atol: float) -> Tensor:
+    def determined(self, states: Tensor, atol: float, trusted: Tensor) -> Tensor:
         """How many leading states, [B], the derivatives of the loop can be taken at: mostly all L.
 
         A tolerance vouches for no digit of a state that is smaller than it, nor for a sign. Where the step has a kink, as a
-        ReLU has, its derivative there may be another one than the loop's, and no residual shows it. So where a state is not
-        to four digits what its step gives, the derivatives at the small states are compared with those at their opposites:
-        a smooth step has the same at both.
+        ReLU has, its derivative there may be another one than the loop's, and no residual shows it. So from where a state is
+        not to four digits what its step gives, the small states are moved by what is unknown of them, to either side: the
+        derivatives of a smooth step do not notice.
+
+        Args:
+            states: [L, B, D]
+            atol: absolute tolerance of a state
+            trusted: [B], rows that claim to be right
         """
         layout, values = self.sequence.layout, self.values.detach()
         length, rows = states.shape[:2]
         whole = torch.full((rows,), length, device=states.device)
         if not values_can_be_read(states):
             return whole
-        sizes, off = layout.norms(values), layout.norms(values - states)
+        sizes, off = layout.norms(values), layout.norms(values - states)  # [L, B, leaves]
         eps = torch.finfo(self._arithmetic(states)).eps
         digits = max(_LOST, 100 * eps)  # of half precision there are not that many
-        lost = (off > digits * sizes).any(-1).any(0)
+        lost = (off > digits * sizes).any(-1, keepdim=True) & trusted.unsqueeze(-1)
         if not lost.any():
             return whole
+        suspect = lost.cummax(0).values & (digits * sizes <= atol)
+        parts = [suspect[..., i : i + 1].expand(-1, -1, n) for i, n in enumerate(layout.sizes)]
+        unknown = atol * torch.cat(parts, -1).to(states.dtype)
         generator = torch.Generator().manual_seed(0)
-        probe = torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device)
-        here = self.pull(probe)  # [L - 1, B, D]
-        try:
-            with torch.enable_grad():
-                there = Adjoint(self.sequence, -states, self.jacobian, self.linear).pull(probe)
-        except (
-            Exception
-        ) as error:  # a step may take no negative numbers, as a logarithm: whether it has a kink cannot be told
-            if is_out_of_memory(error):
-                raise
-            there = torch.full_like(here, torch.nan)
+        probe, one, two = (
+            torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)
+        )
+        found = []
+        for side in (one, -one.sign() * two.abs()):
+            try:
+                with torch.enable_grad():
+                    moved = Adjoint(self.sequence, states + unknown * side, self.jacobian, self.linear)
+            except _REFUSALS:
+                return whole
+            found.append(moved.pull(probe))  # [L - 1, B, D]
+        here, there = found
         largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
-        other = ~((here - there).abs().amax(-1) <= _OTHER * largest)
-        small = (digits * sizes[:-1] <= atol).any(-1)
+        other = (here - there).abs().amax(-1) > max(
+            _OTHER, 10 * eps
+        ) * largest  # what is no number there is not compared
         # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
         rounded = (off <= _LEFT * eps * sizes).all(-1)
-        return torch.where(lost & (small & other).any(0), rounded.long().argmin(0), whole)
+        return torch.where((suspect.any(-1)[:-1] & other).any(0), rounded.long().argmin(0), whole)
 
     def pull(self, adjoint: Tensor) -> Tensor:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""

@@ -136,12 +136,16 @@ def _solve_sequence(
         outcome = solver.run(sequence, start, plan)
     sequence.check_kept()  # a tensor that was kept without its history would cut off gradients
     plan.derivative = solver.jacobian.name or sequence.derivative
-    adjoint, values = _adjoint(sequence, outcome, solver) if isinstance(gradient, Implicit) else (None, None)
-    implicit = adjoint is not None
+    adjoint, values = (
+        _adjoint(sequence, outcome, solver)
+        if isinstance(gradient, Implicit) or (unrolled and not fixed)
+        else (None, None)
+    )
     residual, outcome = _measure(sequence, outcome, solver, values)
-    if implicit or (unrolled and not fixed):
-        looked_at = adjoint or Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-        outcome = _determines_derivatives(looked_at, outcome, solver, plan)
+    if adjoint is not None:
+        outcome = _determines_derivatives(adjoint, outcome, solver, plan)
+    adjoint = adjoint if isinstance(gradient, Implicit) else None
+    implicit = adjoint is not None
 
     if any(result in _FAILED for result in outcome.results):
         if on_failure != "loop":
@@ -285,7 +289,7 @@ def _determines_derivatives(adjoint: Adjoint, outcome: Outcome, solver: Newton, 
     if not isinstance(solver.stop, UpdateTest) or not trusted.any():
         return outcome
     atol, _ = solver.tolerances(outcome.states.dtype)
-    exact = torch.minimum(adjoint.determined(outcome.states, atol), outcome.exact_steps)
+    exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
     lost = trusted & (exact < outcome.exact_steps)
     if not lost.any():
         return outcome
