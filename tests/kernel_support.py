@@ -94,6 +94,8 @@ class Compiled:
                 found.append(place % 16 == 0)
             elif isinstance(value, int):
                 found.append((-(2**31) <= value < 2**31, name in free or (value == 1, value % 16 == 0)))
+            elif isinstance(value, float):  # of which only the type is compiled in
+                found.append(float)
             else:
                 found.append(value)
         return found
