@@ -141,9 +141,8 @@ class Adjoint:
             found.append(moved.pull(probe))  # [L - 1, B, D]
         here, there = found
         largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
-        other = (here - there).abs().amax(-1) > max(
-            _OTHER, 10 * eps
-        ) * largest  # what is no number there is not compared
+        same = max(_OTHER, 10 * eps, 10 * atol)  # a large move shows in smooth derivatives, too
+        other = (here - there).abs().amax(-1) > same * largest  # what is no number there is not compared
         # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
         rounded = (off <= _LEFT * eps * sizes).all(-1)
         return torch.where((suspect.any(-1)[:-1] & other).any(0), rounded.long().argmin(0), whole)
