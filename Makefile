@@ -7,7 +7,7 @@ ARGS ?=
 
 ifdef PYTHON
 PY := $(PYTHON)
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/experiments/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 extra =
 else
 PY := $(VENV)/bin/python
@@ -20,21 +20,29 @@ endif
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize lint format docs paper bench clean
+.PHONY: help demo test test-all test-gpu sanitize lint format docs paper bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, sanitize, demo and bench"
 
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (two minutes)
-	@$(PY) -m deeppcr.paper.demo $(ARGS)
+	@$(PY) -m deeppcr_paper.demo $(ARGS)
 
 # The coverage threshold holds for the whole suite only, so not where ARGS may select a part of it.
 COVERAGE := --cov $(if $(strip $(ARGS)),,--cov-fail-under=95)
-test: $(call extra,dev) $(call extra,paper) $(call extra,diffusers) $(call extra,docs) ## run every test on the CPU, doctests and import contracts included, with coverage
+EVERYTHING := $(call extra,dev) $(call extra,paper) $(call extra,diffusers) $(call extra,docs)
+define run_tests
 	@side_by_side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist worksteal'); \
-	if $(PY) -c 'import pytest_cov' 2>/dev/null; then $(PY) -m pytest $$side_by_side $(ARGS) $(COVERAGE); \
-	else echo 'pytest-cov is missing: running without coverage'; $(PY) -m pytest $$side_by_side $(ARGS); fi
+	if $(PY) -c 'import pytest_cov' 2>/dev/null; then coverage='$(COVERAGE)'; else echo 'pytest-cov is missing: running without coverage'; fi; \
+	$(PY) -m pytest $$side_by_side --durations=25 $(1) $(ARGS) $$coverage
+endef
+
+test: $(EVERYTHING) ## run the tests of library and experiments on the CPU, doctests and import contracts included, with coverage
+	$(call run_tests)
+
+test-all: $(EVERYTHING) ## the same with what is marked thorough: every size of every kernel
+	$(call run_tests,--all)
 
 test-gpu: $(call extra,dev) $(call extra,diffusers) ## run every test on the GPU
 	@$(PY) -m pytest --device=cuda $(ARGS)
@@ -60,7 +68,7 @@ docs: $(call extra,docs) ## build the documentation into site/
 	@echo 'open site/index.html'
 
 paper: $(call extra,paper) ## make every generated page, figure and table of the documentation anew from results/ (on a CPU)
-	@$(PY) -m deeppcr.paper.walkthrough
+	@$(PY) -m deeppcr_paper.walkthrough
 	@$(PY) benchmarks/kernel_report.py results/kernels-*.json --page docs/performance.md
 
 bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels too, against their targets
@@ -78,8 +86,16 @@ $(VENV)/.created:
 	  echo "setting up $(VENV) with $$($(SYSTEM_PYTHON) --version)"; \
 	  rm -rf $(VENV) && $(SYSTEM_PYTHON) -m venv $(VENV) && touch $@; }'
 
+INSTALL = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
 .PRECIOUS: $(VENV)/.with-%
 $(VENV)/.with-%: pyproject.toml constraints.txt | $(VENV)/.created
 	@echo 'installing deeppcr[$*] into $(VENV) (the first time, torch takes a minute)'
-	@$(LOCK) $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[$*]' -c constraints.txt
+	@$(LOCK) $(INSTALL) -e '.[$*]'
+	@touch $@
+
+# The experiments are a package of their own, beside the library.
+$(VENV)/.with-paper: experiments/pyproject.toml pyproject.toml constraints.txt | $(VENV)/.created
+	@echo 'installing deeppcr and its experiments into $(VENV) (the first time, torch takes a minute)'
+	@$(LOCK) $(INSTALL) -e . -e './experiments[dev]'
 	@touch $@

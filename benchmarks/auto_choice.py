@@ -34,8 +34,8 @@ from torch import Tensor
 import deeppcr
 from deeppcr.nn import MLP, calibrate, cost
 from deeppcr.nn.network import Mode
-from deeppcr.paper.store import file_name
-from deeppcr.paper.timing import machine, relative_error, synchronise
+from deeppcr_paper.store import file_name
+from deeppcr_paper.timing import machine, relative_error, synchronise
 from run import current_commit, versions, write
 
 #: Seconds from which on a choice counts, and what it may cost over the best one.

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from deeppcr.diffusion import DDPM, GaussianPrior, Noise, Schedule, Window, sample
-from deeppcr.diffusion.models import AtSteps, ResidualMLP, UNet, signal_at
-from deeppcr.paper.data import mnist
-from deeppcr.paper.pictures import cifar10
-from deeppcr.paper.timing import capture, machine, measure, synchronise
+from deeppcr_paper.data import mnist
+from deeppcr_paper.models import AtSteps, ResidualMLP, UNet, signal_at
+from deeppcr_paper.pictures import cifar10
+from deeppcr_paper.timing import capture, machine, measure, synchronise
 
 
 def images(kind: str, folder: Path | None, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import deeppcr
-from deeppcr.paper.timing import no_collection
+from deeppcr_paper.timing import no_collection
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -20,8 +20,8 @@ from torch import Tensor
 import deeppcr
 from deeppcr import linear
 from deeppcr.nn.network import ACTIVATIONS, Mode
-from deeppcr.paper.mlp import Network
-from deeppcr.paper.timing import relative_error
+from deeppcr_paper.mlp import Network
+from deeppcr_paper.timing import relative_error
 from kernel_methods import Method, can_capture, captured, with_captured
 from kernel_training import resnet_step
 from run import HAS_JAX, associative_scan

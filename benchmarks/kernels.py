@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 import deeppcr
-from deeppcr.paper.store import file_name
-from deeppcr.paper.timing import machine, synchronise
+from deeppcr_paper.store import file_name
+from deeppcr_paper.timing import machine, synchronise
 from kernel_methods import Method
 from kernel_problems import HAS_JAX, Problem, problems
 from kernel_report import is_captured, rows, text, text_of_claims

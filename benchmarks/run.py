@@ -28,8 +28,8 @@ from torch import Tensor
 
 import deeppcr
 from deeppcr import linear
-from deeppcr.paper.mlp import Network, slope
-from deeppcr.paper.timing import Timing, capture, machine, measure, relative_error
+from deeppcr_paper.mlp import Network, slope
+from deeppcr_paper.timing import Timing, capture, machine, measure, relative_error
 
 TOLERANCE = 1e-4
 HAS_JAX = find_spec("jax") is not None

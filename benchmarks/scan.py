@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deeppcr import linear
 from deeppcr.linear.kernels import block_diagonal, diagonal, lookback
-from deeppcr.paper.timing import machine, relative_error
+from deeppcr_paper.timing import machine, relative_error
 
 TOLERANCE = 1e-5
 CALLS, REPEATS = 20, 5

@@ -42,7 +42,22 @@ def scan_by_doubling(pytestconfig):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
+        patch.setattr(interpreter.InterpretedFunction, "run", _untraced(interpreter.InterpretedFunction.run))
         yield
+
+
+def _untraced(run):
+    """A kernel is left out of the coverage report anyway, and to trace the interpreter takes as long as to interpret."""
+
+    def run_untraced(*arguments, **options):
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return run(*arguments, **options)
+        finally:
+            sys.settrace(tracer)
+
+    return run_untraced
 
 
 @pytest.fixture
@@ -197,6 +212,16 @@ def uncomputed(device, monkeypatch):
     _compile(monkeypatch, interpret=False)
     monkeypatch.setattr(Fused, "refusal", lambda self, couplings: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+
+def thorough(*values):
+    """Parameters of a test for ``make test-all`` and the GPU: further sizes of what the others show already."""
+    return [
+        pytest.param(*value, marks=pytest.mark.thorough)
+        if isinstance(value, tuple)
+        else pytest.param(value, marks=pytest.mark.thorough)
+        for value in values
+    ]
 
 
 def strided(tensor):

@@ -1,0 +1,269 @@
+"""``python -m deeppcr_paper.demo``: a deep network forward and backward, by the loop and in parallel, in one table.
+
+Then the quick version of some of the paper's experiments, and a page of their results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import deeppcr
+
+from .catalogue import EXPERIMENTS
+from .experiment import Context, Experiment
+from .mlp import Network, slope
+from .store import PARTIAL, PaperError, as_json, read
+from .timing import capture, hardware, measure, relative_error
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as error:
+    raise ImportError(
+        "the demo needs rich: run `make demo`, or in a clone pip install -e '.[paper]' -c constraints.txt"
+    ) from error
+
+from .bars import Bars
+
+#: (L, w): layers and width. The last one is there because the loop wins it on a CPU.
+NETWORKS = ((16_384, 2), (16_384, 4), (16_384, 8), (16_384, 16), (1_024, 64))
+QUICK = ((256, 4), (64, 16))
+
+SOLVER = deeppcr.Newton(chunk=16, jacobian=deeppcr.GivenJacobian(slope, exact=True))
+SETTING = "Parallel: solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))"
+
+#: What the report shows: quick runs that take about a minute together on two CPU cores.
+REPORTED = ("mlp-timing", "mlp-memory", "mlp-newton", "resnet-training")
+#: With --quick smaller still, and no others.
+TINY = {
+    "mlp-timing": {"depths": (4, 64), "widths": (2, 8), "activations": ("relu",), "budget": 0.02},
+    "mlp-newton": {"depths": (4, 64), "widths": (2, 8), "samples": 1},
+}
+
+#: Relative; ten times the tolerance of the solve in float32. What is further off is not timed.
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Row:
+    """One line of the table; it has times only where the check held."""
+
+    length: int
+    width: int
+    device: torch.device
+    direction: str
+    iterations: int | None = None
+    error: float | None = None
+    failure: str = ""
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.length:,} × {self.width} {self.direction} on {self.device.type}"
+
+    def speedup(self, over: str | None = None) -> float:
+        """How many times faster than the loop it is compared with, or than the fastest of them."""
+        loops = [self.milliseconds[name] for name in self.milliseconds if name != "parallel" and over in (None, name)]
+        return min(loops) / self.milliseconds["parallel"]
+
+    def examine(self, budget: float) -> None:
+        """Check, then time."""
+        try:
+            network = Network.make(self.length, self.width, self.device)
+            contenders = self.forward(network) if self.direction == "forward" else self.backward(network)
+            if not self.failure:
+                timings = measure(contenders, self.device, budget=budget, repeats=(7, 100))
+                self.milliseconds = {name: 1e3 * timing.minimum for name, timing in timings.items()}
+        except RuntimeError as error:  # of the solve, of a backward pass, of the device
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def forward(self, network: Network) -> dict[str, Callable]:
+        """The states against those of the loop in float64."""
+        with torch.no_grad():
+            solution, reference = network.parallel(SOLVER), torch.stack(network.double().loop())
+            self.iterations = int(solution.iterations.max())
+            self.check(solution, relative_error([solution.states], [reference]))
+            contenders = {"loop": network.loop, "parallel": lambda: network.parallel(SOLVER)}
+            if self.device.type == "cuda":
+                replay, states = capture(network.loop)
+                replay()
+                if not relative_error([torch.stack(states)], [reference]) <= TOLERANCE:
+                    self.failure = "the CUDA graph of the loop differs from the loop"
+                contenders["graph"] = replay
+        return {name: torch.no_grad()(contender) for name, contender in contenders.items()}
+
+    def backward(self, network: Network) -> dict[str, Callable]:
+        """The gradients against those of the loop."""
+        network = network.trainable()
+        states, solution = network.loop(), network.parallel(SOLVER)
+
+        def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss, network.tensors, retain_graph=True)
+
+        # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too.
+        every = relative_error(gradients(solution.states.sum()), gradients(torch.stack(states).sum()))
+        losses = {"loop": states[-1].sum(), "parallel": solution.states[-1].sum()}
+        last = relative_error(gradients(losses["parallel"]), gradients(losses["loop"]))
+        self.check(solution, max(every, last))
+        return {name: lambda loss=loss: gradients(loss) for name, loss in losses.items()}
+
+    def check(self, solution: deeppcr.Solution, error: float) -> None:
+        self.error = error
+        if solution.result is not deeppcr.Result.CONVERGED:
+            self.failure = f"{solution.result.name}: {solution.message}"
+        elif not error <= TOLERANCE:
+            self.failure = f"differs from the loop by {error:.1e}, more than {TOLERANCE:.0e}"
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    # Narrow enough for 80 columns, and for 100 with the columns of a GPU.
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("network\nL × w", "\ndevice", "\npass"):
+        table.add_column(name, no_wrap=True)
+    times = {"loop": "loop\nms", "graph": "CUDA graph\nms", "parallel": "parallel\nms"}
+    over = {"loop": "\nspeed-up", "graph": "over\ngraph"}
+    if not any("graph" in row.milliseconds for row in rows):
+        del times["graph"], over["graph"]
+    for name in (*times.values(), *over.values(), "Newton\niterations", "\nerror"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        known = row.milliseconds
+        cells = [f"{known[name]:,.1f}" if name in known else "" for name in times]
+        cells += [ratio(row.speedup(name)) if name in known else "" for name in over]
+        if row.failure:
+            cells[0] = "[bold red]FAILED[/]"
+        cells.append("–" if row.iterations is None else str(row.iterations))
+        cells.append("–" if row.error is None else f"{row.error:.0e}")
+        table.add_row(f"{row.length:,} × {row.width}", row.device.type, row.direction, *cells)
+    return table
+
+
+def ratio(value: float) -> str:
+    return f"{value:,.0f}x" if value >= 10 else f"{value:.2g}x"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Where the loop wins, by what was measured."""
+    timed = [row for row in rows if row.milliseconds]
+    lost = [f"{row.name} ({ratio(row.speedup())})" for row in timed if row.speedup() < 1]
+    if not lost:
+        return f"The loop wins none of the {len(timed)} cases that were timed."
+    return f"The loop wins {len(lost)} of the {len(timed)} cases that were timed: {', '.join(lost)}."
+
+
+def conditions(devices: Sequence[torch.device]) -> str:
+    names = ", ".join(f"{hardware(device)} ({device.type})" for device in devices)
+    return (
+        "Measured: ReLU layers with PyTorch's default initialisation, batch 1, float32; the shortest of repeated calls, "
+        "taken in turn. Forward: without gradients. Backward (one linear solve): from the last state to weights, biases "
+        "and input, without the forward pass before it. Error: largest difference over largest value, forward against the "
+        f"loop in float64, backward against the loop's gradients. {names}; torch {torch.__version__}; CPU threads: "
+        f"{torch.get_num_threads()}."
+    )
+
+
+def report(folder: Path, device: torch.device, console: Console, *, tiny: bool) -> Path:
+    """Run the experiments and make the page; what was finished since the last page is not run again."""
+    from .report import build  # draws: what that needs takes long to import
+
+    page = folder / "report.html"
+    since = page.stat().st_mtime if page.exists() else 0.0
+    experiments = [each for each in EXPERIMENTS if each.name in (TINY if tiny else REPORTED)]
+    for number, experiment in enumerate(experiments, 1):
+        if tiny:
+            experiment = replace(experiment, quick=replace(experiment.quick, **TINY[experiment.name]))
+        console.print(f"experiment {number} of {len(experiments)}: {experiment.name} --quick", highlight=False)
+        with Bars(console) as bars, warnings.catch_warnings():
+            # What a solve warns about is in the records.
+            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+            context = Context(device, None, (), None, bars)
+            if not is_finished(experiment, context, folder, since):
+                experiment.run(context, folder, quick=True)
+    with console.status("drawing the figures"):
+        return build([folder], page)
+
+
+def is_finished(experiment: Experiment, context: Context, folder: Path, since: float) -> bool:
+    """A run with these settings has ended since then."""
+    wanted = as_json(asdict(experiment.settings(context, quick=True, seed=0))), context.device.type
+    for path in folder.glob(f"{experiment.name}-*.json"):
+        if path.stat().st_mtime > since and not path.name.endswith(PARTIAL):
+            content = read(path)
+            if (content["settings"], content["device"]) == wanted:
+                return True
+    return False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; the exit code is 0 where every check held and the page was made."""
+    parser = argparse.ArgumentParser(prog="python -m deeppcr_paper.demo", description=__doc__)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "all"), default="all", help="all: a GPU too if there is one"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny networks, in seconds: it works, not how fast it is")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-results"), help="folder of the report and its results (demo-results)"
+    )
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    if options.threads < 1:
+        parser.error(f"--threads: at least 1, got {options.threads}")
+    names = ["cpu", "cuda"] if options.device == "all" and torch.cuda.is_available() else [options.device]
+    devices = [torch.device("cpu" if name == "all" else name) for name in names]
+    networks, budget = (QUICK, 0.05) if options.quick else (NETWORKS, 2.0)
+    torch.set_float32_matmul_precision("highest")
+    # At these sizes more threads gain little, and where cores are shared, threads that wait for each other lose much.
+    torch.set_num_threads(options.threads)
+
+    rows = [Row(*network, device, way) for device in devices for network in networks for way in ("forward", "backward")]
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # Redrawn between cases only: a thread that does it all the time would take its share of what is measured.
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        with Progress(*columns, console=errors, auto_refresh=False, transient=True) as progress:
+            task = progress.add_task("", total=len(rows))
+            for row in rows:
+                progress.update(task, description=row.name, refresh=True)
+                row.examine(budget)
+                progress.update(task, advance=1, refresh=True)
+    except KeyboardInterrupt:
+        errors.print("interrupted; the table is measured in one go, and nothing of it is kept")
+        return 130
+
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(as_table(rows))
+    console.print(SETTING, verdict(rows), conditions(devices), sep="\n", highlight=False)
+    failed = [row for row in rows if row.failure]
+    for row in failed:
+        console.print(f"[bold red]FAILED[/] {row.name}: {escape(row.failure)}", highlight=False)
+    if failed:  # what is wrong there would be wrong in the experiments, too
+        return 1
+    try:
+        path = report(options.out, devices[-1], errors, tiny=options.quick)
+    except PaperError as error:
+        errors.print(f"[bold red]no report:[/] {escape(str(error))}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        errors.print(
+            f"interrupted; what is finished is in {escape(str(options.out))}, the same command goes on from there"
+        )
+        return 130
+    print(f"The page of these results, for a browser:\n{path.resolve()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""The paper's diffusion models, trained: what an experiment asks for is loaded, or trained first.
+
+Latent models: an autoencoder for each width, then a residual MLP on its whitened latents. Pixel models: a UNet on images
+that are pooled to few pixels. Batches are drawn with replacement; an epoch is 60,000 images whatever the data set, so a small
+one is gone through more often and gets as many steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from . import models
+from .experiment import Context
+from .pictures import Pictures, pictures
+from .store import PaperError, as_json
+from .trainer import Trainer, adamw
+
+EPOCH = 60_000
+#: Weights of the divergence to the normal distribution and of the discriminator in the autoencoder's loss (appendix E).
+DIVERGENCE, ADVERSARY = 1e-6, 0.5
+#: So much of a conditional network's training is without classes, which guidance needs.
+NO_CLASS = 0.1
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How long, and how large. The defaults are the paper's.
+
+    Attributes:
+        autoencoder_batch, autoencoder_epochs, autoencoder_rate: the rate is the discriminator's; the generator's is twice that
+        base, code: channels of the autoencoder's first layer, and the width of its linear layer
+        hidden: width of the residual MLP
+        channels: of the UNet's first level
+    """
+
+    autoencoder_batch: int = 4096
+    autoencoder_epochs: float = 400
+    autoencoder_rate: float = 1e-4
+    latent_batch: int = 4096
+    latent_epochs: float = 400
+    latent_rate: float = 1e-4
+    pixel_batch: int = 512
+    pixel_epochs: float = 500
+    pixel_rate: float = 1e-4
+    base: int = 16
+    code: int = 256
+    hidden: int = 2048
+    channels: int = 16
+
+
+PRESETS = {
+    "paper": Preset(),
+    "short": Preset(
+        autoencoder_batch=1024,
+        autoencoder_epochs=24,
+        autoencoder_rate=5e-4,
+        latent_epochs=170,
+        latent_rate=3e-4,
+        pixel_epochs=34,
+        pixel_rate=1e-3,
+    ),
+    "quick": Preset(
+        autoencoder_batch=128,
+        autoencoder_epochs=0.4,
+        autoencoder_rate=3e-3,
+        latent_batch=256,
+        latent_epochs=1.2,
+        latent_rate=2e-3,
+        pixel_batch=128,
+        pixel_epochs=0.15,
+        pixel_rate=8e-3,
+        base=4,
+        code=64,
+        hidden=96,
+        channels=4,
+    ),
+}
+
+
+@dataclass
+class Model:
+    """A trained denoiser with what belongs to it. States are latents, or images.
+
+    Attributes:
+        network: predicts noise from states and times in [0, 1]
+        train, test: [N, *shape], the states of the images
+        labels: [N], of ``train``
+        classes: how many the network takes; None where it takes none
+        decode: states to images [N, channels, side, side] in [-1, 1]
+        training: what is to be known of the training: curves and seconds, by network
+    """
+
+    network: nn.Module
+    train: Tensor
+    labels: Tensor
+    test: Tensor
+    classes: int | None
+    decode: Callable[[Tensor], Tensor]
+    training: dict[str, Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.train.shape[1:]
+
+    @property
+    def mean(self) -> Tensor:
+        """Of the training set, [*shape]."""
+        return self.train.mean(0)
+
+    @property
+    def class_means(self) -> Tensor:
+        """Of every class of the training set, [classes, *shape]."""
+        assert self.classes is not None
+        return torch.stack([self.train[self.labels == label].mean(0) for label in range(self.classes)])
+
+
+@dataclass(frozen=True)
+class Source:
+    """What models are trained on, and how: the same for all cells of an experiment."""
+
+    training: str
+    seed: int
+    train: int | None = None
+    test: int | None = None
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.training]
+
+    def pictures(self, data: str, context: Context) -> Pictures:
+        """On the device; read once a run."""
+        key = f"pictures {data}"
+        if key not in context.cache:
+            context.cache[key] = pictures(data, context.data_dir).first(self.train, self.test).to(context.device)
+        return context.cache[key]
+
+
+def latent_model(source: Source, data: str, width: int, context: Context) -> Model:
+    """The residual MLP on latents of so many numbers."""
+    key = f"latent {data} {width}"
+    if key not in context.cache:
+        images, preset = source.pictures(data, context), source.preset
+        about = _about(source, data, images, width=width)
+        sizes = {"channels": images.channels, "side": images.side, "base": preset.base, "hidden": preset.code}
+        autoencoder, first = _trained(
+            Autoencoding(images, preset, lambda: models.Autoencoder(width, **sizes)),
+            {**about, "kind": "autoencoder"},
+            context,
+        )
+        assert isinstance(autoencoder, models.Autoencoder)
+        train, test = (_encode(autoencoder, each, source.seed) for each in (images.train, images.test))
+        network, second = _trained(
+            Denoising(
+                train,
+                None,
+                None,
+                lambda: models.ResidualMLP(width, hidden=preset.hidden, embedding=min(256, preset.hidden)),
+                (preset.latent_batch, preset.latent_epochs, preset.latent_rate),
+            ),
+            {**about, "kind": "latent"},
+            context,
+        )
+        context.cache[key] = Model(
+            network,
+            train,
+            images.train_labels,
+            test,
+            None,
+            torch.no_grad()(autoencoder.decode),
+            {"autoencoder": first, "denoiser": second},
+        )
+    return context.cache[key]
+
+
+def pixel_model(source: Source, data: str, side: int, conditional: bool, context: Context) -> Model:
+    """The UNet on images pooled to so many pixels a side."""
+    key = f"pixel {data} {side} {conditional}"
+    if key not in context.cache:
+        images, preset = source.pictures(data, context).pooled(side), source.preset
+        classes = images.classes if conditional else None
+        about = _about(source, data, images, side=side, conditional=conditional)
+        network, training = _trained(
+            Denoising(
+                images.train,
+                images.train_labels,
+                classes,
+                lambda: models.UNet(images.channels, base=preset.channels, classes=classes),
+                (preset.pixel_batch, preset.pixel_epochs, preset.pixel_rate),
+            ),
+            {**about, "kind": "pixel"},
+            context,
+        )
+        context.cache[key] = Model(
+            network, images.train, images.train_labels, images.test, classes, lambda z: z, {"denoiser": training}
+        )
+    return context.cache[key]
+
+
+class Autoencoding:
+    """Training of encoder and decoder against a discriminator."""
+
+    losses = ("reconstruction", "divergence", "score", "discriminator")
+
+    def __init__(self, images: Pictures, preset: Preset, make: Callable[[], models.Autoencoder]):
+        self.images, self.preset, self.make = images.train, preset, make
+        self.steps = max(round(preset.autoencoder_epochs * EPOCH / preset.autoencoder_batch), 1)
+
+    def prepare(self, device: torch.device) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        self.autoencoder = self.make().to(device)
+        self.autoencoder.begin_at(self.images)
+        adversary = models.Discriminator(channels=self.images.shape[1], base=self.preset.base)
+        self.adversary, rate = adversary.to(device), self.preset.autoencoder_rate
+        self.optimisers = {"generator": adamw(self.autoencoder, 2 * rate), "discriminator": adamw(self.adversary, rate)}
+        return {"network": self.autoencoder, "discriminator": self.adversary}, self.optimisers
+
+    def step(self, generator: torch.Generator) -> Tensor:
+        x = _batch(len(self.images), self.preset.autoencoder_batch, generator)
+        x = self.images[x]
+        mean, log_variance = self.autoencoder.encoder(x)
+        noise = torch.randn(mean.shape, generator=generator, device=x.device)
+        found = self.autoencoder.decoder(mean + torch.exp(log_variance / 2) * noise)
+        reconstruction = (found - x).square().sum((1, 2, 3)).mean()
+        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+        self.adversary.requires_grad_(False)
+        score = self.adversary(found).mean()
+        # The paper's formula adds the discriminator's score: with a score that is high for real images it is subtracted.
+        _descend(self.optimisers["generator"], reconstruction + DIVERGENCE * divergence - ADVERSARY * score)
+        self.adversary.requires_grad_(True)
+        hinge = torch.relu(1 - self.adversary(x)).mean() + torch.relu(1 + self.adversary(found.detach())).mean()
+        _descend(self.optimisers["discriminator"], hinge)
+        return torch.stack([reconstruction, divergence, score, hinge]).detach()
+
+    def finish(self, generator: torch.Generator) -> None:
+        with torch.no_grad():
+            x = self.images[:4096]
+            missed = (self.autoencoder.decoder(self.autoencoder.encoder(x)[0]) - x).square().sum()
+        if not missed < (x - x.mean((0, 2, 3), keepdim=True)).square().sum():
+            # Whatever is sampled in such latents says nothing of images, however fast it is.
+            raise PaperError(
+                "the autoencoder has learnt nothing: its images are no closer to the data than grey ones; try another --seed"
+            )
+        self.autoencoder.fit_scale(self.images, generator)
+
+
+class Denoising:
+    """Training of a network to find the noise in states, at all noise levels.
+
+    Args:
+        sizes: of a batch, in epochs, and the rate
+    """
+
+    losses = ("noise",)
+
+    def __init__(
+        self,
+        states: Tensor,
+        labels: Tensor | None,
+        classes: int | None,
+        make: Callable[[], nn.Module],
+        sizes: tuple[int, float, float],
+    ):
+        self.states, self.labels, self.classes, self.make = states, labels, classes, make
+        self.batch, epochs, self.rate = sizes
+        self.steps = max(round(epochs * EPOCH / self.batch), 1)
+
+    def prepare(self, device: torch.device) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        self.network = self.make().to(device)
+        self.optimiser = adamw(self.network, self.rate)
+        return {"network": self.network}, {"network": self.optimiser}
+
+    def step(self, generator: torch.Generator) -> Tensor:
+        picked = _batch(len(self.states), self.batch, generator)
+        z, more = self.states[picked], ()
+        times = torch.rand(self.batch, generator=generator, device=z.device)
+        noise = torch.randn(z.shape, generator=generator, device=z.device)
+        if self.classes is not None:
+            assert self.labels is not None
+            dropped = torch.rand(self.batch, generator=generator, device=z.device) < NO_CLASS
+            more = (self.labels[picked].masked_fill(dropped, self.classes),)
+        signal = models.signal_at(times).reshape(-1, *[1] * (z.ndim - 1))
+        loss = functional.mse_loss(self.network(signal.sqrt() * z + (1 - signal).sqrt() * noise, times, *more), noise)
+        _descend(self.optimiser, loss)
+        return loss.detach().unsqueeze(0)
+
+    def finish(self, generator: torch.Generator) -> None:
+        """There is nothing left to do."""
+
+
+def _trained(
+    task: Autoencoding | Denoising, about: dict[str, Any], context: Context
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The network, ready to be used, and the record of its training."""
+    about, seed = as_json(about), about["seed"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # on the CPU: the same network on every device
+        modules, optimisers = task.prepare(context.device)
+    generator = torch.Generator(context.device).manual_seed(seed)
+    trainer = Trainer(
+        about,
+        modules,
+        optimisers,
+        generator,
+        task.losses,
+        lambda: task.step(generator),
+        task.steps,
+        finish=lambda: task.finish(generator),
+    )
+    record = trainer.run(context, _path(context.models, about))
+    return modules["network"].eval().requires_grad_(False), record
+
+
+def _path(folder: Path | None, about: dict[str, Any]) -> Path | None:
+    """Named by what it is, and by all settings in a few letters."""
+    if folder is None:
+        return None
+    words = [str(about[name]) for name in ("kind", "data", "width", "side") if name in about]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    return folder / f"{re.sub(r'[^a-z0-9-]+', '-', '-'.join(words))}-{digest}.safetensors"
+
+
+def _about(source: Source, data: str, images: Pictures, **more: Any) -> dict[str, Any]:
+    return {"data": data, "images": len(images.train), "seed": source.seed, **more, **asdict(source.preset)}
+
+
+@torch.no_grad()
+def _encode(autoencoder: models.Autoencoder, images: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(images.device).manual_seed(seed)
+    return torch.cat([autoencoder.encode(part, generator) for part in images.split(4096)])
+
+
+def _batch(images: int, count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(images, (count,), generator=generator, device=generator.device)
+
+
+def _descend(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    optimiser.step()

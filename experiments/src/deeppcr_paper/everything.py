@@ -1,0 +1,70 @@
+"""``deeppcr-paper reproduce all``: one experiment after the other, as far as the time allows; the same command goes on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from .experiment import Context, Experiment, OutOfTime
+from .store import PaperError, make_folder
+
+#: What an interruption leaves should say the most: first the paper's main figures, last what extends it. Experiments that
+#: train the same networks follow each other.
+ORDER = (
+    "mlp-timing",
+    "resnet-training",
+    "latent-diffusion",
+    "diffusion-iterations",
+    "pixel-diffusion",
+    "diffusion-guess",
+    "mlp-newton",
+    "mlp-memory",
+    "resnet-iterations",
+    "resnet-guess",
+    "mlp-gain",
+)
+
+
+def in_order(experiments: Sequence[Experiment]) -> list[Experiment]:
+    """All but the one that measures nothing itself and compares two files."""
+    return sorted(
+        (each for each in experiments if each.name != "hardware"),
+        key=lambda each: ORDER.index(each.name) if each.name in ORDER else len(ORDER),
+    )
+
+
+def run_all(
+    experiments: Sequence[Experiment],
+    context: Callable[[], Context],
+    out: Path,
+    *,
+    quick: bool,
+    seed: int,
+) -> Iterator[tuple[str, str]]:
+    """Run them all; those that are finished in ``out`` are not run again, and one that fails does not stop the others.
+
+    Args:
+        context: makes where each takes place; all with the same deadline
+
+    Yields:
+        for each its name and how it ended: "finished", "out of time" or "failed", with more words after a colon
+    """
+    make_folder(out)  # where there can be none, no experiment need find out for itself
+    for experiment in in_order(experiments):
+        here = context()
+        try:
+            there = experiment.finished(here, out, quick=quick, seed=seed)
+            if there is not None:
+                yield experiment.name, f"finished: {there}, from before"
+                continue
+            here.check_time()
+            path, _ = experiment.run(here, out, quick=quick, seed=seed)
+            yield experiment.name, f"finished: {path}"
+        except OutOfTime:
+            yield experiment.name, "out of time"
+        except PaperError as error:
+            yield experiment.name, f"failed: {error}"
+        except Exception as error:  # a bug or a broken device: the others may still run
+            traceback.print_exc()
+            yield experiment.name, f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,26 @@
+"""What the tests of the experiments share: a clock that no other program delays."""
+
+import pytest
+
+from deeppcr_paper import timing
+
+
+class Clock:
+    """Stands in for the module ``time``: nothing takes time but what says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the experiments time, they time by this."""
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made

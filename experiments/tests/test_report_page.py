@@ -1,0 +1,428 @@
+"""The report in a real browser: Chromium, headless.
+
+Where Chromium or its driver is missing these tests are skipped, unless DEEPPCR_BROWSER=required.
+"""
+
+import base64
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+# ruff: noqa: E402 -- where the browser is required, a missing package is an error, not a reason to skip
+REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
+if not REQUIRED:
+    for name in ("rich", "matplotlib", "sklearn"):
+        pytest.importorskip(name)
+import torch
+from filelock import FileLock
+
+from deeppcr_paper import compare_hardware, mlp_timing
+from deeppcr_paper.catalogue import EXPERIMENTS
+from deeppcr_paper.experiment import Context
+from deeppcr_paper.report import page as page_module
+from deeppcr_paper.report.collect import collect
+from small_results import TINY, timing_content, write
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+#: A machine that does not exist, with the paper's sizes: a large map, with cells that ran out of memory.
+IMAGINARY = replace(mlp_timing.FULL, activations=("relu", "sigmoid"))
+
+
+def missing(what):
+    message = f"{what} is missing: apt-get install chromium chromium-driver, pip install selenium"
+    if REQUIRED:
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, worker_id):
+    """A page of every experiment: its path, its results, the names of its figures. Made once, whoever tests."""
+    shared = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+    folder, page = shared / "report-results", shared / "report" / "report.html"
+    with FileLock(shared / "report.lock"):
+        if not page.exists():
+            make(folder, page)
+    names = json.loads(page.with_name("names.json").read_text())
+    return page, collect([folder]), names
+
+
+@pytest.fixture(scope="session")
+def worker_id(request):
+    return getattr(request.config, "workerinput", {}).get("workerid", "master")
+
+
+def make(folder, page):
+    grid = compare_hardware.GRID
+    compare_hardware.GRID = replace(grid, depths=(16,), widths=(2,), budget=0.01)
+    try:
+        for each in EXPERIMENTS:
+            small = replace(each, quick=replace(each.quick, **TINY[each.name]))
+            small.run(Context(torch.device("cpu")), folder, quick=True)
+    finally:
+        compare_hardware.GRID = grid
+    write(folder, timing_content(quick=True, like=IMAGINARY))
+    names, draw = [], page_module.draw
+
+    def noted(content):
+        figures = draw(content)
+        names.extend([content["experiment"], content["hardware"]["device"], figure.name] for figure in figures)
+        return figures
+
+    page_module.draw = noted
+    try:
+        html = page_module.make_page(collect([folder]))
+    finally:
+        page_module.draw = draw
+    page.parent.mkdir()
+    page.with_name("names.json").write_text(json.dumps(names))
+    page.write_text(html, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    try:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+    except ImportError:
+        missing("selenium")
+    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        missing("Chromium" if program is None else "chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    # Containers lack the sandbox and a large /dev/shm; the page is our own.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(driver))
+    yield browser
+    browser.quit()
+
+
+class Page:
+    """The page in the browser, at some width."""
+
+    def __init__(self, browser, path):
+        self.browser, self.path = browser, path
+
+    def open(self, width=1280, scheme="light"):
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.media(scheme)
+        self.browser.get(self.path.as_uri())
+        return self
+
+    def media(self, scheme="light", medium=""):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
+
+    def run(self, code, *arguments):
+        return self.browser.execute_script(code, *arguments)
+
+    def find(self, selector):
+        return self.browser.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def choose(self, **choices):
+        for name, value in choices.items():
+            self.find(f"#map-{name} option[value='{value}']").click()
+
+    def click(self, depth, width):
+        cell = self.find(f".map-cell[data-depth='{depth}'][data-width='{width}']")
+        self.run("arguments[0].scrollIntoView({block: 'center'})", cell)
+        cell.click()
+        return cell
+
+    def readout(self):
+        """What the readout says: the speed-up, and for every column its cells."""
+        rows = {
+            row.get_attribute("data-column"): row.find_elements("css selector", "td")
+            for row in self.all("#map-readout tr[data-column]")
+        }
+        return {
+            "title": self.find("#map-readout h3").text,
+            "verdict": self.find("#map-speedup").text,
+            "columns": {name: [cell.text for cell in cells] for name, cells in rows.items()},
+        }
+
+    def severe(self):
+        return [entry for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture
+def page(chromium, made):
+    page = Page(chromium, made[0])
+    chromium.get_log("browser"), chromium.get_log("performance")  # what earlier tests left
+    yield page
+    assert page.severe() == []
+
+
+@pytest.fixture
+def imaginary(made):
+    """The records of the map of the machine that does not exist, by activation, depth and width."""
+    (result,) = [each for each in made[1] if each.hardware == "NVIDIA Imaginary"]
+    return {(record["activation"], record["L"], record["w"]): record for record in result.records}
+
+
+def seconds_of(text):
+    value, unit = text.replace(",", "").split()
+    return float(value) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def ratio_of(record, way, method, baseline):
+    return min(record[way][baseline]["seconds"]) / min(record[way][method]["seconds"])
+
+
+def test_opens_without_an_error_and_asks_for_nothing(page):
+    page.open()
+    assert page.find("h1").text == "DeepPCR: the paper's claims and our figures"
+    events = [json.loads(entry["message"])["message"] for entry in page.browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert page.path.as_uri() in asked
+    assert {url.partition(":")[0] for url in asked} <= {"file", "data"}
+    assert {url for url in asked if url.startswith("file")} == {page.path.as_uri()}
+    loads = page.run("return [...document.querySelectorAll('[src], link[href]')].map(e => e.src || e.href)")
+    assert all(load.startswith("data:") for load in loads)
+    assert "url(http" not in page.path.read_text(encoding="utf-8")
+
+
+def test_every_figure_is_there_with_its_command_and_hardware(page, made):
+    _, results, names = made
+    assert {name for name, _, _ in names} == {each.name for each in EXPERIMENTS}
+    page.open()
+    shown = page.run("""return [...document.querySelectorAll('figure')].map(figure => {
+        const size = figure.querySelector('svg').getBoundingClientRect();
+        return {name: figure.dataset.figure, section: figure.closest('section').id, width: size.width,
+                height: size.height, paths: figure.querySelectorAll('svg path').length,
+                pictures: figure.querySelectorAll('svg image').length,
+                command: figure.querySelector('.made code').textContent, made: figure.querySelector('.made').textContent,
+                caption: figure.querySelector('figcaption').textContent};
+    })""")
+    assert [(each["section"], each["name"]) for each in shown] == [(name, figure) for name, _, figure in names]
+    commands = {(result.name, result.content["hardware"]["device"]): result.command for result in results}
+    for each, (experiment, hardware, _) in zip(shown, names, strict=True):
+        assert each["width"] > 300
+        assert each["height"] > 100
+        # Samples are pictures, all else is drawn.
+        assert each["pictures"] >= 2 if each["name"].endswith("-images") else each["paths"] > 10
+        assert len(each["caption"]) > len(each["made"]) + 20
+        assert hardware.replace("(R)", "").replace("(TM)", "") in each["made"]
+        assert "torch" in each["made"]
+        assert "commit" in each["made"]
+        assert each["command"] == commands[experiment, hardware]
+
+
+def test_names_are_unique_and_references_lead_somewhere(page):
+    page.open()
+    names = page.run("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(names) == len(set(names))
+    lost = page.run("""return [...document.querySelectorAll('[href^="#"]')].map(e => e.getAttribute('href').slice(1))
+        .filter(name => !document.getElementById(name))""")
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("activation", "way", "method", "baseline"),
+    [
+        ("relu", "forward", "printed", "loop"),
+        ("sigmoid", "forward", "auto", "graph"),
+        ("relu", "backward", "printed", "graph"),
+    ],
+)
+def test_cells_answer_with_their_numbers(page, imaginary, activation, way, method, baseline):
+    page.open()
+    page.choose(activation=activation, direction=way, method=method, baseline=baseline)
+    for depth, width in ((2, 2), (1024, 16), (16384, 4), (128, 512)):
+        page.click(depth, width)
+        record, said = imaginary[activation, depth, width], page.readout()
+        assert f"L = {depth:,}, w = {width:,}" in said["title"]
+        assert way in said["title"]
+        ratio = float(re.match(r"[\d.,]+", said["verdict"])[0].replace(",", ""))
+        assert ratio == pytest.approx(ratio_of(record, way, method, baseline), rel=0.06)
+        assert ("the loop is faster" in said["verdict"]) == (ratio_of(record, way, method, baseline) < 1)
+        assert set(said["columns"]) == {"loop", "graph", "printed", "auto"}
+        for name, (time, iterations, error) in said["columns"].items():
+            entry = record[way][name]
+            assert seconds_of(time) == pytest.approx(min(entry["seconds"]), rel=6e-3)
+            counted = way == "forward" and "iterations" in entry
+            assert iterations == (str(entry["iterations"]) if counted else "–")
+            assert float(error) == pytest.approx(entry["error"], rel=0.06)
+        compared = [row.get_attribute("data-column") for row in page.all("#map-readout tr.compared")]
+        assert set(compared) == {method, baseline}
+
+
+def test_a_cell_that_ran_out_of_memory_says_so(page, imaginary):
+    page.open()
+    cell = page.click(16384, 1024)
+    said = page.readout()
+    assert imaginary["relu", 16384, 1024]["forward"]["printed"]["status"] == "out of memory"
+    assert "out of memory" in said["verdict"]
+    assert said["columns"]["printed"][0] == "out of memory"
+    assert "untimed" in cell.get_attribute("class")
+    assert "out of memory" in cell.get_attribute("aria-label")
+
+
+def test_arrow_keys_go_from_cell_to_cell(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open()
+    page.click(64, 8)
+    for key, sizes in (
+        (Keys.ARROW_RIGHT, "L = 128, w = 8"),
+        (Keys.ARROW_UP, "L = 128, w = 16"),
+        (Keys.ARROW_LEFT, "L = 64, w = 16"),
+        (Keys.ARROW_DOWN, "L = 64, w = 8"),
+    ):
+        page.browser.switch_to.active_element.send_keys(key)
+        assert sizes in page.readout()["title"]
+    assert len(page.all(".map-cell[tabindex='0']")) == 1
+    page.click(16384, 2)
+    page.browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)  # no further: it does not wrap around
+    assert "L = 16,384, w = 2" in page.readout()["title"]
+    assert page.find("#map-readout").get_attribute("aria-live") == "polite"
+
+
+def test_every_selector_changes_the_map(page, made):
+    page.open()
+
+    def cells():
+        return page.run("""return [...document.querySelectorAll('.map-cell')].map(
+            cell => cell.ariaLabel + getComputedStyle(cell).backgroundColor)""")
+
+    for name, value in (
+        ("baseline", "graph"),
+        ("method", "auto"),
+        ("activation", "sigmoid"),
+        ("direction", "backward"),
+        ("map", 1),
+    ):
+        before = cells()
+        page.choose(**{name: value})
+        assert page.find(f"#map-{name}").get_attribute("value") == str(value)
+        changed = sum(one != other for one, other in zip(before, cells(), strict=False))
+        assert changed > len(cells()) / 2
+    # The second map is of another machine, with other sizes and without a CUDA graph.
+    assert len(page.all(".map-cell")) == 4
+    assert [option.get_attribute("value") for option in page.all("#map-baseline option")] == ["loop"]
+    assert page.find("#map-activation").get_attribute("value") == "relu"
+
+
+def test_the_line_is_where_the_speedup_is_one(page, imaginary):
+    page.open()
+    path = page.find(".map-line path").get_attribute("d")
+    points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+),([\d.]+)", path)]
+    depths, widths = IMAGINARY.depths, IMAGINARY.widths[::-1]
+    expected = []
+    for (row, width), (column, (depth, deeper)) in itertools.product(
+        enumerate(widths), enumerate(itertools.pairwise(depths))
+    ):
+        entries = [imaginary["relu", each, width]["forward"]["printed"] for each in (depth, deeper)]
+        if any("seconds" not in entry for entry in entries):
+            continue
+        low, high = (
+            math.log(ratio_of(imaginary["relu", each, width], "forward", "printed", "loop")) for each in (depth, deeper)
+        )
+        if low < 0 <= high:
+            expected.append((column + 0.5 - low / (high - low), row + 0.5))
+    assert len(expected) >= 3
+    for x, y in expected:
+        assert any(abs(x - a) < 0.01 and abs(y - b) < 0.01 for a, b in points)
+    # It is drawn over the cells, not beside them.
+    inside = page.run("""const line = document.querySelector('.map-line').getBoundingClientRect();
+        const cells = [...document.querySelectorAll('.map-cell')].map(cell => cell.getBoundingClientRect());
+        return [line.left - cells[0].left, line.top - cells[0].top, line.right - cells.at(-1).right, line.bottom - cells.at(-1).bottom]""")
+    assert all(abs(difference) < 1 for difference in inside)
+    page.choose(direction="backward", method="auto", baseline="loop")
+    assert page.find(".map-line path").get_attribute("d") != path
+
+
+def test_reads_well_on_a_phone(page, imaginary):
+    page.open(375)
+    assert page.run("return document.documentElement.scrollWidth") <= 375
+    page.run("window.scrollTo(200, 0)")
+    assert page.run("return window.scrollX") == 0
+    beyond = page.run("""return [...document.querySelectorAll('main *, header *, footer *')].filter(e => !e.closest('svg'))
+        .filter(e => { const box = e.getBoundingClientRect(); return box.width > 1 && (box.right > 376 || box.left < -1); })
+        .map(e => e.outerHTML.slice(0, 80))""")
+    assert beyond == []
+    sizes = page.run("""const size = selector => Math.min(...[...document.querySelectorAll(selector)].map(
+        e => parseFloat(getComputedStyle(e).fontSize))); return {text: size('p:not(.kicker)'), caption: size('figcaption'),
+        made: size('.made, .made *'), ours: size('.ours *'), map: size('.map-cell')}""")
+    assert sizes["text"] >= 16
+    assert sizes["caption"] >= 15
+    assert sizes["made"] >= 14
+    assert sizes["ours"] >= 14
+    assert sizes["map"] >= 11
+    cells = page.run(
+        "return [...document.querySelectorAll('.map-cell')].map(e => [e.offsetWidth, e.offsetHeight, e.scrollWidth])"
+    )
+    assert min(width for width, _, _ in cells) >= 24
+    assert min(height for _, height, _ in cells) >= 24
+    assert all(text <= width for width, _, text in cells)  # no number is cut off
+    smallest = page.run("""return Math.min(...[...document.querySelectorAll('figure svg text')].map(
+        text => parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a))""")
+    assert smallest >= 7
+    page.click(1024, 16)
+    assert "L = 1,024, w = 16" in page.readout()["title"]
+    ratio = float(re.match(r"[\d.,]+", page.readout()["verdict"])[0])
+    assert ratio == pytest.approx(ratio_of(imaginary["relu", 1024, 16], "forward", "printed", "loop"), rel=0.06)
+
+
+def contrast(one, other):
+    def luminance(colour):
+        parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+        return sum(
+            weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+            for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
+
+    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_can_be_read(page, scheme):
+    page.open(scheme=scheme)
+    colours = """const style = getComputedStyle(document.querySelector(arguments[0]));
+        let behind = document.querySelector(arguments[0]);
+        while (getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
+        return [style.color, getComputedStyle(behind).backgroundColor]"""
+    for selector in (
+        "body",
+        "figcaption",
+        ".quiet",
+        ".made",
+        ".tag",
+        ".note",
+        "nav a",
+        ".ours span",
+        ".map-head",
+        "select",
+    ):
+        assert contrast(*page.run(colours, selector)) >= 4.5, selector
+    shown = page.run("""return [...document.querySelectorAll('.map-cell:not(.untimed)')].map(e => {
+        const style = getComputedStyle(e); return [style.color, style.backgroundColor]; })""")
+    assert min(contrast(*each) for each in shown) >= 4.5
+    dark = contrast(page.run(colours, "body")[1], "rgb(0, 0, 0)") < 2
+    assert dark == (scheme == "dark")
+
+
+def test_prints_in_light_colours(page):
+    page.open(scheme="dark")
+    page.media("dark", "print")
+    assert contrast(page.run("return getComputedStyle(document.body).backgroundColor"), "rgb(255, 255, 255)") < 1.2
+    assert not page.find("nav").is_displayed()
+    assert page.find("table.summary").is_displayed()
+    pdf = base64.b64decode(page.browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
+    assert pdf.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 5

@@ -1,1 +1,0 @@
-"""The experiments of the paper and the demo: one module a figure or table. Needs the extra ``deeppcr[paper]``."""
