@@ -4,8 +4,10 @@ The ``conftest.py`` of each folder with such tests takes the hook and the fixtur
 """
 
 import ctypes
+import dataclasses
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,33 +23,43 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def scan_by_doubling(pytestconfig):
-    """Interpreted scans go element by element: a thousand times too slow, and kinder to products than a GPU is."""
+def quick_interpreter(pytestconfig):
+    """Triton's interpreter without what it does again at every call; kernels compute what they did."""
     if pytestconfig.getoption("--device") != "cpu":
         yield
         return
-    np = pytest.importorskip("numpy")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-    def generic_scan(self, inputs):
-        values, stride = [one.handle.data for one in inputs], 1
-        places = np.indices(values[0].shape)[self.axis]
-        while stride < values[0].shape[self.axis]:
-            earlier = [np.roll(value, stride, self.axis) for value in values]
-            tensors = [self.to_tensor(v, one.dtype) for v, one in zip(earlier + values, inputs * 2, strict=True)]
-            joined = self.combine_fn.fn(*tensors)
-            values = [np.where(places < stride, v, new.handle.data) for v, new in zip(values, joined, strict=True)]
-            stride *= 2
-        return [self.to_tensor(value, one.dtype) for value, one in zip(values, inputs, strict=True)]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
+        patch.setattr(interpreter.ScanOps, "generic_scan", _scan_by_doubling)
         patch.setattr(interpreter.InterpretedFunction, "run", _untraced(interpreter.InterpretedFunction.run))
+        # Every call of a function from another looks through the whole language anew: a third of all time.
+        languages = {"tl": interpreter.tl, "core": interpreter.tl.core}
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__=languages))
+        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype, interpreter.tl))
+        # As compiled: overflow of integers is not looked for, which makes each of their operations five.
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
+        scope.restore()
+
+
+def _scan_by_doubling(self, inputs):
+    """Interpreted scans go element by element: a thousand times too slow, and kinder to products than a GPU is."""
+    np = pytest.importorskip("numpy")
+    values, stride = [one.handle.data for one in inputs], 1
+    places = np.indices(values[0].shape)[self.axis]
+    while stride < values[0].shape[self.axis]:
+        earlier = [np.roll(value, stride, self.axis) for value in values]
+        tensors = [self.to_tensor(v, one.dtype) for v, one in zip(earlier + values, inputs * 2, strict=True)]
+        joined = self.combine_fn.fn(*tensors)
+        values = [np.where(places < stride, v, new.handle.data) for v, new in zip(values, joined, strict=True)]
+        stride *= 2
+    return [self.to_tensor(value, one.dtype) for value, one in zip(values, inputs, strict=True)]
 
 
 def _untraced(run):
-    """A kernel is left out of the coverage report anyway, and to trace the interpreter takes as long as to interpret."""
+    """Kernels are left out of the coverage report anyway, and to trace the interpreter takes as long as to interpret."""
 
     def run_untraced(*arguments, **options):
         tracer = sys.gettrace()
@@ -58,6 +70,20 @@ def _untraced(run):
             sys.settrace(tracer)
 
     return run_untraced
+
+
+def _remembered(np_dtype_of, tl):
+    """The dtype of NumPy for one of Triton's, of which there are few."""
+    known = {}
+
+    def look_up(dtype):
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        name = "pointer" if isinstance(scalar, tl.pointer_type) else scalar.name
+        if name not in known:
+            known[name] = np_dtype_of(dtype)
+        return known[name]
+
+    return look_up
 
 
 @pytest.fixture
