@@ -33,7 +33,7 @@ from torch import Tensor
 
 import deeppcr
 from deeppcr.nn import MLP, calibrate, cost
-from deeppcr.nn.network import Mode
+from deeppcr.nn.base import Mode
 from deeppcr_paper.store import file_name
 from deeppcr_paper.timing import machine, relative_error, synchronise
 from run import current_commit, versions, write

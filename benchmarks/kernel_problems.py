@@ -19,7 +19,7 @@ from torch import Tensor
 
 import deeppcr
 from deeppcr import linear
-from deeppcr.nn.network import ACTIVATIONS, Mode
+from deeppcr.nn.base import ACTIVATIONS, Mode
 from deeppcr_paper.mlp import Network
 from deeppcr_paper.timing import relative_error
 from kernel_methods import Method, can_capture, captured, with_captured
@@ -148,7 +148,7 @@ def forward(weights: str, length: int, width: int, device: torch.device, *, loop
 
 def backward(weights: str, length: int, width: int, device: torch.device, *, loops: bool) -> dict[str, Method]:
     """The gradients of all layers' outputs from those of the states, at the states of the parallel pass."""
-    from deeppcr.nn import fused
+    from deeppcr.nn import forward as fused
 
     chain = Chain(weights, length, width, device)
     network, gradients, states = chain.network, chain.gradients, chain.states()

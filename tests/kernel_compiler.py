@@ -14,9 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deeppcr import linear
-from deeppcr.linear.kernels import block_diagonal, dense, diagonal, launch, lookback
-from deeppcr.nn import adjoint, fused
+from deeppcr import launch, linear
+from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
+from deeppcr.nn import adjoint
+from deeppcr.nn import forward as fused
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}

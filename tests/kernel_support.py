@@ -159,7 +159,7 @@ class Compiled:
 def _compile(patch, *, interpret):
     """From now on interpreted kernels return something that can be launched again."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from deeppcr.linear.kernels import launch
+    from deeppcr import launch
 
     run = interpreter.InterpretedFunction.run
 
@@ -175,8 +175,10 @@ def _compile(patch, *, interpret):
 
 def _forget(patch):
     """From now on nothing was launched before."""
-    from deeppcr.linear.kernels import block_diagonal, dense, diagonal, launch, lookback
-    from deeppcr.nn import adjoint, fused
+    from deeppcr import launch
+    from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
+    from deeppcr.nn import adjoint
+    from deeppcr.nn import forward as fused
 
     for module, cache in ((launch, "_compiled"), (dense, "_solved"), (fused, "_plans")):
         patch.setattr(module, cache, {})
@@ -189,7 +191,7 @@ def _forget(patch):
 @pytest.fixture
 def compiled(device, monkeypatch):
     """Launches are made again with new pointers, without a GPU too; a list of how many at a time."""
-    from deeppcr.linear.kernels.launch import Launches
+    from deeppcr.launch import Launches
 
     _forget(monkeypatch)
     if device.type == "cpu":

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deeppcr.linear.solve import CAPTURING
-from deeppcr.recording import Recorder
+from deeppcr.graphs.record import Recorder
+from deeppcr.runtime import CAPTURING
 
 
 class Tape(Recorder):

@@ -148,7 +148,7 @@ def test_pages_agree_on_how_it_is_installed():
     lines = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("pip install")]
     assert len(lines) >= 5
     for line in lines:
-        assert re.match(r"pip install -e (\.|'\.\[[a-z,]+\]') -c constraints\.txt( |$)", line), line
+        assert re.match(r"pip install -e (\.|'\.\[[a-z,]+\]'|\. -e experiments) -c constraints\.txt( |$)", line), line
 
 
 def test_pages_have_blocks():
@@ -235,9 +235,9 @@ def test_exempt_names_are_public_and_have_a_docstring():
 
 def test_the_layers_that_contributing_names_are_those_that_are_checked():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    checked = re.findall(r'"\(?(\w+)\)?"', re.search(r"^layers = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1])
+    checked = re.findall(r'"(\w+)"', re.search(r"^layers = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1])
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = re.search(r"```\n(cli →.*?)```", page, re.DOTALL)[1]
+    named = re.search(r"```\n(diffusion →.*?)```", page, re.DOTALL)[1]
     assert [name.strip() for name in named.split("→")] == checked
 
 

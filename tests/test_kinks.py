@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import deeppcr
-from deeppcr import ConvergenceWarning, Implicit, Newton, Result, Unrolled, recording
+from deeppcr import ConvergenceWarning, Implicit, Newton, Result, Unrolled
+from deeppcr.graphs import record
 from deeppcr.sequence import Sequence
 from problems import Generator, Problem, mlp, plain_loop
 from tape import Tape
@@ -198,7 +199,7 @@ def test_the_rule_of_the_paper_promises_nothing(device):
 
 def test_solves_that_are_replayed(device, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setitem(recording.RECORDERS, "cpu", Tape)
+        monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
     problem = vanishing(torch.float32, device)
     deeppcr.clear_graphs()
     for _ in range(3):

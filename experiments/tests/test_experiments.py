@@ -10,7 +10,7 @@ import torch
 
 import deeppcr
 import tape
-from deeppcr.nn.network import ACTIVATIONS
+from deeppcr.nn.base import ACTIVATIONS
 from deeppcr_paper import (
     mlp,
     mlp_gain,

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import pytest
 
-# ruff: noqa: E402 -- where the browser is required, a missing package is an error, not a reason to skip
 REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
 if not REQUIRED:
     for name in ("rich", "matplotlib", "sklearn"):

@@ -10,19 +10,19 @@ torch.Size([1000, 16])
 """
 
 from . import diffusion, linear, nn
-from .captured import clear_graphs
 from .check import Finding, check
+from .convergence import FixedIterations, PaperTest, UpdateTest
 from .gradient import Implicit, Unrolled
+from .graphs.cache import clear_graphs
 from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
 from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
-from .markov import collapse, with_history
 from .newton import Jacobi, Loop, Newton, Picard
 from .sequence import rowwise
+from .sequence.evaluate import StepError
+from .sequence.history import collapse, with_history
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 from .solve import solve
-from .steps import StepError
-from .stopping import FixedIterations, PaperTest, UpdateTest
 from .version import __version__ as __version__
 
 __all__ = [

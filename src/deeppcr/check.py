@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .folding import shares
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
-from .kept import SideEffect, close
-from .modules import modules_of
 from .sequence import Sequence
-from .steps import StepError
-from .trace import coarser_products
+from .sequence.evaluate import StepError
+from .sequence.fold import shares
+from .sequence.purity import SideEffect, close
+from .sequence.reach import modules_of
+from .sequence.trace import coarser_products
 
 #: Steps that are compared with themselves alone.
 _MOST_COMPARED = 1000
@@ -82,7 +82,7 @@ def check(
     try:
         return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
     finally:
-        sequence.undo_kept()
+        sequence.undo_side_effects()
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .held import undone
 from .jacobian import DenseJacobian, Jacobian, block_bytes
 from .linear import Blocks, LinearSolver, solve_coupled
-from .linear.solve import is_batched, values_can_be_read
+from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
-from .steps import StepError
+from .sequence.evaluate import StepError
+from .sequence.snapshot import undone
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .layout import describe
-from .linear.solve import is_capturing
+from .runtime import is_capturing
 from .sequence import Sequence
+from .sequence.layout import describe
 from .solution import Solution
 
 

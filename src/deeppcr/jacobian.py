@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Layout
 from .linear import Blocks, Dense, Diagonal, Scalar
-from .linear.solve import is_capturing
+from .runtime import is_capturing
 from .sequence import Sequence
-from .steps import StepError
+from .sequence.evaluate import StepError
+from .sequence.layout import Layout
 
 #: A Jacobian by forward mode holds about this many tensors of its own size while it is formed (primal and tangent
 #: of the largest intermediates).

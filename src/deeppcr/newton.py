@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .convergence import FixedIterations, PaperTest, Progress, StoppingTest, UpdateTest, default_tolerance
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
-from .progress import Progress
+from .runtime import is_out_of_memory
 from .sequence import Sequence
+from .sequence.evaluate import StepError
 from .solution import Plan, Result
-from .steps import StepError, is_out_of_memory
-from .stopping import FixedIterations, PaperTest, StoppingTest, UpdateTest, default_tolerance
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
@@ -257,15 +257,15 @@ class Iteration:
 
     looks = True
 
-    def rarely(self, flags: Tensor) -> bool:
+    def needs_safeguard(self, flags: Tensor) -> bool:
         """Whether any of ``flags`` is set, which calls for a safeguard."""
         return bool(flags.any())
 
-    def sometimes(self, flags: Tensor) -> bool:
+    def changes_states(self, flags: Tensor) -> bool:
         """Whether any of ``flags`` is set, and states are about to be changed after they were looked at."""
         return bool(flags.any())
 
-    def mostly(self, flags: Tensor) -> bool:
+    def is_worth_it(self, flags: Tensor) -> bool:
         """Whether any of ``flags`` is set; if not, some work is spared that would change nothing."""
         return bool(flags.any())
 
@@ -293,7 +293,7 @@ class Iteration:
         # A value that is not finite: from an exact start it is the sequence's own; elsewhere the iterate has strayed, and
         # the chain is cut there for this time so that it spoils no other state.
         finite = torch.isfinite(values).all(-1) | frozen
-        if self.rarely(~finite):
+        if self.needs_safeguard(~finite):
             progress.finish((~finite & next_exact).any(0), Result.NON_FINITE)
             frozen, next_exact = progress.frozen(self.first)
             blocks = blocks.where(finite & ~frozen)
@@ -333,13 +333,13 @@ class Iteration:
             progress.finish(candidates, Result.CONVERGED)
         elif self.newton.quadratic:
             candidates &= (progress.ratio(residual, ends) <= 1).all(0)
-            if self.mostly(candidates):
+            if self.is_worth_it(candidates):
                 # The update that the last Jacobians give for the new residual estimates the error that is left.
                 assert self.blocks is not None
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = progress.ratio(delta, ends)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
-                if self.mostly(done):
+                if self.is_worth_it(done):
                     self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
@@ -356,7 +356,7 @@ class Iteration:
         wrong = far & (residual.abs().amax(-1) > 0.1 * size)
         # What follows a wrong state was thrown with it.
         thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
-        if self.sometimes(thrown):
+        if self.changes_states(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
     @torch.no_grad()

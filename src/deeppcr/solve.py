@@ -11,22 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .captured import graphs, may_capture
+from .convergence import FixedIterations, UpdateTest, measure
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
+from .graphs.cache import captured_solves, may_capture
+from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
-from .held import version_of
 from .jacobian import DenseJacobian, GivenJacobian
-from .kept import changes_in_place
-from .layout import Layout
-from .linear.solve import in_functorch, is_capturing
 from .newton import Loop, Newton, Outcome
-from .progress import measure
+from .runtime import in_functorch, is_capturing
 from .sequence import Rowwise, Sequence
+from .sequence.evaluate import StepError
+from .sequence.layout import Layout
+from .sequence.purity import changes_in_place
+from .sequence.snapshot import version_of
+from .sequence.trace import coarser_products
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-from .steps import StepError
-from .stopping import FixedIterations, UpdateTest
-from .straight import run_unseen
-from .trace import coarser_products
 
 _FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
 _TRUSTED = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
@@ -104,10 +103,10 @@ def _solve(
     try:
         return _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
     except BaseException as error:
-        sequence.check_kept(error)  # which may know better what is wrong
+        sequence.check_purity(error)  # which may know better what is wrong
         raise
     finally:
-        sequence.undo_kept()
+        sequence.undo_side_effects()
 
 
 def _solve_sequence(
@@ -116,25 +115,25 @@ def _solve_sequence(
     plan = Plan()
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
     fixed = isinstance(solver.stop, FixedIterations)
-    found = graphs.solve(solver, sequence, start, plan) if traced else None
+    found = captured_solves.solve(solver, sequence, start, plan) if traced else None
     if found is not None:  # and has been checked
         outcome, residual = found
         if not (torch.is_grad_enabled() and sequence.needs_gradients):
-            sequence.check_kept()
+            sequence.check_purity()
             return _solution(sequence, outcome, plan, residual)
         adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
         # Its values come from the step as it is now: what a trace cannot see shows here.
         measured, checked = _measure(sequence, outcome, solver, adjoint.values)
         if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
             if _determines_derivatives(adjoint, outcome, solver, Plan()) is outcome:
-                sequence.check_kept()
+                sequence.check_purity()
                 return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         else:
             plan.note("not captured: the step gives another result than when it was recorded")
 
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
-    sequence.check_kept()  # a tensor that was kept without its history would cut off gradients
+    sequence.check_purity()  # a tensor that was kept without its history would cut off gradients
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = (
         _adjoint(sequence, outcome, solver)
@@ -161,7 +160,7 @@ def _solve_sequence(
                 raise _differs(sequence)
         warnings.warn(_describe(sequence, outcome, plan), ConvergenceWarning, stacklevel=4)
     states = outcome.states
-    sequence.restore_kept()
+    sequence.restore_modules()
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
         if adjoint is None:
             values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
@@ -207,7 +206,7 @@ def _solve_unseen(
         adjoint, values = _adjoint(sequence, outcome, solver)
         residual, outcome = _measure(sequence, outcome, solver, values)
     finally:
-        sequence.undo_kept()
+        sequence.undo_side_effects()
     states = outcome.states if adjoint is None else adjoint.attach(outcome.states)
     return _solution(sequence, replace(outcome, states=states), plan, residual)
 

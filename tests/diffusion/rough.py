@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from deeppcr.diffusion import graphs, window
 from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.window import graphs, window
 
 
 class Rough:

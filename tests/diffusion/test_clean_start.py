@@ -8,19 +8,9 @@ import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import (
-    DDIM,
-    CoarseStart,
-    GaussianPrior,
-    GaussianStart,
-    Noise,
-    Schedule,
-    Steps,
-    Window,
-    sample,
-    window,
-)
+from deeppcr.diffusion import DDIM, CoarseStart, GaussianPrior, GaussianStart, Noise, Schedule, Steps, Window, sample
 from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.window import window
 from deeppcr.solution import Plan
 from diffusion.test_growth import SCHEDULE, by_loop, finished, two_narrow, undecided
 from diffusion.test_window import Recorded

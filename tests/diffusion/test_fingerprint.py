@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deeppcr.diffusion import graphs
+from deeppcr.diffusion.window import graphs
 
 
 def test_a_fingerprint_sees_what_graphs_depend_on():

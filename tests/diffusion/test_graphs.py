@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, graphs, sample, window
+from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, sample
+from deeppcr.diffusion.window import graphs, window
 from diffusion.test_window import Recorded
 
 SCHEDULE = Schedule.linear(12)

@@ -8,10 +8,11 @@ import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample, window
-from deeppcr.diffusion.iteration import Iteration
+from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import start_states
+from deeppcr.diffusion.window import window
+from deeppcr.diffusion.window.iteration import Iteration
 from diffusion import digits
 from diffusion.rough import Rough
 from diffusion.test_sample import noise_for

@@ -14,7 +14,7 @@ from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Steps, Window, sample
 from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.rounding import MARGIN, Rounding
+from deeppcr.diffusion.window.rounding import MARGIN, Rounding
 from diffusion import digits
 from diffusion.test_sample import noise_for
 

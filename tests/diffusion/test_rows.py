@@ -10,7 +10,8 @@ from torch import nn
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, Noise, Schedule, Window, graphs, parallelize, problem, sample
+from deeppcr.diffusion import DDIM, Noise, Schedule, Window, parallelize, problem, sample
+from deeppcr.diffusion.window import graphs
 
 LENGTH = 100
 SCHEDULE = Schedule.linear(LENGTH)

@@ -20,11 +20,11 @@ from deeppcr.diffusion import (
     Schedule,
     Window,
     sample,
-    window,
 )
-from deeppcr.diffusion.iteration import Iteration, _least_squares
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import start_states
+from deeppcr.diffusion.window import window
+from deeppcr.diffusion.window.iteration import Iteration, _least_squares
 from deeppcr.solution import Plan
 from diffusion import digits
 from diffusion.rough import Rough

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from deeppcr.diffusion.graphs import full_precision
 from deeppcr.diffusion.start import CoarseStart, GaussianStart, MeanStart
+from deeppcr.runtime import full_precision
 
 from .denoisers import PRESETS, Model, pixel_model
 from .diffusion_timing import Settings as Shared

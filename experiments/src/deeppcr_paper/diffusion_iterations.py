@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import deeppcr
-from deeppcr.diffusion.graphs import full_precision
+from deeppcr.runtime import full_precision
 
 from . import latent_diffusion, pixel_diffusion
 from .denoisers import PRESETS, latent_model, pixel_model

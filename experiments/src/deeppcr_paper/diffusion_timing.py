@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from deeppcr.diffusion import Samples
-from deeppcr.diffusion.graphs import full_precision
 from deeppcr.diffusion.start import GaussianStart
+from deeppcr.runtime import full_precision
 
 from .denoisers import PRESETS, Source
 from .experiment import Context, is_out_of_memory

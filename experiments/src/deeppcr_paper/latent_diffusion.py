@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deeppcr.diffusion.graphs import full_precision
+from deeppcr.runtime import full_precision
 
 from . import frechet
 from .denoisers import Model, latent_model

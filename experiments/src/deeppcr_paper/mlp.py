@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.network import ACTIVATIONS
+from deeppcr.nn.base import ACTIVATIONS
 from deeppcr.nn.networks import MLP
 
 #: Networks with more weights than this are drawn on the device itself: on a CPU that takes up to a minute.

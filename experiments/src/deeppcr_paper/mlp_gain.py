@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from deeppcr.nn.network import ACTIVATIONS
+from deeppcr.nn.base import ACTIVATIONS
 
 from .experiment import Cell, Context, Experiment
 from .mlp import Network

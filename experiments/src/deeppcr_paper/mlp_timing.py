@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.network import ACTIVATIONS, WIDEST, Mode
+from deeppcr.nn.base import ACTIVATIONS, WIDEST, Mode
 
 from .experiment import Cell, Context, Experiment, free_memory, is_out_of_memory
 from .mlp import Network

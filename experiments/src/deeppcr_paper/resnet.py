@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import deeppcr
 from deeppcr.gradient import GradientOverflow
-from deeppcr.nn.network import ACTIVATIONS
+from deeppcr.nn.base import ACTIVATIONS
 
 from .data import Images, digits, mnist
 from .experiment import Context, OutOfTime

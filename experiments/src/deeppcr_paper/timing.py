@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deeppcr import recording
+from deeppcr.graphs.record import no_collection as no_garbage
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ def single_thread() -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Collect garbage first, and none inside."""
     gc.collect()
-    with recording.no_collection():
+    with no_garbage():
         yield
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deeppcr.diffusion.graphs import full_precision
+from deeppcr.runtime import full_precision
 
 from . import tensor_files
 from .experiment import Context, OutOfTime

@@ -1,17 +1,17 @@
 """Sampling from diffusion models in parallel over the denoising steps."""
 
 from .diagonal import DiagonalPart
-from .diffusers import ParallelLoop, parallelize
+from .diffusers.loop import ParallelLoop, parallelize
+from .diffusers.pipeline import PipelineSample, parallel_sample
+from .diffusers.scheduler import UnsupportedScheduler, read_scheduler
 from .noise import Noise
-from .pipeline import PipelineSample, parallel_sample
 from .prior import GaussianPrior
-from .read_scheduler import UnsupportedScheduler, read_scheduler
+from .result import Samples
 from .sample import sample
-from .samples import Samples
+from .samplers import DDIM, DDPM, Clip, Steps
 from .schedule import Schedule
 from .start import CoarseStart, GaussianStart, MeanStart
-from .step import DDIM, DDPM, Clip, Steps
-from .window import Window
+from .window.window import Window
 
 __all__ = [
     "DDIM",

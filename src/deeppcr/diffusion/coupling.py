@@ -13,7 +13,7 @@ from torch import Tensor
 from ..jacobian import ScalarJacobian
 from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
 from .prior import GaussianPrior
-from .step import Steps, multiply
+from .samplers import Steps, multiply
 
 
 class Coupling:

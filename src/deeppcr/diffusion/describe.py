@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..jacobian import ScalarJacobian
 from .prior import GaussianPrior
-from .samples import Samples
+from .result import Samples
 from .start import CoarseStart, MeanStart
 
 

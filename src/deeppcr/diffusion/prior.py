@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .step import Steps
+from .samplers import Steps
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..steps import has_tangent
-from ..trace import Products
+from ..runtime import full_precision, has_tangent
+from ..sequence.trace import Products
 from .denoiser import Denoiser, filled, reachable
-from .graphs import PLAIN, Same, full_precision, owner_of
+from .fingerprint import PLAIN, Same, owner_of
 from .noise import Noise
-from .step import Coefficients, Steps
+from .samplers import Coefficients, Steps
 
 #: so many steps, from the first to the last, tell whether a denoiser treats its rows by themselves
 _SPREAD = 16

@@ -14,23 +14,21 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from ..jacobian import Jacobian, ScalarJacobian
-from ..linear.solve import in_functorch
 from ..newton import Loop, Newton
+from ..runtime import full_precision, has_tangent, in_functorch
 from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
 from ..solve import refuse_gradients, solve
-from ..steps import has_tangent
 from .coupling import Coupling
 from .describe import jacobian_in_words, start_in_words
-from .graphs import full_precision
 from .implicit import Rotated, attach
 from .noise import Noise
 from .prior import GaussianPrior
 from .problem import Problem
-from .samples import Samples
+from .result import Samples
+from .samplers import DDIM, DDPM, Prediction, Sampler, Steps
 from .schedule import Schedule
 from .start import start_states
-from .step import DDIM, DDPM, Prediction, Sampler, Steps
-from .window import Outcome, Window
+from .window.window import Outcome, Window
 
 #: one object for all calls: a solver knows by it what it has prepared
 _UNIT = GaussianPrior()

@@ -15,7 +15,7 @@ from torch import Tensor
 from .coupling import Coupling
 from .prior import GaussianPrior
 from .problem import Problem
-from .samples import Samples
+from .result import Samples
 
 
 @dataclass(frozen=True)

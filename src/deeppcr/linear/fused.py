@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..runtime import has_triton
 from .blocks import BlockDiagonal, Blocks, Dense
 
 #: the widest dense blocks, and the largest of block-diagonal ones
@@ -72,12 +72,6 @@ class Fused:
 def has_room(device: torch.device) -> bool:
     """Whether a program may have the shared memory that the widest layers and blocks need: as on an A100, H100 or H200."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOM
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed; it is imported only when a kernel is used."""
-    return find_spec("triton") is not None
 
 
 @cache

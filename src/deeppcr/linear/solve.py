@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ..runtime import apply_directly, in_functorch, is_observed, is_traced, values_can_be_read
 from .blocks import Blocks, Diagonal, Scalar
 from .cost import pick, pick_and_explain
 from .forward import ForwardSubstitution
@@ -18,8 +16,6 @@ from .fused import Fused
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOST = 4096  # entries of a cache
-_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
-_is_legacy_batched, _peek_interpreter_stack = _functorch.is_legacy_batchedtensor, _functorch.peek_interpreter_stack
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -41,7 +37,7 @@ class Auto:
 
     def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
         length = len(couplings) + 1
-        traced = _is_traced(couplings.data) or (rhs is not None and _is_traced(rhs))
+        traced = is_traced(couplings.data) or (rhs is not None and is_traced(rhs))
         if not traced and Fused().refusal(couplings) is None:
             return Fused(), "there are kernels for these blocks"
         data = couplings.data
@@ -152,7 +148,7 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
     if prepared is None:
         return None
     data, (launches, offset) = blocks.data, prepared
-    if _is_observed(data, rhs) or not (_is_plain(data) and _is_plain(rhs)):
+    if is_observed(data, rhs) or not (_is_plain(data) and _is_plain(rhs)):
         return None
     if torch.cuda.current_device() != rhs.device.index:
         return None
@@ -161,7 +157,7 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
 
 def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
     """After a call: note for ``_solve_again`` what it has launched."""
-    if type(solver) not in (Auto, Fused) or _is_traced(rhs) or len(couplings) == 0:
+    if type(solver) not in (Auto, Fused) or is_traced(rhs) or len(couplings) == 0:
         return
     key = _key(blocks, rhs, reverse, solver)
     if key in _prepared:  # and was passed by, since the tensors are observed
@@ -201,17 +197,9 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
 
 def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
-    if _is_observed(data, rhs):
+    if is_observed(data, rhs):
         return _Solve.apply(data, rhs, *how)
     return _Solve.forward(data, rhs, *how)
-
-
-def _is_observed(data: Tensor, rhs: Tensor) -> bool:
-    """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
-    if (data.requires_grad or rhs.requires_grad) and torch.is_grad_enabled():
-        return True
-    transformed = forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
-    return transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -282,42 +270,6 @@ def _check_tensors(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch
         raise ValueError(
             f"blocks, rhs, initial: batch shapes {tuple(shapes[0])}, {tuple(shapes[1])} and {tuple(shapes[2])} do not broadcast"
         ) from None
-
-
-def in_functorch() -> bool:
-    """Whether a torch.func transform (vmap, grad, jvp, ...) is at work."""
-    return _peek_interpreter_stack() is not None
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
-    return in_functorch() or _is_legacy_batched(tensor)
-
-
-#: By type of device: whether operations are being captured by somebody, to be run later.
-CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether operations on ``device`` go into a graph of the caller: they have no values yet that Python could read."""
-    return device.type in CAPTURING and CAPTURING[device.type]()
-
-
-def values_can_be_read(tensor: Tensor) -> bool:
-    """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
-    return not (_is_traced(tensor) or is_capturing(tensor.device))
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for others: while compiling, or under a transform."""
-    return torch.compiler.is_compiling() or is_batched(tensor)
-
-
-def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """What ``function.apply`` does outside transforms, but for the search for arguments that were left out and for wrappers
-    among those that are no tensors: it takes longer than the launches."""
-    base: Any = super(torch.autograd.Function, function)
-    return base.apply(*[_functorch.unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in arguments])
 
 
 class _Solve(torch.autograd.Function):

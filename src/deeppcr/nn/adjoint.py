@@ -10,20 +10,16 @@ input of every layer and the last output.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import Launches, aligned, empty, repeat
 from ..linear.kernels import dense
 from ..linear.kernels.dense import is_finite, multiply
-from ..linear.kernels.launch import Launches, aligned, empty, repeat
 from .kernels import activate
-
-if TYPE_CHECKING:
-    from .fused import Layers
+from .layers import Layers
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "blocks", "chunk_blocks"]

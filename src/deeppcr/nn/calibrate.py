@@ -211,7 +211,7 @@ class Kernels:
 
     def prepared(self, blocks: int, chunk: int, rows: int) -> tuple[Any, Tensor, Tensor]:
         """A network with its chunks at the start, the initial state, and where passes write what they find."""
-        from . import fused
+        from . import forward as fused
 
         weight, bias, initial = self.tensors(blocks, rows)
         x = torch.empty((blocks * self.kind.skip + 1, rows, self.width), device=self.device)
@@ -223,7 +223,7 @@ class Kernels:
         return network, initial, found
 
     def layers(self, chunk: int) -> Any:
-        from . import fused
+        from . import forward as fused
 
         return fused.Layers(self.kind.skip, self.kind.residual, self.kind.activation, chunk=chunk)
 
@@ -236,7 +236,7 @@ class Kernels:
         return self.on_device(lambda: network.one_round(0))
 
     def host(self) -> tuple[float, float]:
-        from . import fused
+        from . import forward as fused
 
         tensors = self.tensors(16, 1)
 

@@ -15,7 +15,7 @@ from ..guess import RepeatInitial
 from ..linear import Dense
 from ..newton import Newton
 from .arguments import Mode, check_size
-from .network import Network
+from .base import Network
 
 
 class MLP(Network):

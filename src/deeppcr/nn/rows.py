@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..linear.solve import in_functorch, is_capturing
+from ..runtime import in_functorch, is_capturing
 from ..solution import ConvergenceWarning, Plan, Result, Solution
 
 

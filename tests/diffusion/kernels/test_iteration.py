@@ -13,19 +13,20 @@ import torch
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, iteration, sample, window
+from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample
 from deeppcr.diffusion.coupling import Coupling
-from deeppcr.diffusion.iteration import NOISE, Iteration
-from deeppcr.diffusion.iteration import _least_squares as least_squares
-from deeppcr.diffusion.step import Steps
+from deeppcr.diffusion.samplers import Steps
+from deeppcr.diffusion.window import iteration, window
+from deeppcr.diffusion.window.iteration import NOISE, Iteration
+from deeppcr.diffusion.window.iteration import _least_squares as least_squares
 
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 # Where products overflow, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-from deeppcr.diffusion import fused as fused_iteration  # noqa: E402  (imports Triton)
-from deeppcr.diffusion.fused import FusedIteration  # noqa: E402
+from deeppcr.diffusion.window import by_kernels as fused_iteration
+from deeppcr.diffusion.window.by_kernels import FusedIteration
 
 LENGTHS, SAMPLES, WIDTHS = (1, 2, 50, 257), (1, 3), (1, 5, 16, 130)
 

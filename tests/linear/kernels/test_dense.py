@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import dense  # noqa: E402  (imports Triton)
+from deeppcr.linear.kernels import dense
 
 TOLERANCE = 1e-5
 NARROW = (1, 2, 3, 5, 8, 16, 17, 32, 64)

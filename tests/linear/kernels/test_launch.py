@@ -15,8 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import dense, launch  # noqa: E402  (imports Triton)
-from deeppcr.linear.kernels.launch import Launches  # noqa: E402
+from deeppcr import launch
+from deeppcr.launch import Launches
+from deeppcr.linear.kernels import dense
 
 
 def system(length, width, batch, device):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import diagonal, lookback  # noqa: E402  (imports Triton)
+from deeppcr.linear.kernels import diagonal, lookback
 
 #: tiles of 16 steps, 3 to a run: short systems have many of them
 SMALL = lookback.Plan(steps=4, groups=4, channels=16, run=3, warps=1)

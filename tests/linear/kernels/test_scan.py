@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import block_diagonal, diagonal  # noqa: E402  (imports Triton)
-from deeppcr.linear.kernels.channels import as_channels  # noqa: E402
+from deeppcr.linear.kernels import block_diagonal, diagonal
+from deeppcr.linear.kernels.channels import as_channels
 
 #: small tiles and chunks, so that short systems have many of them
 SMALL = diagonal.Plan(steps=4, groups=4, channels=16, tiles=2, warps=1)

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 triton = pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from deeppcr.nn import cost, fused, kernels  # noqa: E402  (imports Triton)
-from deeppcr.nn.fused import Layers  # noqa: E402
+from deeppcr.nn import cost, kernels
+from deeppcr.nn import forward as fused
+from deeppcr.nn.layers import Layers
 
 TOLERANCE = 2e-5
 ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}

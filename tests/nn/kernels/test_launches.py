@@ -16,10 +16,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import adjoint, fused  # noqa: E402  (imports Triton)
-from deeppcr.nn.fused import Layers  # noqa: E402
-from deeppcr.nn.network import Network  # noqa: E402
-from nn.kernels.test_fused import assert_states_and_gradients, loop, network  # noqa: E402
+from deeppcr.nn import adjoint
+from deeppcr.nn import forward as fused
+from deeppcr.nn.base import Network
+from deeppcr.nn.layers import Layers
+from nn.kernels.test_fused import assert_states_and_gradients, loop, network
 
 
 @pytest.fixture

@@ -20,9 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import dense  # noqa: E402  (imports Triton)
-from deeppcr.nn import adjoint, calibrate, cost, fused, network  # noqa: E402
-from deeppcr.nn.network import Network, choose  # noqa: E402
+from deeppcr.linear.kernels import dense
+from deeppcr.nn import adjoint, calibrate, cost
+from deeppcr.nn import base as network
+from deeppcr.nn import forward as fused
+from deeppcr.nn.base import Network, choose
 
 TOLERANCE = 5e-5
 

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import Launches
 from ..blocks import Blocks
 from .channels import Channels, as_channels, key_of, kind_of, launch, multiprocessors, repeat_solve
-from .launch import Launches
 
 LARGEST = 8
 #: steps a chunk has at least: each level of the recursion has this many fewer chunks

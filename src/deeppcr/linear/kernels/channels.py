@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...launch import Launches, repeat
 from ..blocks import Blocks
-from .launch import Launches, repeat
 
 
 class Channels(NamedTuple):

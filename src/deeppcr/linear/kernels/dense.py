@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import Launches, aligned, repeat
 from ..blocks import Blocks
-from .launch import Launches, aligned, repeat
 from .wide import SIZES, is_finite, reduce_wide, substitute_wide
 
 #: the widest block that one program holds in its registers

@@ -34,10 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import Launches
 from ..blocks import Blocks
 from . import lookback
 from .channels import key_of, launch, multiprocessors
-from .launch import Launches
 from .recurrence import System, compose, compose_and_keep, first_marked, last, load, places, solve, substitute
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.

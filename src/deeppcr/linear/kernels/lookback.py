@@ -36,9 +36,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import Launches
 from ..blocks import Blocks
 from .channels import launch
-from .launch import Launches
 from .recurrence import System, compose, compose_and_keep, places, repair, solve
 
 #: Measured on an H200 down to these: at 64 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import Launches
 from ..blocks import Blocks, Scalar
 from .channels import Channels, as_channels, kind_of, launch, repeat_solve
-from .launch import Launches
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
 REPAIR_CHANNELS = 32

@@ -1,0 +1,312 @@
+"""When Newton's iteration stops: the tests that a user chooses from, and the status of every row while it runs.
+
+What ``Progress`` does is arithmetic on the device, so that iterations can be captured in a CUDA graph; Python reads values only
+in ``results`` and ``why_hopeless``.
+
+Shapes: N chunks (n of them from chunk ``first`` on), B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from .sequence.layout import Layout
+from .solution import Result
+
+#: A state is kept for good, or handed to the loop as exact, only when its update is this many units of rounding of its
+#: own size: whatever is frozen with a larger error may be amplified by the steps that follow, and no test sees it again.
+_SETTLED = 4
+#: Iterations that are granted unjudged: what converges at all has mostly done so by then.
+_PATIENCE = 12
+#: Iterations over which progress is then measured.
+_TREND = 4
+
+
+@dataclass(frozen=True)
+class UpdateTest:
+    """Stop when the last update of every step, leaf and row is within the tolerance, and the residual is too.
+
+    The update estimates the error of the trajectory; a residual alone does not (with small time steps it is small
+    for any guess). With an approximate Jacobian the estimate is scaled by the observed rate of convergence.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.UpdateTest(), atol=1e-6, rtol=0.0)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).result.name
+    'CONVERGED'
+    """
+
+
+@dataclass(frozen=True)
+class PaperTest:
+    """Stop when the largest residual is below ``absolute``, or below ``relative`` times that of the first iteration.
+
+    The rule of the paper, per row. It says little about the error of the trajectory: for reproducing the paper's
+    figures, not for results.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.PaperTest(1e-4, 1e-4), chunk=1)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).result.name
+    'CONVERGED'
+    """
+
+    absolute: float = 1e-4
+    relative: float = 1e-4
+
+    def __post_init__(self):
+        for name in ("absolute", "relative"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise TypeError(f"{name}: expected a number, got {value!r}")
+            if not float(value) >= 0:  # nor NaN
+                raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+
+
+@dataclass(frozen=True)
+class FixedIterations:
+    """Run ``count`` iterations and test nothing.
+
+    Where nothing but rounding is left before, ``solution.iterations`` counts no further ones. They are spared, too, except in
+    a solve that is replayed as a CUDA graph, which runs all of them.
+
+    While the caller captures a CUDA graph, nothing in such a solve asks the host, forward or backward. What would be
+    mended or raised cannot be there: the states of a row that fails come out as NaN from its ``exact_steps`` on, and so do
+    gradients that fail their check.
+
+    >>> import torch, deeppcr
+    >>> newton = deeppcr.Newton(stop=deeppcr.FixedIterations(3), chunk=1)
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=newton).iterations
+    tensor(3)
+    """
+
+    count: int
+
+    def __post_init__(self):
+        if not isinstance(self.count, Integral):
+            raise TypeError(f"count: expected a whole number, got {self.count!r}")
+        if self.count < 1:
+            raise ValueError(f"count: at least one iteration, got {self.count}")
+
+
+StoppingTest = UpdateTest | PaperTest | FixedIterations
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """1e-10 for float64, 1e-5 for float32, 1e-2 for half precision."""
+    return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
+
+
+class Progress:
+    """A row is active until it has a result; the chunks below its prefix are exact and are never touched again.
+
+    Args:
+        layout: of a state
+        length, chunk: L steps in chunks of C
+        atol, rtol: tolerance of a state
+        quadratic: the Jacobians are the true ones
+        stop: when a row is done
+        max_iterations: not to be exceeded
+        compare_with_loop: also give up when the loop would be no slower
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        length: int,
+        chunk: int,
+        *,
+        atol: float,
+        rtol: float,
+        quadratic: bool,
+        stop: StoppingTest,
+        max_iterations: int,
+        compare_with_loop: bool,
+    ):
+        self.layout, self.length, self.chunk = layout, length, chunk
+        self.chunks = -(-length // chunk)
+        self.atol, self.rtol, self.quadratic, self.stop = atol, rtol, quadratic, stop
+        self.limit = stop.count if isinstance(stop, FixedIterations) else max_iterations
+        self.compare_with_loop = compare_with_loop
+        self.eps = torch.finfo(layout.dtype).eps
+
+        rows, device = layout.rows, layout.device
+        self.index = torch.arange(self.chunks, device=device).unsqueeze(1)  # of each chunk
+        self.count = 0
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        self.prefix = torch.zeros(rows, dtype=torch.long, device=device)
+        self.iterations = torch.zeros(rows, dtype=torch.long, device=device)
+        self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
+        self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
+        self._first_residual: Tensor | None = None
+        shape = (rows, layout.width)
+        nothing = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self._last = (nothing, nothing)  # largest updates [B, D] of the last iteration, and their factors
+        self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
+        self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
+        self._trend: list[tuple[Tensor, Tensor]] = []  # smallest prefix and largest update of the active rows
+
+    def carry(self, keep: Callable[[str, Tensor], Tensor]) -> None:
+        """Leave to the next iteration only what it needs, where ``keep(name, tensor)`` puts it."""
+        for name in ("active", "prefix", "iterations", "codes", "_first_residual", "_best", "_since_best"):
+            setattr(self, name, keep(name, getattr(self, name)))
+        self.updates = [keep("update", self.updates[-1])]
+        self._trend.clear()
+
+    @property
+    def results(self) -> list[Result]:
+        members = list(Result)
+        return [members[code] for code in self.codes.tolist()]
+
+    @property
+    def exact_steps(self) -> Tensor:
+        trusted = self.codes < Result.FINISHED_BY_LOOP.severity
+        return torch.where(trusted, self.length, (self.prefix * self.chunk).clamp(max=self.length))
+
+    def finish(self, rows: Tensor, result: Result) -> None:
+        rows = rows & self.active
+        self.codes = torch.where(rows, result.severity, self.codes)
+        self.active = self.active & ~rows
+
+    def withdraw(self, rows: Tensor) -> None:
+        """Rows [B] that claimed to have converged and have not."""
+        self.codes = torch.where(rows, Result.NOT_CONVERGED.severity, self.codes)
+
+    def frozen(self, first: int) -> tuple[Tensor, Tensor]:
+        """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
+        index = self.index[first:]
+        return (index < self.prefix) | ~self.active, index == self.prefix
+
+    def leading(self, fine: Tensor, first: int = 0) -> Tensor:
+        """How many chunks, [B], come before the first that is not ``fine`` [n, B], those before ``first`` included."""
+        return torch.where(fine, self.chunks, self.index[first:]).amin(0)
+
+    def ratio(self, difference: Tensor, states: Tensor) -> Tensor:
+        """The size of a difference in units of the tolerance, worst leaf: [n, B]; infinite where it is not a number."""
+        allowed = self.atol + self.rtol * self.layout.norms(states)
+        sizes = self.layout.norms(difference)
+        ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
+        return torch.where(torch.isnan(ratios), math.inf, ratios)
+
+    def judge(
+        self, first: int, frozen: Tensor, finite: Tensor, residual: Tensor, delta: Tensor, states: Tensor
+    ) -> None:
+        """After an iteration: which chunks have settled, which rows are done, which have stopped improving.
+
+        Args:
+            frozen: [n, B], what was not to be touched
+            finite: [n, B], where the residual is a number; elsewhere the chain was cut, and nothing is settled
+            residual, delta, states: [n, B, D], before the update, the update, and after it
+        """
+        self.count += 1
+        # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
+        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
+        if self._first_residual is None:
+            self._first_residual = residual.abs().amax((0, -1))
+        off = torch.where(finite, self.ratio(residual, states), math.inf)
+        update = torch.where(frozen, 0, self.ratio(delta, states))
+        worst = update.amax(0)
+        estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(delta, states))
+        self.updates.append(worst)
+        self._grow_prefix(first, estimate, off, states)
+        if isinstance(self.stop, FixedIterations):
+            return
+        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
+        if isinstance(self.stop, UpdateTest):
+            if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
+                self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
+            self._detect_floor(worst, off.amax(0), delta, states)
+        prefix = torch.where(self.active, self.prefix, self.chunks)
+        self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
+
+    def _grow_prefix(self, first: int, estimate: Tensor, off: Tensor, states: Tensor) -> None:
+        sizes = self.layout.norms(states)
+        enough = (_SETTLED * self.eps * sizes / (self.atol + self.rtol * sizes)).amin(-1)
+        before = self.index[first:] < self.prefix
+        leading = self.leading(before | ((estimate <= enough) & (off <= enough)), first)
+        grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
+        self.prefix = torch.where(self.active, grown, self.prefix)
+
+    def _scaled_by_rate(self, delta: Tensor, states: Tensor) -> Tensor:
+        """With an approximate Jacobian, the error that is left, [n, B], if updates go on falling as they did.
+
+        The rate is that of each element of the state, the largest update of all steps: one element that falls fast does
+        not speak for another that creeps.
+        """
+        size = delta.abs()
+        largest = size.amax(0)  # [B, D]
+        before, factor_before = self._last
+        factor = still_to_come(largest, before)
+        self._last = (largest, factor)
+        factor = torch.maximum(factor, factor_before)  # one lucky iteration proves nothing
+        # There are at most N more iterations: what is below the tolerance / N cannot add up to it, falling or not.
+        allowed = self.atol + self.rtol * self.layout.norms(states)
+        rounding = 8 * self.eps * states.abs().amax(-1, keepdim=True)
+        harmless = size <= torch.maximum(allowed.amin(-1, keepdim=True) / self.chunks, rounding)
+        return self.ratio(torch.where(harmless, size, size * factor), states)
+
+    def error_left(self, update: Tensor) -> Tensor:
+        """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance.
+
+        They are believed as far as this update is smaller than the one before it, or far below the tolerance.
+        """
+        expected = update * still_to_come(update.amax(0), self.updates[-1])
+        return torch.where(update <= 0.01, update, expected)
+
+    def _detect_floor(self, worst: Tensor, off: Tensor, delta: Tensor, states: Tensor) -> None:
+        """Rows whose update no longer shrinks although it is so small that it should: only rounding is left."""
+        better = worst < 0.5 * self._best
+        self._best = torch.where(better, worst, self._best)
+        self._since_best = torch.where(better, 0, self._since_best + 1)
+        smallest = torch.finfo(self.layout.dtype).tiny
+        relative = (self.layout.norms(delta) / self.layout.norms(states).clamp(min=smallest)).amax((0, -1))
+        if self.quadratic:
+            stuck = (self._since_best >= 3) & (relative <= math.sqrt(self.eps))
+        else:
+            stuck = (self._since_best >= 10) & (relative <= 100 * self.eps)
+        self.finish(stuck & (off <= 1), Result.PRECISION_FLOOR)
+
+    def residual_suffices(self, residual: Tensor) -> Tensor:
+        """[B]: by the residual [n, B, D] after an update, is the row done (PaperTest), or may it be (UpdateTest)?"""
+        if isinstance(self.stop, PaperTest):
+            assert self._first_residual is not None
+            size = residual.abs().amax((0, -1))
+            return (size <= self.stop.absolute) | (size <= self.stop.relative * self._first_residual)
+        return torch.isfinite(residual).all(-1).all(0)
+
+    def why_hopeless(self) -> str | None:
+        """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""
+        if self.count < _PATIENCE:
+            return None
+        prefix_then, prefix = (int(self._trend[at][0]) for at in (-1 - _TREND, -1))
+        update_then, update = (float(self._trend[at][1]) for at in (-1 - _TREND, -1))
+        remaining = self.chunks - prefix
+        by_prefix = remaining * _TREND / (prefix - prefix_then)
+        by_update = math.inf
+        if 0 < update < update_then < math.inf:
+            by_update = _TREND * math.log(max(update, 1.0)) / math.log(update_then / update)
+        needed = min(by_prefix, by_update)
+        if self.count + needed > self.limit:
+            return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
+        if self.compare_with_loop and needed > remaining / 2:
+            return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
+        return None
+
+
+def measure(layout: Layout, values: Tensor, states: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+    off = (values - states).abs()
+    rounding = 1000 * torch.finfo(layout.dtype).eps
+    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
+    return off.amax((0, -1)), (layout.norms(off) <= allowed).all(-1).all(0)
+
+
+def still_to_come(update: Tensor, before: Tensor) -> Tensor:
+    """What later updates add up to in units of this one, if they go on falling as they did; at least 1."""
+    rate = update / before
+    total = torch.where(rate < 1, (rate / (1 - rate)).clamp(min=1), math.inf)
+    return torch.where(update == 0, 1.0, total)

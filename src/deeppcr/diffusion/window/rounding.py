@@ -1,0 +1,89 @@
+"""What rounding leaves of a sample: the least tolerance that can be certified, as far as the prior tells.
+
+Every step rounds its state, and what follows amplifies it or wipes it out. The loop does so too: two of them, on other
+hardware say, part by as much. Rounding has no direction, so steps and coordinates add up as squares do.
+
+Shapes: L steps, B samples, D the flattened sample, K slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..coupling import Coupling
+from ..prior import GaussianPrior
+from ..problem import Problem
+from ..samplers import multiply
+
+#: A step leaves with an update of several roundings. For denoisers of digits the error of the final sample was up to 7.4
+#: times the estimate, and that of the plain loop, against float64, up to 2.3 times.
+MARGIN = 8.0
+#: of what a network of half precision makes of the states, a step may leave with this many times as much
+MARGIN_OF_NETWORK = 2.0
+
+
+class Rounding:
+    """The weight of every step's rounding in the final sample; made when the network was called once.
+
+    Attributes:
+        weights: [L], of the size of the states
+    """
+
+    def __init__(self, problem: Problem, coupling: Coupling):
+        coefficients, coarse, eps = problem.coefficients, problem.eps, torch.finfo(problem.dtype).eps
+        self.weights = torch.full((problem.length,), eps, device=problem.device, dtype=problem.dtype)
+        if coarse > eps:  # its outputs are about as large as its inputs
+            gain = coefficients.slope[:, 0, 0].abs().amax(-1)
+            self.weights = self.weights + coarse * gain * coefficients.scale.abs()
+        # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
+        unit = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
+        self.weights = self.weights * torch.maximum(_amplification(coupling), _amplification(unit))
+        self.limit = coefficients.limit
+
+    def least(self, size: Tensor) -> Tensor:
+        """[B]: the least tolerance that can be certified of the last of the states, whose largest numbers are ``size`` [L, B]."""
+        share = self.weights.unsqueeze(-1) * size
+        if self.limit is not None:
+            # Which values were clipped, the prior does not know: a state that is far too large is rounded in proportion.
+            share = torch.minimum(share, torch.finfo(size.dtype).eps * size[-1:].clamp_min(self.limit))
+        return MARGIN * torch.linalg.vector_norm(share, dim=0)
+
+
+def of_network(problem: Problem, coupling: Coupling, eps: float) -> Tensor:
+    """[L] float64: by how much the states move from iteration to iteration where a network rounds its outputs to ``eps``.
+
+    Its outputs are about 1, whatever it predicts, and each rounds by itself; what earlier steps have rounded is carried along.
+    """
+    rounded = torch.zeros(problem.length, dtype=torch.float64)
+    if eps <= torch.finfo(problem.dtype).eps:
+        return rounded
+    kept = coupling.blocks.data.detach().double().cpu().flatten(1)
+    if coupling.slots > 1:
+        kept = torch.linalg.matrix_norm(coupling.blocks.data.detach().double().cpu(), 2).flatten(1)
+    kept = kept.square().mean(1).sqrt().clamp(max=1).tolist()
+    gains = problem.steps.gain.abs().amax(-1).tolist()
+    moved = 0.0
+    for step, (share, gain) in enumerate(zip(kept, gains, strict=True)):
+        moved = rounded[step] = math.hypot(share * float(moved), eps * gain)
+    return MARGIN_OF_NETWORK * rounded
+
+
+def _amplification(coupling: Coupling) -> Tensor:
+    """[L]: how much of an error in the state after each step is left in the sample after the last one."""
+    data = coupling.blocks.data
+    if coupling.slots == 1:
+        later = torch.cat([data[1:].abs(), torch.ones_like(data[:1])]).flatten(1)
+        grown = later.flip(0).cumprod(0).flip(0)
+    else:
+        row = torch.zeros_like(data[0, 0, :, 0])  # the derivative of the last sample: [D, K]
+        row[:, 0] = 1
+        rows = [row]
+        for block in data[1:, 0].flip(0):
+            row = multiply(row.unsqueeze(-2), block).squeeze(-2)
+            rows.append(row)
+        grown = torch.stack(rows[::-1]).norm(dim=-1)
+    # An error of one coordinate is spread over all directions, and theirs over all coordinates.
+    return grown.amax(-1) if coupling.basis is None else grown.square().mean(-1).sqrt()

@@ -1,0 +1,231 @@
+"""Which solves are captured: those that repeat, as far as a trace of their step can tell.
+
+A recording stands for every solve of its kind: same shapes and settings, and the same trace of the step, which knows all
+tensors and numbers that the step closes over. The first solve of a kind runs as ever; the second is recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..convergence import FixedIterations, PaperTest, UpdateTest
+from ..guess import Guess
+from ..jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian
+from ..linear import PCR, Auto, Blocks, ForwardSubstitution, Fused, Hierarchical
+from ..newton import Loop, Newton, Outcome, first_ends
+from ..runtime import is_capturing
+from ..sequence import Sequence
+from ..solution import Plan
+from .record import RECORDERS, Recorder
+from .replay import Recording
+
+#: Recordings that are kept, and bytes of inputs and results in all of them.
+_MOST_KEPT, _MOST_BYTES = 16, 2**31
+#: Kinds of solves that are remembered.
+_MOST_SEEN = 1024
+#: Recordings that differ only in what the step closes over, and have not been replayed since.
+_MOST_IDLE = 4
+#: So many solves in a row that had to be handed over, and their kind is no longer captured.
+_MOST_MISSES = 3
+
+# Subclasses of these may do anything.
+_JACOBIANS = (DenseJacobian, DiagonalJacobian, GivenJacobian)
+_LINEAR = (Auto, Fused, PCR, Hierarchical, ForwardSubstitution)
+_TESTS = (UpdateTest, PaperTest, FixedIterations)
+
+#: Settings of the process that choose how numbers are multiplied.
+_ARITHMETIC = (
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    (torch.backends.cudnn, "fp32_precision"),
+    (torch.backends.cudnn.conv, "fp32_precision"),  # pyright: ignore[reportAttributeAccessIssue]
+    (torch.backends.cudnn.rnn, "fp32_precision"),  # pyright: ignore[reportAttributeAccessIssue]
+)
+
+
+def may_capture(solver: Newton | Loop, z0: Any) -> bool:
+    """Whether a solve may be captured, as far as can be said before its step is looked at."""
+    first = next(iter(pytree.tree_leaves(z0)), None)
+    return (
+        isinstance(solver, Newton)
+        and solver.capture
+        and solver.quadratic
+        and isinstance(first, Tensor)
+        and first.device.type in RECORDERS
+        and type(solver.jacobian) in _JACOBIANS
+        and type(solver.linear) in _LINEAR
+        and type(solver.stop) in _TESTS
+        and torch._C._len_torch_dispatch_stack() == 0  # somebody wants to see the operations
+        and not is_capturing(first.device)
+    )
+
+
+class CapturedSolves:
+    """The recordings of a process, the least recently used forgotten first; safe for threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._recorders: dict[torch.device, Recorder] = {}
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._seen: OrderedDict[int, str] = OrderedDict()  # by hash: why such a solve is not captured, or ""
+        self._idle: OrderedDict[int, int] = OrderedDict()  # by hash of a structure: recordings less replays
+
+    def clear(self) -> None:
+        with self._lock:
+            for memory in (self._recorders, self._recordings, self._seen, self._idle):
+                memory.clear()
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    @torch.no_grad()
+    def solve(self, newton: Newton, sequence: Sequence, guess: Guess, plan: Plan) -> tuple[Outcome, Tensor] | None:
+        """The outcome and its residual [B]; None where the general iteration must do it, and the plan says why."""
+        refusal = _trace_jacobian(newton.jacobian, sequence)
+        if refusal is None:
+            chunk = newton.choose_chunk(sequence, plan)
+            found = self._solve(newton, sequence, guess, chunk, plan)
+            if not isinstance(found, str):
+                return found
+            refusal = found
+        plan.note(f"not captured: {refusal}")
+        return None
+
+    def _solve(
+        self, newton: Newton, sequence: Sequence, guess: Guess, chunk: int, plan: Plan
+    ) -> tuple[Outcome, Tensor] | str:
+        assert sequence.trace is not None
+        kind = _kind_of(newton, sequence, chunk)
+        key = (kind, sequence.trace.key)
+        number = hash(key)
+        with self._lock:
+            refusal = self._seen.get(number, "the first of its kind")
+            if number not in self._seen:
+                _put(self._seen, number, "", _MOST_SEEN)
+        if refusal:
+            return refusal
+        ends = first_ends(sequence, guess, chunk)
+        try:
+            recorder = self._recorder(sequence.layout.device)
+            with recorder.turn():
+                recording = self._find(key)
+                if recording is None:
+                    structure = hash((kind, sequence.trace.structure))
+                    if self._idle.get(structure, 0) >= _MOST_IDLE:
+                        return "what the step closes over is replaced from solve to solve; hand it over in xs"
+                    recording = Recording(newton, sequence, ends, chunk, recorder, structure)
+                    self._add(key, recording)
+                else:
+                    self._count(recording.structure, -1)
+                found = recording.replay(sequence, ends)
+        except Exception as error:  # whatever is wrong, the general iteration says it better
+            self._forget(key, str(error).strip().split("\n")[0][:200])
+            return self._seen.get(number, "")
+        if found is None:
+            recording.misses += 1
+            if recording.misses >= _MOST_MISSES:
+                self._forget(key, "such solves need the safeguards of the general iteration")
+            return "handed over to the general iteration"
+        recording.misses = 0
+        recording.describe(plan)
+        return found
+
+    def _recorder(self, device: torch.device) -> Recorder:
+        with self._lock:
+            if device not in self._recorders:
+                self._recorders[device] = RECORDERS[device.type](device)
+            return self._recorders[device]
+
+    def _find(self, key: Hashable) -> Recording | None:
+        with self._lock:
+            if key in self._recordings:
+                self._recordings.move_to_end(key)
+            return self._recordings.get(key)
+
+    def _count(self, structure: int, more: int) -> None:
+        with self._lock:
+            _put(self._idle, structure, max(0, self._idle.get(structure, 0) + more), _MOST_SEEN)
+
+    def _add(self, key: Hashable, recording: Recording) -> None:
+        self._count(recording.structure, 1)
+        with self._lock:
+            self._recordings[key] = recording
+            while len(self._recordings) > 1 and (
+                len(self._recordings) > _MOST_KEPT or sum(r.bytes for r in self._recordings.values()) > _MOST_BYTES
+            ):
+                self._recordings.popitem(last=False)
+
+    def _forget(self, key: Hashable, reason: str) -> None:
+        with self._lock:
+            self._recordings.pop(key, None)
+            _put(self._seen, hash(key), reason or "it failed", _MOST_SEEN)
+
+
+def _put(memory: OrderedDict, key: Hashable, value: Any, most: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    while len(memory) > most:
+        memory.popitem(last=False)
+
+
+def _trace_jacobian(jacobian: Any, sequence: Sequence) -> str | None:
+    """Add to the trace what a given Jacobian depends on. Returns why the solve cannot be captured, or None."""
+    trace = sequence.trace
+    if trace is None:
+        return "its step cannot be traced"
+    if sequence.evaluation != "vmap":
+        return f"its steps are evaluated by {sequence.evaluation}"
+    if isinstance(jacobian, GivenJacobian) and trace.refusal is None:
+        given = jacobian.blocks
+        try:
+            if isinstance(given, Blocks):
+                trace.run(type(given), lambda: given.data)
+            else:
+                state = sequence.layout.unpack(sequence.initial.detach().clone())
+                x = sequence.inputs(0)
+                inputs = (state,) if x is None else (state, pytree.tree_map(lambda leaf: leaf.detach().clone(), x))
+                trace.run(given, given, *inputs)
+        except Exception:  # if it fails without a trace too, its error says why
+            return "its Jacobian cannot be traced"
+    return trace.refusal
+
+
+def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
+    """All but the trace that a recording depends on."""
+    layout, jacobian = sequence.layout, newton.jacobian
+    leaves, spec = pytree.tree_flatten(sequence.xs)
+    xs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if leaf is not None]
+    autocast = torch.is_autocast_enabled(layout.device.type) and torch.get_autocast_dtype(layout.device.type)
+    settings = [getattr(where, name) for where, name in _ARITHMETIC]
+    return (
+        (layout, sequence.length, chunk, spec, *xs),
+        (newton.tolerances(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
+        (type(jacobian), jacobian.memory_budget if isinstance(jacobian, DenseJacobian) else None),
+        (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
+    )
+
+
+captured_solves = CapturedSolves()
+#: Whatever else is captured and kept, with a method ``clear``.
+CLEARED: WeakSet[Any] = WeakSet()
+
+
+def clear_graphs() -> None:
+    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory: see ``Newton.capture``.
+
+    >>> import deeppcr
+    >>> deeppcr.clear_graphs()
+    """
+    captured_solves.clear()
+    for other in list(CLEARED):
+        other.clear()

@@ -1,0 +1,426 @@
+"""What deep networks of equal layers share: one way in, and the choice how to run the layers.
+
+Shapes: B rows, w the width, L layers (steps of the solve), s layers inside a skip connection.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ..guess import RepeatInitial
+from ..jacobian import GivenJacobian
+from ..linear import Dense
+from ..linear.fused import has_room
+from ..newton import Newton
+from ..runtime import has_triton, in_functorch, is_capturing
+from ..solution import ConvergenceWarning, Solution
+from ..solve import solve
+from .arguments import Mode, check_mode, check_newton, check_size
+from .choose import ASKED, EMPTY, choose
+from .cost import Choice
+from .report import looped, one_chunk
+from .rows import solve_finite_rows
+
+#: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
+#: (without skip connections); and rows, each walked by a program of its own.
+_NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
+#: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
+_MOST_PRODUCTS = 2**30
+
+
+def _relu_slope(z: Tensor) -> Tensor:
+    return (z > 0).to(z.dtype)
+
+
+def _tanh_slope(z: Tensor) -> Tensor:
+    return 1 - torch.tanh(z) ** 2
+
+
+def _sigmoid_slope(z: Tensor) -> Tensor:
+    value = torch.sigmoid(z)
+    return value * (1 - value)
+
+
+#: Activations with their derivatives; any other elementwise function is differentiated automatically.
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    "relu": (torch.relu, _relu_slope),
+    "tanh": (torch.tanh, _tanh_slope),
+    "sigmoid": (torch.sigmoid, _sigmoid_slope),
+}
+
+
+#: Where signs matter, states are to have right digits down to this size; below, a float32 hardly has them.
+_HARDLY_ANYTHING = 1e-30
+
+
+@cache
+def _kernels() -> Any:
+    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
+    from . import forward as fused
+
+    return fused
+
+
+_USUAL, _REPEATED = Newton(), RepeatInitial()
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
+
+
+def _is_usual(newton: Newton) -> bool:
+    """Whether only tolerances and chunk are set: the kernels know no other method."""
+    for name in _SETTINGS:
+        ours, usual = getattr(newton, name), getattr(_USUAL, name)
+        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
+            return False
+    return True
+
+
+def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a function overwrites what it is given, as far as two numbers on the CPU show."""
+    given = torch.tensor([-1.5, 0.5])
+    kept = given.clone()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):  # one that needs others is seen later
+        activation(given)
+    return not torch.equal(given, kept)
+
+
+def _is_exporting() -> bool:
+    """Whether ``torch.export`` traces the call, which keeps no attributes.
+
+    ``torch.compiler.is_exporting()`` reads the same flag, but up to PyTorch 2.12 it is True inside ``torch.compile``, too.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+class _Way(NamedTuple):
+    """How the kernels run a network.
+
+    Attributes:
+        layers: ``fused.Layers``, what they need to know besides the tensors
+        choice: the cost model's, in parallel
+        why: the loop, where it is the loop
+    """
+
+    layers: Any
+    choice: Choice | None
+    why: str = ""
+
+
+#: What ``Network._way`` found, so that a call only looks it up.
+_ways: dict[tuple, _Way | None] = {}
+_UNKNOWN: Any = object()
+_MOST = 4096
+
+
+class Network(nn.Module):
+    """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
+
+    activations: Tensor  # [L, w], the batch mean of the last training step's states
+    #: The settings that were last asked about, and what ``_is_usual`` said of them.
+    _usual: tuple[Newton | None, bool] = (None, False)
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        steps: tuple[int, ...],
+        out_features: int,
+        activation: str | Callable[[Tensor], Tensor],
+        mode: Mode,
+        newton: Newton | None,
+        guess: Any,
+        warm_start: bool,
+        save_warm_start: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        if not callable(activation) and not isinstance(activation, str):
+            raise TypeError(f"activation: expected one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}")
+        if not isinstance(activation, str) and _changes_its_argument(activation):
+            raise ValueError(
+                "activation: it changes its argument in place, which a skip connection and the states still need; "
+                "take it without inplace=True"
+            )
+        in_features, width = check_size("in_features", in_features), check_size("width", width)
+        out_features = check_size("out_features", out_features)
+        self.activation, self.newton = activation, check_newton(newton)
+        self.guess, self.warm_start = guess, warm_start
+        self.mode: Mode = check_mode(mode)
+        options = {"device": device, "dtype": dtype}
+        self.input = nn.Linear(in_features, width, **options)
+        self.weight = nn.Parameter(torch.empty(*steps, width, width, **options))
+        self.bias = nn.Parameter(torch.empty(*steps, width, **options))
+        self.output = nn.Linear(width, out_features, **options)
+        self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
+        self._warm = False
+        self.register_load_state_dict_pre_hook(self._note_loading)
+        self._passed: Any = None  # a Solution, or what says how the last parallel pass went when it is asked
+        self._looped: tuple[int, str] | None = None  # the rows of the last pass, and why it was the loop, if it was
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear`` does: uniform between plus and minus 1 / sqrt(fan in)."""
+        self.input.reset_parameters()
+        self.output.reset_parameters()
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, mode: Mode | None = None) -> Tensor:
+        """[*batch, in_features] to [*batch, out_features]; ``mode`` overrides the module's for this call."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor [*batch, in_features], got {type(x).__name__}")
+        features = getattr(self.input, "in_features", None)  # which another layer in its place may not have
+        if x.ndim == 0 or (features is not None and x.shape[-1] != features):
+            wanted = f"[*batch, {features or 'in_features'}]"
+            raise ValueError(f"x: expected {wanted}, got {list(x.shape)}; images are flattened first: x.flatten(1)")
+        try:
+            hidden = self.input(x)
+        except RuntimeError as error:
+            if x.dtype == self.weight.dtype:
+                raise
+            raise TypeError(
+                f"x: expected {self.weight.dtype}, the dtype of the weights, got {x.dtype}; x.to(...) or net.to(...) changes it"
+            ) from error
+        rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
+        state = self._apply_activation(self._run(rows, mode, last=True))
+        if hidden.ndim != 2:
+            state = state.reshape(hidden.shape)
+        return self.output(state if state.dtype == hidden.dtype else state.to(hidden.dtype))
+
+    def hidden_states(self, hidden: Tensor, mode: Mode | None = None) -> Tensor:
+        """The states after every step, [L, B, w], from the state [B, w] after the input layer."""
+        return self._run(hidden, mode, last=False)
+
+    def _run(self, hidden: Tensor, mode: Mode | None, *, last: bool) -> Tensor:
+        """The states after every step, [L, B, w], or after the last one, [B, w]."""
+        chosen, why = check_mode(self.mode if mode is None else mode), ""
+        if hidden.shape[0] == 0:
+            chosen, why = "sequential", EMPTY
+        # The steps run in the precision of the weights, also under autocast: Newton's method compares small differences.
+        weight = self.weight  # a look-up among the parameters takes a while
+        if hidden.dtype != weight.dtype:
+            hidden = hidden.to(weight.dtype)
+        if self._may_use_kernels(hidden):
+            run: Any = self._fused
+            if torch.compiler.is_compiling():  # a graph ends here, so not in vain
+                run = torch.compiler.disable(run) if self._has_kernels(hidden, chosen) else lambda *_: None
+            states = run(weight, hidden, chosen, last)
+            if states is not None:
+                return states
+        if chosen == "auto":
+            chosen, why = self._choose_without_kernels(hidden)
+        if chosen == "sequential" and not _is_exporting():
+            self._looped = hidden.shape[0], why or ASKED
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
+        return states[-1] if last else states
+
+    def _loop(self, hidden: Tensor) -> Tensor:
+        states, z = [], hidden
+        for x in zip(self.weight.unbind(), self.bias.unbind(), strict=True):
+            z = self._step(z, x)
+            states.append(z)
+        return torch.stack(states)
+
+    def _may_use_kernels(self, hidden: Tensor) -> bool:
+        """Whether there are fused kernels for such a call, as far as that may change from one call to the next."""
+        if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
+            return False
+        return not in_functorch() and forward_ad._current_level < 0 and has_triton()
+
+    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+        if not self._may_use_kernels(hidden):
+            return False
+        in_loop, in_parallel = self._covered(hidden, self._is_usual())
+        return in_loop if mode == "sequential" or (mode == "auto" and in_loop) else in_parallel
+
+    def _is_usual(self) -> bool:
+        """Whether the parallel kernels know the method and its start."""
+        if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
+            self._usual = (self.newton, _is_usual(self.newton))
+        return self._usual[1] and self.guess == _REPEATED
+
+    def _covered(self, hidden: Tensor, usual: bool) -> tuple[bool, bool]:
+        """Whether there are kernels of this size for the loop, and in parallel."""
+        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
+        width = shape[-1]
+        if width > _NARROW and (len(shape) == 4 or width > WIDEST or (hidden.is_cuda and not has_room(hidden.device))):
+            return False, False
+        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-shape[0] // chunk)
+        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+        return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
+
+    def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
+        """How the fused kernels do what is asked; None where they do not."""
+        newton, usual = self.newton, self._is_usual()
+        # The derivative of a ReLU is all about signs, of which an absolute tolerance says nothing where states vanish; with a
+        # skip connection they do not. (``solve`` looks for such states afterwards, which would keep a GPU waiting.)
+        signs = self.activation == "relu" and newton.atol is None and len(weight.shape) == 3 and torch.is_grad_enabled()
+        how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol, signs)
+        key = (weight.shape, hidden.shape[0], hidden.device, *how)
+        found = _ways.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = self._find_way(hidden, mode, usual, signs)
+            if len(_ways) >= _MOST:
+                _ways.clear()
+            _ways[key] = found
+        return found
+
+    def _find_way(self, hidden: Tensor, mode: Mode, usual: bool, signs: bool) -> _Way | None:
+        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
+        in_loop, in_parallel = self._covered(hidden, usual)
+        choice, backward, why = None, None, ASKED if mode == "sequential" else ""
+        if mode == "auto" and not in_loop:
+            mode, _ = self._choose_without_kernels(hidden)
+        if mode != "sequential" and in_parallel:
+            choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
+            backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
+            loop = mode == "auto" and choice.mode == "sequential"
+            if backward != (shape[0] if loop else choice.chunk):
+                back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
+                choice = replace(choice, why=f"{choice.why}; backward {back}")
+            if loop:
+                choice, why = None, choice.why
+        elif mode == "auto":
+            why = "there are kernels for the loop only"
+        if choice is None and (mode == "parallel" or not in_loop):
+            return None
+        atol, rtol = self.newton.tolerances(hidden.dtype)
+        if signs:
+            atol = _HARDLY_ANYTHING
+        layers = _kernels().Layers(
+            skip=shape[1] if len(shape) == 4 else 1,
+            residual=len(shape) == 4,
+            activation=str(self.activation),
+            atol=float(atol),
+            rtol=float(rtol),
+            chunk=shape[0] if choice is None else choice.chunk,
+            backward=backward,
+        )
+        return _Way(layers, choice, why)
+
+    def _fused(self, weight: Tensor, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
+        """By the fused kernels; None where they do not do what is asked."""
+        way = self._way(weight, hidden, mode)
+        if way is None:
+            return None
+        fused, choice = _kernels(), way.choice
+        activations = self.activations if self.warm_start and choice is not None else None
+        guess, average = activations if self._warm else None, activations if self.training else None
+        left: list[Any] = []
+        states = fused.apply(weight, self.bias, hidden, guess, way.layers, left, last, average)
+        # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
+        if choice is not None:
+            report, x = left
+            passed, finished = report, ""
+            if report is None:
+                passed = one_chunk(weight.shape[0], x.shape[1], x.device)
+            else:
+                report.note, finished = choice.why, report.solution().message if report.finished else ""
+            warm = self._warm if average is None else not finished or self._can_start_from(average)
+            self.__dict__.update(_passed=passed, _looped=None, _warm=warm)
+            if finished:
+                warnings.warn(finished, ConvergenceWarning, stacklevel=4)
+        else:
+            self.__dict__["_looped"] = hidden.shape[0], way.why
+        return states
+
+    def _keep_activations(self, states: Tensor) -> None:
+        # In place: a CUDA graph of the caller reads it again. After a divergence the next pass starts afresh, or in such a
+        # graph, where nobody can look, from what was kept before.
+        if is_capturing(states.device):
+            mean = states.mean(1)
+            self.activations.copy_(torch.where(torch.isfinite(mean).all(), mean, self.activations))
+            self._warm = True
+        else:
+            torch.mean(states, 1, out=self.activations)
+            self._warm = self._can_start_from(self.activations)
+
+    @staticmethod
+    def _can_start_from(activations: Tensor) -> bool:
+        """After a divergence, start afresh."""
+        return bool(torch.isfinite(activations).all())
+
+    @property
+    def solution(self) -> Solution | None:
+        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
+        if self._looped is not None:
+            rows, why = self._looped
+            return looped(self.weight.shape[0], rows, self.weight.device, why)
+        if self._passed is None or isinstance(self._passed, Solution):
+            return self._passed
+        return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
+
+    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
+        guess = self.guess
+        if self.warm_start and self._warm:
+            guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
+        xs = (self.weight, self.bias)
+        solution = solve_finite_rows(
+            lambda start: solve(self._step, start, xs, solver=solver, guess=guess), self._loop, hidden
+        )
+        if self.warm_start and self.training:
+            self._keep_activations(solution.states.detach())
+        if why:
+            solution.plan.note(why)
+        self._passed, self._looped = replace(solution, states=None), None
+        return solution.states
+
+    def _choose_without_kernels(self, hidden: Tensor) -> tuple[Mode, str]:
+        """Whether in parallel, and why: by a rule of thumb."""
+        steps, width = self.weight.shape[0], self.weight.shape[-1]
+        if hidden.device.type == "cpu":
+            deep = steps >= 4096 and width <= 16 and hidden.shape[0] <= 4
+            rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
+        else:
+            deep = steps >= 64 and width <= 64
+            rule = "without kernels the loop wins below 64 steps or above width 64"
+        return "parallel" if deep else "sequential", rule
+
+    def _apply_activation(self, z: Tensor) -> Tensor:
+        return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)
+
+    def _slope(self, z: Tensor) -> Tensor:
+        if isinstance(self.activation, str):
+            return ACTIVATIONS[self.activation][1](z)
+        return torch.func.jvp(self.activation, (z,), (torch.ones_like(z),))[1]
+
+    def _layer(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return self._apply_activation(z) @ weight.mT + bias
+
+    def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def _jacobian(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Dense:
+        raise NotImplementedError
+
+    @staticmethod
+    def _note_loading(module: Network, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A warm start helps, but no network depends on it: one that is missing or not asked for is no mistake."""
+        name = f"{prefix}activations"
+        if "activations" in module._non_persistent_buffers_set:
+            state_dict.pop(name, None)
+        elif name in state_dict:
+            module._warm = bool(torch.isfinite(state_dict[name]).all())
+        else:
+            state_dict[name] = module.activations.clone()
+
+    def extra_repr(self) -> str:
+        layers = self.weight.shape[:-2]
+        skip = f"skip={layers[1]}, " if len(layers) == 2 else ""
+        return f"depth={layers.numel()}, {skip}width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"

@@ -1,0 +1,322 @@
+"""Networks of narrow layers by a handful of kernels: parallel over chunks of layers, or one layer after the other.
+
+Shapes: T layers in blocks of ``skip``, N chunks, B rows, w the width; ``x`` [T + 1, B, w], the input of every layer and
+the last output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import Launches, aligned, empty, remember, repeat
+from ..linear.kernels import dense
+from ..runtime import apply_directly, is_batched, is_capturing
+from . import kernels
+from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients, slopes_at
+from .cost import chunks_in_group
+from .layers import Layers
+from .report import Report
+
+#: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
+#: where the host cannot be asked whether another is needed, there are fewer.
+_ROUNDS = 8
+
+
+def apply(
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    left: list,
+    last: bool = False,
+    average: Tensor | None = None,
+) -> Tensor:
+    """The states after every block, [blocks, B, w], or after the last one, [B, w]; ``Apply`` says of what. ``left``
+    gets how it went (a ``Report``; None for a single chunk) and ``x``, and ``average`` [blocks, w] the rows' mean."""
+    if initial.is_cuda and initial.device.index != torch.cuda.current_device():
+        with torch.cuda.device(initial.device):
+            return apply(weight, bias, initial, guess, layers, left, last, average)
+    if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
+        return apply_directly(Apply, weight, bias, initial, (guess, layers, left, last, average))
+    return _states(weight, bias, initial, (guess, layers, left, last, average))[0]
+
+
+def _states(weight: Tensor, bias: Tensor, initial: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``apply`` returns; the weights as the kernels read them, and ``x``."""
+    guess, layers, left, last, average = how
+    weight, bias, initial = (aligned(weight.contiguous()), aligned(bias.contiguous()), aligned(initial.contiguous()))
+    x, report = run(weight, bias, initial, guess, layers, average)
+    left.extend((report, x))
+    return x[-1] if last else x[layers.skip :: layers.skip], weight, x
+
+
+class Apply(torch.autograd.Function):
+    """The states after every block as a function of weights [blocks, skip, w, w], biases and the initial state [B, w].
+
+    Or that after the last block alone: where nobody asks for the others, none of their gradients is made up of zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, how: tuple):
+        states, weight, x = _states(weight, bias, initial, how)
+        ctx.layers = how[1]
+        ctx.save_for_backward(weight, x)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        if is_batched(grad_outputs[0]):
+            raise RuntimeError(
+                "is_grads_batched=True: the fused kernels take one gradient at a time; call backward for each"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "second derivatives: the fused kernels have none. An activation that is a function (such as torch.tanh) "
+                'takes the general path; with it, mode="sequential" can be differentiated any number of times'
+            )
+        weight, x = ctx.saved_tensors
+        gradient = aligned(grad_outputs[0].contiguous())
+        of_weights, of_biases, _ = ctx.needs_input_grad[:3]
+        if not (of_weights or of_biases):
+            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None
+        return *all_gradients(weight, x, gradient, ctx.layers), None
+
+
+class Passes:
+    """What is the same for all calls with tensors of the same shapes.
+
+    Attributes:
+        rounds: how many the last call took: before that many, nobody looks whether they were enough
+        noted: what was launched, by round; and the loop
+    """
+
+    __slots__ = ("chunk", "chunks", "constants", "group", "groups", "has_loop", "noted", "rounds", "shape", "workspace")
+
+    def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
+        self.chunk = layers.chunk_blocks(blocks)
+        self.chunks = -(-blocks // self.chunk)
+        self.group = chunks_in_group(self.chunks)
+        self.groups = -(-self.chunks // self.group)
+        self.workspace = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
+        self.shape = dense.Shape(width)
+        self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
+        self.rounds, self.has_loop = 1, False
+        self.noted: dict[Any, Launches] = {}
+
+
+_plans: dict[tuple, Passes] = {}
+
+
+def plan_for(weight: Tensor, rows: int, guess: Tensor | None, layers: Layers) -> Passes:
+    key = (weight.shape, rows, None if guess is None else guess.stride(), layers, weight.device)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Passes(weight.shape[0], rows, weight.shape[-1], layers)
+        remember(_plans, key, plan)
+    return plan
+
+
+class _Narrow:
+    """The passes over a network whose layers fit the registers of one program."""
+
+    idle_when_settled = True
+
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
+        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
+        # Trained residual networks take four rounds as a rule: see docs/performance.md.
+        self.captured_rounds = 4 if layers.residual else 3
+        self.rows, self.blocks = x.shape[1], weight.shape[0]
+
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
+        """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
+        self.initial, self.guess, self.found = initial, initial if guess is None else guess, found
+        self.guess_step = 0 if guess is None else guess.stride(0)
+        self.guess_row = initial.shape[-1] if guess is None else guess.stride(1) if guess.ndim == 3 else 0
+        self.workspace = empty(self.x, self.plan.workspace)
+
+    def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
+        """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
+
+        def make(launches: Launches) -> None:
+            arguments = (
+                self.weight, self.bias, start, start, 0, 0, self.x, self.x, found,
+                self.rows, first, self.blocks, passes, self.blocks, 0, 0,
+            )  # fmt: skip
+            warps, stages = self.plan.shape.without
+            constants = (*self.plan.constants, False, "", True, stages)
+            launches.launch(kernels.roll, self.rows, arguments, constants, warps=warps)
+
+        tensors = (
+            (self.weight, self.bias, start, self.x)
+            if found is self.x
+            else (self.weight, self.bias, start, self.x, found)
+        )
+        repeat(self.plan.noted, ("whole", first, passes, found is self.x), tensors, make)
+
+    def one_round(self, first_pass: int) -> None:
+        """Two passes: one with new Jacobians, one with the same."""
+
+        def make(launches: Launches) -> None:
+            self._one_pass(first_pass, True, launches)
+            self._one_pass(first_pass + 1, False, launches)
+
+        tensors = (self.weight, self.bias, self.initial, self.x, self.workspace, self.found)
+        if self.guess is not self.initial:
+            tensors = (*tensors, self.guess)
+        repeat(self.plan.noted, first_pass, tensors, make)
+
+    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+        """Roll out and correct the starts."""
+        plan, shape = self.plan, self.plan.shape
+        how = (product, shape.precision)
+        sizes = plan.constants[-2:]
+        warps, stages = shape.with_products if product else shape.without
+        arguments = (
+            self.weight, self.bias, self.initial, self.guess, self.guess_step, self.guess_row,
+            self.x, self.workspace, self.found,
+            self.rows, 0, self.blocks, passes, plan.chunk, plan.chunks, plan.groups,
+        )  # fmt: skip
+        constants = (*plan.constants, *how, False, stages)
+        launches.launch(kernels.roll, plan.chunks * self.rows, arguments, constants, warps=warps)
+        arguments = (self.workspace, self.found, self.rows, passes, plan.group, plan.chunks, plan.groups)
+        programs = (plan.groups - 1) * self.rows
+        launches.launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
+        warps, stages = shape.without
+        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        launches.launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
+
+
+class _Wide:
+    """The same for wider layers, of networks without skip connections."""
+
+    captured_rounds = 1
+    idle_when_settled = False  # what a settled row does not need is done all the same, and costs as much
+
+    def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
+        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
+        self.rows, self.width = x.shape[1:]
+        self.blocks = weight.shape[0]
+        self.constants = (layers.activation, self.width, plan.shape.padded, 16)
+
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
+        self.initial, self.initial_step, self.found = initial, 0, found
+        if guess is not None:
+            picked = guess[self.plan.chunk - 1 : (self.plan.chunks - 1) * self.plan.chunk : self.plan.chunk]
+            if picked.ndim == 2:
+                picked = picked.unsqueeze(1).expand(-1, self.rows, -1)
+            self.initial, self.initial_step = torch.cat([initial.unsqueeze(0), picked]), self.rows * self.width
+        self.starts = self.x.new_empty(self.plan.chunks, self.rows, self.width)
+        self.ends = torch.empty_like(self.starts)
+
+    def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
+        sizes = (self.rows, first, self.blocks, passes, self.blocks)
+        if self.width <= HELD_WITHOUT_PRODUCT:
+            warps, stages = WIDE_LOOP
+            arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, *sizes, 0, 0)
+            constants = (1, False, *self.constants[:3], False, "", True, stages)
+            Launches().launch(kernels.roll, self.rows, arguments, constants, warps=warps)
+        else:
+            arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
+            Launches().launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
+
+    def one_round(self, first_pass: int) -> None:
+        launches = Launches()
+        self._one_pass(first_pass, True, launches)
+        self._one_pass(first_pass + 1, False, launches)
+
+    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+        plan = self.plan
+        arguments = (
+            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found,
+            self.rows, 0, self.blocks, passes, plan.chunk,
+        )  # fmt: skip
+        launches.launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
+        if product:
+            blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
+            slopes = dense.Chain(slopes_at(self.x[:-1], self.layers), 0, False)
+            self.products = dense.multiply_wide(blocks, slopes, "columns", plan.chunks - 1, plan.chunk, launches)
+        deltas = torch.zeros_like(self.starts)
+        # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.
+        deltas[1:] = self.ends[:-1] - self.starts[1:]
+        # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
+        dense.solve_in_place(self.products, deltas, launches, refined=False)
+        arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
+        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        launches.launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
+
+
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow | _Wide:
+    return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
+
+
+def run(
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    average: Tensor | None = None,
+) -> tuple[Tensor, Report | None]:
+    """``x``, and for a parallel pass how it went.
+
+    Args:
+        weight, bias: [blocks, (skip,) w, w] and [blocks, (skip,) w], contiguous
+        initial: [B, w]
+        guess: [blocks, w] or [blocks, B, w], states after every block; None: the initial state repeated
+        average: [blocks, w], gets the mean of the rows' states after every block; it may be the guess
+    """
+    blocks, (rows, width) = weight.shape[0], initial.shape
+    if guess is not None:
+        guess = aligned(guess.contiguous())
+    plan = plan_for(weight, rows, guess, layers)
+    x = empty(weight, blocks * layers.skip + 1, rows, width)
+    network = network_of(weight, bias, x, layers, plan)
+
+    def done() -> None:
+        if average is not None:
+            torch.mean(x[layers.skip :: layers.skip], 1, out=average)
+
+    if plan.chunks == 1:
+        network.whole(initial, 0, x, 0)
+        done()
+        return x, None
+
+    captured = is_capturing(weight.device)
+    most = network.captured_rounds if captured else _ROUNDS
+    found = empty(weight, 2 * most, 2, rows)
+    network.prepare(initial, guess, found)
+    report = Report(blocks, plan.chunk, found, most)
+    for rounds in range(1, most + 1):
+        network.one_round(2 * rounds - 2)
+        if captured or rounds < min(plan.rounds, most):
+            continue
+        report.rounds = rounds
+        done()  # as a rule they were enough: launched before the host waits for the answer (and the guess is read by then)
+        taken = report.passes_taken()
+        if all(taken):
+            report.rounds = -(-max(taken) // 2)
+            if network.idle_when_settled:
+                plan.rounds = report.rounds
+            _load_loop(network, initial, found, 2 * rounds)
+            return x, report
+    # Each pass but the last has made the start of one more chunk exact: the rows that are not settled go on from there.
+    exact = min(plan.chunks - 1, 2 * most - 1) * plan.chunk
+    network.whole(aligned(x[exact * layers.skip]), exact, found, 2 * most)
+    done()
+    report.finished = not captured
+    return x, report
+
+
+def _load_loop(network: _Narrow | _Wide, initial: Tensor, found: Tensor, passes: int) -> None:
+    """Run the kernel that finishes by the loop, which has nothing to do here, the first time.
+
+    It is part of every CUDA graph of a caller who warmed up with passes that did not need it, and a capture is no place to
+    compile and load it.
+    """
+    if not network.plan.has_loop:
+        network.whole(initial, 0, found, passes)
+        network.plan.has_loop = True

@@ -1,0 +1,46 @@
+"""What a network of equal layers is made of, as its kernels take it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a network is made of.
+
+    Attributes:
+        skip: layers in a block
+        residual: whether the input of a block is added to its output
+        activation: a name
+        atol, rtol: tolerance of a state
+        chunk: blocks that are rolled out one after the other; None: chosen by depth. All of them: sequential
+        backward: the same for the backward pass; None: as forward
+    """
+
+    skip: int
+    residual: bool
+    activation: str
+    atol: float = 1e-5
+    rtol: float = 1e-5
+    chunk: int | None = None
+    backward: int | None = None
+
+    def __post_init__(self):
+        own = (self.skip, self.residual, self.activation, self.atol, self.rtol, self.chunk, self.backward)
+        object.__setattr__(self, "_hash", hash(own))
+
+    def __hash__(self) -> int:  # once, not in each of the lookups of a call
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
+    def backward_blocks(self, blocks: int) -> int:
+        """Blocks in a chunk of the backward pass."""
+        return self.chunk_blocks(blocks) if self.backward is None else min(blocks, self.backward)
+
+    def chunk_blocks(self, blocks: int) -> int:
+        """Blocks in a chunk. With about half a square root of the depth, roll-out and solve take equally long."""
+        if self.chunk is not None:
+            return min(blocks, self.chunk)
+        layers = 2 ** max(0, round(math.log2(math.sqrt(blocks * self.skip) / 2)))
+        return min(blocks, max(1, layers // self.skip))

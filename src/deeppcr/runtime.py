@@ -1,0 +1,113 @@
+"""What every room asks: is somebody capturing, transforming or compiling, how exact are products, is Triton there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+_is_legacy_batched, _peek_interpreter_stack = _functorch.is_legacy_batchedtensor, _functorch.peek_interpreter_stack
+#: By type of device: whether operations are being captured by somebody, to be run later.
+CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
+#: The settings of precision belong to the process: one thread at a time changes them.
+_PRECISION = threading.RLock()
+
+
+def in_functorch() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp, ...) is at work."""
+    return _peek_interpreter_stack() is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
+    return in_functorch() or _is_legacy_batched(tensor)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether operations on ``device`` go into a graph of the caller: they have no values yet that Python could read."""
+    return device.type in CAPTURING and CAPTURING[device.type]()
+
+
+def values_can_be_read(tensor: Tensor) -> bool:
+    """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
+    return not (is_traced(tensor) or is_capturing(tensor.device))
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for others: while compiling, or under a transform."""
+    return torch.compiler.is_compiling() or is_batched(tensor)
+
+
+def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """What ``function.apply`` does outside transforms, but for the search for arguments that were left out and for wrappers
+    among those that are no tensors: it takes longer than the launches."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply(*[_functorch.unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in arguments])
+
+
+def is_observed(data: Tensor, rhs: Tensor) -> bool:
+    """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
+    if (data.requires_grad or rhs.requires_grad) and torch.is_grad_enabled():
+        return True
+    transformed = forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
+    return transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
+
+
+def has_tangent(leaf: Any) -> bool:
+    """Whether a value carries a forward-mode derivative of the caller's."""
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is imported only when a kernel is used."""
+    return find_spec("triton") is not None
+
+
+@contextmanager
+def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
+    """Products and convolutions in float32 proper, or in TF32, on a GPU; what was set before is put back.
+
+    PyTorch has these settings twice, in an old and a new way, and refuses to tell the old ones where both were used.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with _PRECISION, _precision("tf32" if tf32 else "ieee"):
+        yield
+
+
+@contextmanager
+def _precision(wanted: str) -> Iterator[None]:
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    told = products.fp32_precision, convolutions.fp32_precision
+    if told == (wanted, wanted):
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted == "tf32"
+    except RuntimeError:
+        before = None
+    products.fp32_precision = convolutions.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+        products.fp32_precision, convolutions.fp32_precision = told

@@ -1,0 +1,7 @@
+"""What a loop is: a step, where it starts, its inputs; any of its steps at once; what it does, reaches and must not do."""
+
+from .evaluate import StepError
+from .layout import Layout
+from .sequence import Rowwise, Sequence, rowwise
+
+__all__ = ["Layout", "Rowwise", "Sequence", "StepError", "rowwise"]

@@ -1,0 +1,273 @@
+"""One step function evaluated, and differentiated, at many steps at once.
+
+Shapes: N steps at a time, B rows, D the packed state, K tangents.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from ..runtime import is_out_of_memory
+from .layout import Layout
+
+_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+_load_decompositions = getattr(import_module("torch._functorch.vmap"), "lazy_load_decompositions", None)
+_PARTS = ("_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+_HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) for part in _PARTS)
+
+#: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
+#: shown itself when the first step was called plainly.
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+_TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+#: PyTorch's forward mode knows one level for the whole process: two threads inside it at once get in each other's way.
+_FORWARD_MODE = threading.Lock()
+
+
+class StepError(ValueError):
+    """The step function does something that a step must not do."""
+
+
+def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
+    """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
+
+    Of a call of PyTorch's own, nine tenths go into looking at nests and in_dims; that is longer than most steps take. Where
+    its parts are not what they are today, it is called after all.
+    """
+    if not _HAS_PARTS or _load_decompositions is None:
+        return vmap(function)(states) if xs is None else vmap(function)(states, xs)
+    leaves, spec = pytree.tree_flatten((states,) if xs is None else (states, xs))
+    size = leaves[0].shape[0]
+    _load_decompositions()
+    level = _functorch._vmap_increment_nesting(size, "error")
+    try:
+        batched = [_functorch._add_batch_dim(leaf, 0, level) for leaf in leaves]
+        found, found_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(batched, spec)))
+        found = [_functorch._remove_batch_dim(leaf, level, size, 0) for leaf in found]
+    finally:
+        _functorch._vmap_decrement_nesting()
+    return pytree.tree_unflatten(found, found_spec)
+
+
+def _must_propagate(error: BaseException) -> bool:
+    return isinstance(error, StepError) or is_out_of_memory(error)
+
+
+class StepGroup:
+    """Steps that share one function. ``way`` and ``derivative`` record how it turned out they can be evaluated.
+
+    Args:
+        function: ``function(z, x)``, or ``function(z)`` where xs is None
+        xs: a nest of tensors [steps of the group, ...], or None
+        layout: of the state
+        rowwise: every leaf of xs is [steps, B, ...] and any number of rows may come
+        one_by_one: never try to evaluate several steps at once
+        module: whose parameters and buffers stand in xs, by name
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        xs: Any,
+        layout: Layout,
+        *,
+        rowwise: bool = False,
+        one_by_one: bool = False,
+        module: nn.Module | None = None,
+    ):
+        self.function, self.xs, self.layout, self.module = function, xs, layout, module
+        self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
+        self.derivative = "none"
+        self.notes: list[str] = []
+        self._candidates = list(_DERIVATIVES)
+
+    def inputs(self, index: int | slice | Tensor) -> Any:
+        return pytree.tree_map(lambda leaf: leaf[index], self.xs) if self.xs is not None else None
+
+    def call(self, state: Tensor, x: Any, batch_shape: tuple[int, ...] | None = None) -> Tensor:
+        """One step: [B, D] to [B, D]."""
+        batch = self.layout.batch_shape if batch_shape is None else batch_shape
+        nest = self.layout.unpack(state, batch)
+        try:
+            output = self.function(nest) if self.xs is None else self.function(nest, x)
+        except RuntimeError as error:
+            if _NO_GRAPH not in str(error):
+                raise
+            raise StepError(
+                "step: differentiates by torch.autograd.grad or backward, which see no graph where the solver evaluates it; use "
+                f"torch.func.grad or torch.func.vjp ({error})"
+            ) from error
+        complaint = self.layout.complaint(output, batch)
+        if complaint is not None:
+            output = self.layout.in_order(output)
+            complaint = self.layout.complaint(output, batch)
+        if complaint is not None:
+            raise StepError(f"step: {complaint}{_hint(complaint, x, self.layout.dtype)}")
+        return self.layout.pack(output)
+
+    def values(self, previous: Tensor, index: slice | Tensor) -> Tensor:
+        """All steps in ``index``, each from its own state: [N, B, D] to [N, B, D]."""
+        xs = self.inputs(index)
+        if self.way == "vmap":
+            try:
+                function = self.call if xs is not None else lambda state: self.call(state, None)
+                return vmap_over_steps(function, previous, xs)
+            except _TRANSFORM_ERRORS as error:
+                self._leave_vmap(error)
+        if self.way == "rowwise":
+            fold = self.fold(xs)
+            return fold(previous.flatten(0, 1)).unflatten(0, previous.shape[:2])
+        return torch.stack([self.call(z, _at(xs, n)) for n, z in enumerate(previous)])
+
+    def push(self, previous: Tensor, tangents: Tensor, index: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Values and Jacobian-vector products.
+
+        Args:
+            previous: [N, B, D]
+            tangents: [N, K, B, D], or [1, K, B, D] for the same at every step
+
+        Returns:
+            [N, B, D] and [N, K, B, D]
+        """
+        xs = self.inputs(index)
+        while True:
+            self.derivative = self._candidates[0]
+            try:
+                with _FORWARD_MODE:
+                    if self.way == "vmap":
+                        values, pushed = self._push_vmap(previous, tangents, xs)
+                    elif self.way == "rowwise":
+                        values, pushed = self._push_rowwise(previous, tangents, xs)
+                    else:
+                        values, pushed = self._push_loop(previous, tangents, xs)
+                # Forward mode promotes the tangents of tensors without dimensions that a Python number scales.
+                return values, pushed.to(values.dtype)
+            except _TRANSFORM_ERRORS as error:
+                if _must_propagate(error):
+                    raise
+                if len(self._candidates) > 1:
+                    self.notes.append(f"no {self.derivative} derivative of the step ({_first_line(error)})")
+                    self._candidates.pop(0)
+                elif self.way == "vmap":
+                    self._leave_vmap(error)
+                    self._candidates = list(_DERIVATIVES)
+                else:
+                    raise StepError(
+                        "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
+                        "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
+                        f"GivenJacobian need no derivative. {_first_line(error)}"
+                    ) from error
+
+    def _leave_vmap(self, error: Exception) -> None:
+        if _must_propagate(error):
+            raise error
+        if "randomness" in str(error):
+            raise StepError(
+                "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them "
+                "over in xs"
+            ) from error
+        self.way = "loop"
+        self.notes.append(
+            f"torch.vmap does not cover the step ({_first_line(error)}): its steps are evaluated one by one; "
+            "deeppcr.rowwise(step) may help"
+        )
+
+    def fold(self, xs: Any) -> Callable[[Tensor], Tensor]:
+        """Several steps as more rows of one call."""
+        folded = pytree.tree_map(lambda leaf: leaf.flatten(0, 1), xs) if xs is not None else None
+        rest = self.layout.batch_shape[1:]
+        return lambda rows: self.call(rows, folded, (rows.shape[0] // rest.numel(), *rest))
+
+    def _push_vmap(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
+        def one(z, x, t):
+            return _DERIVATIVES[self.derivative](lambda state: self.call(state, x), z, t)
+
+        shared = tangents.shape[0] == 1
+        dims = (0, None if xs is None else 0, None if shared else 0)
+        return vmap(one, in_dims=dims)(previous, xs, tangents[0] if shared else tangents)
+
+    def _push_rowwise(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
+        steps, rows = previous.shape[:2]
+        folded = tangents.expand(steps, -1, -1, -1).transpose(0, 1).flatten(1, 2)
+        values, pushed = _DERIVATIVES[self.derivative](self.fold(xs), previous.flatten(0, 1), folded)
+        return values.unflatten(0, (steps, rows)), pushed.unflatten(1, (steps, rows)).transpose(0, 1)
+
+    def _push_loop(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
+        each = tangents.expand(previous.shape[0], -1, -1, -1)
+        pairs = [
+            _DERIVATIVES[self.derivative](lambda state, n=n: self.call(state, _at(xs, n)), z, t)
+            for n, (z, t) in enumerate(zip(previous, each, strict=True))
+        ]
+        values, pushed = zip(*pairs, strict=True)
+        return torch.stack(values), torch.stack(pushed)
+
+
+def _at(xs: Any, n: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[n], xs) if xs is not None else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:120]
+
+
+def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
+    if "state's dtype" in complaint:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return "; autocast is on: give z0 the dtype that the step returns, or cast inside the step"
+        tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if other := next((leaf.dtype for leaf in tensors if leaf.dtype != dtype), None):
+            return f"; its x has {str(other).removeprefix('torch.')}: give xs the dtype of z0"
+    if "state's shape" in complaint:
+        return (
+            ". A step maps a state to one of the same shape. If every step sees all earlier ones (as in a DenseNet), "
+            "the equations are not bidiagonal and cannot be solved this way; a window of them can: deeppcr.with_history"
+        )
+    return ""
+
+
+# Ways to get Jacobian-vector products of `call` at z [R, D] along tangents [K, R, D]: values [R, D], products [K, R, D].
+# jvp is the innermost transform: other nestings fail for recurrent cells.
+
+
+def _forward(call, z, tangents):
+    values, products, *_ = vmap(lambda t: jvp(call, (z,), (t,)))(tangents)
+    return values[0], products  # the values do not depend on the tangent: all K of them are one (expanded) tensor
+
+
+def _forward_each(call, z, tangents):
+    values, products = zip(*(jvp(call, (z,), (t,)) for t in tangents), strict=True)
+    return values[0], torch.stack(products)
+
+
+def _reverse(call, z, tangents):
+    values, pull, *_ = vjp(call, z)
+    (rows,) = vmap(pull)(_one_cotangent_per_output(z))
+    return values, torch.einsum("irj,krj->kri", rows, tangents)
+
+
+def _reverse_each(call, z, tangents):
+    values, pull, *_ = vjp(call, z)
+    rows = torch.stack([pull(cotangent)[0] for cotangent in _one_cotangent_per_output(z)])
+    return values, torch.einsum("irj,krj->kri", rows, tangents)
+
+
+def _one_cotangent_per_output(z: Tensor) -> Tensor:
+    width = z.shape[-1]
+    return torch.eye(width, dtype=z.dtype, device=z.device).unsqueeze(1).expand(width, *z.shape)
+
+
+_DERIVATIVES: dict[str, Callable] = {
+    "forward": _forward,
+    "forward, one tangent at a time": _forward_each,
+    "reverse": _reverse,
+    "reverse, one cotangent at a time": _reverse_each,
+}

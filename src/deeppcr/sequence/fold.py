@@ -1,0 +1,88 @@
+"""Whether steps may be folded into the rows of one call: rows of such a call against real steps.
+
+Shapes: L steps, B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..runtime import is_out_of_memory
+from .evaluate import StepError, StepGroup
+
+
+@torch.no_grad()
+def check_fold(group: StepGroup, initial: Tensor, first: Tensor, length: int) -> None:
+    """Raise where rows of a folded call differ from those of real steps.
+
+    Folded are the first step, the last, and one that is made up of rows from all over the sequence, their values drawn from
+    the whole range of the inputs: a step that takes one row's input for another's shows there even if only one step in
+    thousands has another input. No value lies outside that range, and states are those of the loop, in other rows: steps take
+    them as indices, too.
+
+    Args:
+        initial, first: [B, D], the states before and after the first step
+    """
+    starts, inputs = [initial, first], [group.inputs(0), group.inputs(length - 1)]
+    try:
+        try:
+            made_up = _made_up(group.xs) if group.xs is not None else None
+            folded, exact = _both_ways(group, [*starts, torch.cat([first, initial])[::2]], [*inputs, made_up], first)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # Not every step takes values that are made up.
+            folded, exact = _both_ways(group, starts, inputs, first)
+    except (RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise StepError(f"step: declared rowwise, but it does not take another number of rows: {error}") from error
+    finite = torch.isfinite(exact)
+    scale = exact.where(finite, 0).abs().max()
+    allowed = 100 * torch.finfo(group.layout.dtype).eps * max(1.0, group.layout.width**0.5)
+    same = (folded.double() - exact).abs() <= allowed * (1 + scale)
+    # What is not finite is the step's own doing where it is so in both; the solve will say where it comes from.
+    if not (same | (~finite & ~torch.isfinite(folded))).all():
+        raise StepError(
+            "step: declared rowwise, but rows of a folded call differ from those of a real step: "
+            "something it closes over has rows of its own, or its rows influence each other"
+        )
+
+
+def _both_ways(group: StepGroup, starts: list[Tensor], inputs: list[Any], first: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps as rows of one call, and each by itself."""
+    xs = pytree.tree_map(lambda *leaves: torch.stack(leaves), *inputs) if group.xs is not None else None
+    folded = group.fold(xs)(torch.cat(starts)).unflatten(0, (len(starts), -1))
+    alone = [group.call(start, x) for start, x in zip(starts[1:], inputs[1:], strict=True)]
+    return folded, torch.stack([first, *alone]).double()
+
+
+def _made_up(xs: Any) -> Any:
+    """Leaves [L, B, ...] to [B, ...]: rows from all over the sequence; what is floating and finite, anew within its range."""
+    leaves = pytree.tree_leaves(xs)
+    length, rows = leaves[0].shape[:2]
+    picked = (2 * torch.arange(rows, device=leaves[0].device) + 1) * (length * rows) // (2 * rows)
+    whole = [leaf for leaf in leaves if not leaf.is_floating_point()]
+    if whole:  # which stay as they are: the first row and the last at least are to differ from the first of all
+        differ = torch.stack([(leaf != leaf[:1, :1]).reshape(length * rows, -1).any(-1) for leaf in whole]).any(0)
+        picked[0] = picked[-1] = torch.where(differ.any(), differ.int().argmax(), picked[0])
+
+    def take(leaf: Tensor) -> Tensor:
+        found = leaf[picked // rows, picked % rows]
+        if not leaf.is_floating_point():
+            return found
+        share = shares(found)
+        made_up = leaf.amin((0, 1)) * (1 - share) + leaf.amax((0, 1)) * share
+        return torch.where(torch.isfinite(made_up), made_up, found)
+
+    return pytree.tree_map(take, xs)
+
+
+def shares(like: Tensor) -> Tensor:
+    """Numbers between 0 and 1, all different, and the caller's random numbers left alone."""
+    golden = 0.618034  # whose multiples are spread evenly
+    return (torch.arange(like.numel(), device=like.device) * golden).frac().view(like.shape).to(like.dtype)

@@ -1,0 +1,171 @@
+"""How a user's nest of state tensors lies in one flat tensor.
+
+Shapes: B rows (all batch dimensions in one), D the state of a row packed flat. Inside the library a trajectory is
+one tensor [L, B, D]; nests of tensors are packed and unpacked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..runtime import is_capturing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A nest of tensors [*batch, *state] as one [B, D] tensor."""
+
+    spec: pytree.TreeSpec
+    shapes: tuple[torch.Size, ...]  # of each leaf, without its batch dimensions
+    batch_shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(z0: Any, batch_dims: int | None) -> Layout:
+        """The layout of an initial state; raises where it is not a nest of like floating tensors."""
+        leaves, spec = pytree.tree_flatten(z0)
+        if not leaves:
+            raise ValueError("z0: has no tensor in it")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"z0: expected a tensor or a tuple of tensors, found {type(leaf).__name__}")
+            if not leaf.dtype.is_floating_point:
+                hint = "" if leaf.dtype.is_complex else " (use z0.float())"
+                raise TypeError(f"z0: expected a real floating dtype, got {leaf.dtype}{hint}")
+            if leaf.layout is not torch.strided:
+                raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
+            if leaf.dtype != leaves[0].dtype or leaf.device != leaves[0].device:
+                raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
+        if batch_dims is not None and (
+            not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
+        ):
+            raise ValueError(f"batch_dims: expected a whole number from 0, got {batch_dims!r}")
+        if batch_dims is None:
+            batch_dims = 0 if all(leaf.ndim <= 1 for leaf in leaves) else 1
+        batch_shape = leaves[0].shape[:batch_dims]
+        for leaf in leaves:
+            if leaf.ndim < batch_dims or leaf.shape[:batch_dims] != batch_shape:
+                raise ValueError(
+                    f"z0: with batch_dims={batch_dims} every tensor must begin with the same batch shape, "
+                    f"got {describe(z0)}"
+                )
+            if leaf.numel() == 0:
+                raise ValueError(f"z0: is empty: {describe(z0)}")
+            if is_capturing(leaf.device):
+                continue
+            if leaf.is_meta:
+                raise TypeError("z0: is on the meta device, which holds no values; a solve decides by them")
+            if leaf.dtype.itemsize < 2:  # with which PyTorch hardly computes
+                raise TypeError(
+                    f"z0: {leaf.dtype} is for keeping numbers, not for computing with them; z0.bfloat16() is the next"
+                )
+            if not torch.isfinite(leaf).all():
+                raise ValueError("z0: holds values that are not finite")
+        shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
+        return Layout(spec, shapes, batch_shape, leaves[0].dtype, leaves[0].device)
+
+    @property
+    def rows(self) -> int:
+        return self.batch_shape.numel()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def width(self) -> int:
+        return sum(self.sizes)
+
+    def pack(self, nest: Any, lead: int = 0) -> Tensor:
+        """Leaves [*lead, *batch, *state] to [*lead, B, D]; B may differ from ``rows``."""
+        flat = [
+            leaf.reshape((*leaf.shape[:lead], -1, size))
+            for leaf, size in zip(pytree.tree_leaves(nest), self.sizes, strict=True)
+        ]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+
+    def unpack(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> Any:
+        """[*lead, B, D] to leaves [*lead, *batch, *state]."""
+        batch = self.batch_shape if batch_shape is None else batch_shape
+        leaves = [
+            part.reshape((*packed.shape[:-2], *batch, *shape))
+            for part, shape in zip(self._split(packed), self.shapes, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def norms(self, packed: Tensor) -> Tensor:
+        """The largest magnitude in each leaf: [..., B, D] to [..., B, leaves]."""
+        if len(self.shapes) == 1:
+            return packed.abs().amax(-1, keepdim=True)
+        return torch.stack([part.abs().amax(-1) for part in self._split(packed)], -1)
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
+
+    def in_order(self, nest: Any) -> Any:
+        """A nest whose dictionaries may have their keys in another order, in the order of the state; any other as it is."""
+        try:
+            return pytree.tree_unflatten(self.spec.flatten_up_to(nest), self.spec)
+        except ValueError:
+            return nest
+
+    def complaint(self, nest: Any, batch_shape: tuple[int, ...]) -> str | None:
+        """What is wrong with a state that a step returned, or None."""
+        leaves, spec = pytree.tree_flatten(nest)
+        expected = [torch.Size((*batch_shape, *shape)) for shape in self.shapes]
+        if not all(isinstance(leaf, Tensor) for leaf in leaves) or spec != self.spec:
+            what = "structure"
+        elif [leaf.shape for leaf in leaves] != expected:
+            what = "shape"
+        elif any(leaf.dtype != self.dtype for leaf in leaves):
+            what = "dtype"
+        elif any(leaf.device != self.device for leaf in leaves):
+            what = "device"
+        else:
+            return None
+        wanted = [f"{_short(self.dtype)}{list(shape)} on {self.device}" for shape in expected]
+        if nest is None:
+            return f"returns None, not a state like {_written(wanted, self.spec)}; is its return statement missing?"
+        if what == "structure":  # containers and, for dictionaries, the order of keys
+            got = _written([_one(leaf) for leaf in leaves], spec)
+            return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}"
+        return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
+
+
+def _written(leaves: list[str], spec: pytree.TreeSpec) -> str:
+    """A nest with its containers: ``{'a': float32[3] on cpu, 'b': (int, int)}``; many leaves are dots."""
+    texts = leaves if len(leaves) <= 4 else ["."] * len(leaves)
+    return repr(pytree.tree_unflatten([_Text(text) for text in texts], spec))
+
+
+class _Text(str):
+    """Is written without quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _one(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{_short(leaf.dtype)}{list(leaf.shape)} on {leaf.device}"
+    return type(leaf).__name__
+
+
+def describe(nest: Any) -> str:
+    """Shapes, dtypes and devices of a nest, for messages."""
+    leaves, spec = pytree.tree_flatten(nest)
+    if len(leaves) > 4:
+        return f"{len(leaves)} leaves, the first {_one(leaves[0])}"
+    return _one(leaves[0]) if spec.is_leaf() else f"({', '.join(map(_one, leaves))})"

@@ -1,0 +1,358 @@
+"""Sequence: the body of a loop, its start and its inputs; any of its steps evaluated at once.
+
+Shapes: L steps, N of them at a time, B rows, D the packed state, K tangents, C steps a chunk.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..linear.hierarchical import interleave
+from ..runtime import has_tangent, is_capturing
+from .evaluate import StepError, StepGroup, vmap_over_steps
+from .fold import check_fold
+from .history import WithHistory
+from .hooks import NoHooks, refuse_hooked
+from .layout import Layout, describe
+from .purity import Purity, changes_in_place
+from .snapshot import version_of
+from .stack import group_callables
+from .trace import Trace
+
+
+class Rowwise:
+    """A step that takes any number of rows; made by ``rowwise``."""
+
+    def __init__(self, step: Callable):
+        self.step = step
+
+    def __call__(self, *args):
+        return self.step(*args)
+
+
+def rowwise(step: Callable) -> Rowwise:
+    """Declare that ``step`` treats every row by itself and takes any number of them.
+
+    All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
+    ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
+    nothing that ``step`` closes over may have rows of its own. In every solve the first step, the last, and one made up of
+    values from the whole range of ``xs`` are compared with a folded call; where they differ, StepError.
+
+    >>> import torch, deeppcr
+    >>> cell = torch.nn.LSTMCell(3, 4)
+    >>> step = deeppcr.rowwise(lambda state, x: cell(x, state))
+    >>> zeros = torch.zeros(2, 4)
+    >>> h, c = deeppcr.solve(step, (zeros, zeros), torch.randn(100, 2, 3)).states
+    >>> h.shape
+    torch.Size([100, 2, 4])
+    """
+    if not callable(step):
+        raise TypeError(f"step: expected a callable, got {type(step).__name__}")
+    return Rowwise(step)
+
+
+class Sequence:
+    """The loop ``for x in xs: z = step(z, x)`` on packed states.
+
+    Attributes:
+        length: L
+        layout: of a state
+        initial: [B, D], ``z_0``, still attached to the caller's graph
+        xs: as given
+        needs_gradients: whether anything that the states depend on requires a gradient
+        first: [B, D], the state after the first step, where the loop is to go on from it
+        trace: of the first step, where it was asked for and could be made
+        keepers: modules that keep something without consequences, as far as is known
+    """
+
+    def __init__(
+        self,
+        step: Callable | list[Callable] | nn.ModuleList,
+        z0: Any,
+        xs: Any = None,
+        *,
+        length: int | None = None,
+        batch_dims: int | None = None,
+        traced: bool = False,
+        watched: bool = True,
+    ):
+        self.layout = Layout.of(z0, batch_dims)
+        self.initial = self.layout.pack(z0)
+        self.xs = xs
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        self.length = _find_length(step if several else None, xs, length)
+        inner = step.step if isinstance(step, Rowwise) else step
+        self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
+        self.notes: list[str] = []
+        self.keepers: list[nn.Module] = []
+        self._verified: set[str] = set()
+        self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
+        if several:
+            for index, each in enumerate(step):
+                if not callable(each):
+                    raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
+            members, said = group_callables(list(step), xs, self.layout, stack=watched)
+            self._groups = members
+            placed = {m: (group, place) for indices, group in members for place, m in enumerate(indices)}
+            self._places = [placed[index] for index in range(self.length)]
+            self.notes.append(said)
+        elif callable(step):
+            fold = isinstance(step, Rowwise)
+            if fold:
+                _check_rows(xs, self.length, self.layout)
+            self._groups = [([], StepGroup(step, xs, self.layout, rowwise=fold))]
+        else:
+            raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
+        self.trace = Trace(self.layout.device) if traced and not several else None
+        self._purity = Purity([group for _, group in self._groups], once=traced) if watched else None
+        differentiated = watched and torch.is_grad_enabled()
+        with NoHooks() if differentiated else nullcontext():
+            first = self._take_first_step(xs)
+        self.first = None if watched else first
+        if self._purity is not None:
+            self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
+        if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
+            raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
+        if self._groups[0][1].way == "rowwise" and self.length > 1 and watched:
+            try:
+                check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
+            except BaseException as error:
+                self.check_purity(error)
+                self.undo_side_effects()
+                raise
+        inputs = [group.xs for _, group in self._groups]
+        self.needs_gradients = first.requires_grad or any(
+            leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
+        )
+        if self._purity is not None and differentiated and self.needs_gradients:
+            refuse_hooked(self._purity.roots)
+
+    def _take_first_step(self, xs: Any) -> Tensor:
+        """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""
+        state, x = self.initial, self.inputs(0)
+        if not is_capturing(state.device):  # where they would be copied again at every replay
+            # A step that changes its arguments is refused, and the caller's tensors are as they were. To a trace, all else of
+            # the caller's memory is what the step closes over.
+            state = state.clone()
+            if x is not None and self._group_of(0)[0].module is None:
+                x = pytree.tree_map(torch.clone, x)
+        watched = [("its state", state), *(("xs", leaf) for leaf in pytree.tree_leaves(x) if x is not None)]
+        before = [version_of(leaf) for _, leaf in watched]
+        try:
+            first = self._call_traced(state, x)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(xs, (list, tuple)) and len(xs) > 2 and all(isinstance(x, Tensor) for x in xs):
+                raise TypeError(
+                    f"xs: is a {type(xs).__name__} of {len(xs)} tensors, read as a nest whose leaves each run over the steps. "
+                    f"If they are the inputs of {len(xs)} steps, stack them: torch.stack(xs). (The step said: {error})"
+                ) from error
+            self._say_how_it_was_called(error, state, x)
+            raise
+        of_module = self._group_of(0)[0].module is not None  # whose xs are what it holds: see Purity
+        for (name, leaf), version in zip(watched, before, strict=True):
+            if version_of(leaf) != version and (leaf is state or not of_module):
+                raise StepError(changes_in_place(name))
+        return first
+
+    def check_purity(self, error: BaseException | None = None) -> None:
+        """After the solve: raise where calls have left something behind that others depend on, or that led to ``error``."""
+        if self._purity is not None:
+            self._purity.last_look(error)
+
+    def undo_side_effects(self) -> None:
+        """After the last call: let modules hold what the first one has left in them."""
+        self.restore_modules()
+        watched, self._purity = (
+            self._purity,
+            None,
+        )  # a graph keeps the sequence, and is not to keep what modules once held
+        self.keepers = list(watched.keepers.values()) if watched is not None else []
+
+    def restore_modules(self) -> None:
+        """Let modules hold what the first call has left in them: what they keep without its history cuts off gradients."""
+        if self._purity is not None:
+            self._purity.restore()
+
+    def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
+        """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
+        seen = describe(self.layout.unpack(state))
+        called = f"step(z, x) with z: {seen}, x = xs[0]: {describe(x)}" if x is not None else f"step(z) with z: {seen}"
+        add_note = getattr(error, "add_note", None)
+        if add_note is not None:
+            add_note(f"deeppcr called {called}")
+
+    def _call_traced(self, state: Tensor, x: Any) -> Tensor:
+        group = self._group_of(0)[0]
+        if self.trace is not None:
+            try:
+                return self.trace.run(group.function, group.call, state, x)
+            except Exception:  # not every step can be traced; if it fails without that too, its error says why
+                self.trace = None
+        return group.call(state, x)
+
+    def moved_to(self, initial: Tensor, xs: Any) -> Sequence:
+        """The same loop from another start [B, D] on other inputs, nothing known of how it can be evaluated.
+
+        Only for sequences of one step function.
+        """
+        moved, group = copy(self), self._groups[0][1]
+        moved.initial, moved.xs, moved.notes, moved._verified, moved._purity = initial, xs, [], set(), None
+        moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
+        return moved
+
+    def forget_step(self) -> None:
+        """Let go of the step and of all that it closes over: nothing is evaluated any more."""
+        self._groups[0][1].function = _forgotten
+
+    # Evaluation. `steps` is a range over the steps of the loop; `previous[n]` is the state before step steps[n].
+
+    def step(self, index: int, state: Tensor) -> Tensor:
+        """One step as in the loop: [B, D] to [B, D]."""
+        return self._group_of(index)[0].call(state, self.inputs(index))
+
+    def inputs(self, index: int) -> Any:
+        """What the step function sees of xs at one step."""
+        group, place = self._group_of(index)
+        return group.inputs(place)
+
+    def _group_of(self, index: int) -> tuple[StepGroup, int]:
+        return self._places[index] if self._places else (self._groups[0][1], index)
+
+    def values(self, previous: Tensor, steps: range) -> Tensor:
+        """[N, B, D] to [N, B, D]"""
+        (result,) = self._gather(steps, lambda group, index, at: (group.values(previous[at], index),))
+        return result
+
+    def push(self, previous: Tensor, tangents: Tensor, steps: range) -> tuple[Tensor, Tensor]:
+        """Values and Jacobian-vector products along ``tangents`` [N or 1, K, B, D]."""
+
+        def one(group, index, at):
+            # A view with an offset makes forward mode lay out the tangents of everything it meets anew, at D times the
+            # memory: a copy of the states is cheap.
+            return group.push(previous[at].clone(), tangents if tangents.shape[0] == 1 else tangents[at], index)
+
+        values, pushed = self._gather(steps, one)
+        return values, pushed
+
+    def map(self, function: Callable, previous: Tensor, steps: range) -> Any:
+        """``function(z, x)`` on the user's own state and input at every step, results stacked over steps."""
+        at = _as_slice(steps)
+        xs = pytree.tree_map(lambda leaf: leaf[at], self.xs) if self.xs is not None else None
+        return vmap_over_steps(function, self.layout.unpack(previous), xs)
+
+    def _gather(self, steps: range, evaluate: Callable) -> tuple[Tensor, ...]:
+        """Let every group evaluate its share of ``steps`` and put the results in order."""
+        if len(self._groups) == 1:
+            return evaluate(self._groups[0][1], _as_slice(steps), slice(None))
+        positions, parts = [], []
+        for members, group in self._groups:
+            local = [(steps.index(m), i) for i, m in enumerate(members) if m in steps]
+            if not local:
+                continue
+            at, index = (torch.tensor(each, device=self.layout.device) for each in zip(*local, strict=True))
+            positions.append(at)
+            parts.append(evaluate(group, index, at))
+        order = torch.cat(positions).argsort()
+        return tuple(torch.cat(each)[order] for each in zip(*parts, strict=True))
+
+    def roll_out(self, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Run all chunks from chunk ``first`` on at once, each from its own start.
+
+        Args:
+            starts: [chunks, B, D], the state before each chunk
+
+        Returns:
+            the state after each chunk, [chunks, B, D], and every state, [steps, B, D]
+        """
+        states, current, ended = [], starts, []
+        for steps in self.chunk_steps(chunk, first):
+            if len(steps) < len(current):  # the last chunk is ragged and ends here
+                ended.append(current[len(steps) :])
+            current = self.values(current[: len(steps)], steps)
+            states.append(current)
+        return torch.cat([current, *ended]), interleave(states)
+
+    def chunk_steps(self, chunk: int, first: int = 0) -> list[range]:
+        """Step k of every chunk from chunk ``first`` on, for k = 0, 1, ...: ranges over the steps of the loop."""
+        ranges = [range(first * chunk + k, self.length, chunk) for k in range(chunk)]
+        return [steps for steps in ranges if len(steps)]
+
+    def verify_once(self, name: str) -> bool:
+        """True the first time it is asked about ``name``."""
+        new = name not in self._verified
+        self._verified.add(name)
+        return new
+
+    @property
+    def evaluation(self) -> str:
+        return ", ".join(sorted({group.way for _, group in self._groups}))
+
+    @property
+    def derivative(self) -> str:
+        return "; ".join(sorted({group.derivative for _, group in self._groups}))
+
+    @property
+    def all_notes(self) -> list[str]:
+        return self.notes + [note for _, group in self._groups for note in group.notes]
+
+
+def _forgotten(*_: Any) -> Any:
+    raise RuntimeError("the step was forgotten when the solve had been recorded")
+
+
+def _as_slice(steps: range) -> slice:
+    return slice(steps.start, steps.stop, steps.step)
+
+
+def _find_length(steps: Any, xs: Any, length: int | None) -> int:
+    found: list[tuple[str, int]] = []
+    if length is not None:
+        try:
+            if isinstance(length, bool):
+                raise TypeError
+            length = operator.index(length)
+        except TypeError:
+            raise TypeError(f"length: expected an int, got {type(length).__name__}") from None
+        found.append(("length", length))
+    if steps is not None:
+        found.append(("step: the list", len(steps)))
+    for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
+        name = "xs" + pytree.keystr(path)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}")
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: torch.stack(xs)"
+            )
+        found.append((name, leaf.shape[0]))
+    if not found:
+        raise ValueError("length: there are no xs, so the number of steps must be given: length=L")
+    if len({value for _, value in found}) > 1:
+        hint = "; a list of the steps' inputs must be stacked: torch.stack(xs)" if isinstance(xs, list) else ""
+        about = "xs" if xs is not None else "step"
+        raise ValueError(
+            f"{about}: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint
+        )
+    name, value = found[0]
+    if value < 1:
+        raise ValueError(f"{name}: at least one step is needed, got L = {value}")
+    return value
+
+
+def _check_rows(xs: Any, length: int, layout: Layout) -> None:
+    if not layout.batch_shape:
+        raise ValueError("step: declared rowwise, but the states have no batch dimension (batch_dims=0)")
+    rows = layout.batch_shape[0]
+    for leaf in pytree.tree_leaves(xs) if xs is not None else []:
+        if leaf.ndim < 2 or leaf.shape[1] != rows:
+            raise ValueError(
+                f"xs: step is declared rowwise, so every leaf must be [L, B, ...] = [{length}, {rows}, ...], got {describe(leaf)}"
+            )

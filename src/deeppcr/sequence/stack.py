@@ -1,0 +1,120 @@
+"""A list of callables as few groups: those of equal structure are stacked and evaluated together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from .evaluate import StepError, StepGroup
+from .layout import Layout
+
+#: What every module has.
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, type)
+
+
+def group_callables(
+    callables: Sequence[Callable], xs: Any, layout: Layout, *, stack: bool = True
+) -> tuple[list[tuple[list[int], StepGroup]], str]:
+    """Groups of steps, each with the indices of its members, and a sentence on what was stacked.
+
+    Args:
+        callables: L of them, each ``f(z)``, or ``f(z, x)`` where xs is not None
+        xs: nest of tensors [L, ...], or None
+        stack: without it, each is called itself, and not a copy that stands for several: it may keep what it likes
+    """
+    alike: list[list[int]] = []
+    for index, candidate in enumerate(callables):
+        for members in alike:
+            if candidate is callables[members[0]] or (stack and _same_structure(callables[members[0]], candidate)):
+                members.append(index)
+                break
+        else:
+            alike.append([index])
+
+    groups, stacked, alone = [], 0, 0
+    for members in alike:
+        chosen = [callables[i] for i in members]
+        inputs = pytree.tree_map(lambda leaf, m=members: leaf[m], xs) if xs is not None else None
+        if all(f is chosen[0] for f in chosen):
+            single = len(members) == 1
+            groups.append((members, StepGroup(chosen[0], inputs, layout, one_by_one=single)))
+            alone, stacked = alone + single, stacked + (0 if single else len(members))
+        else:
+            groups.append((members, _stack(chosen, members[0], inputs, layout)))
+            stacked += len(members)
+    said = f"{len(callables)} callables: {stacked} stacked in {sum(len(m) > 1 for m, _ in groups)} groups"
+    return groups, said + (f", {alone} called one by one" if alone else "")
+
+
+def _stack(modules: list[Any], first: int, inputs: Any, layout: Layout) -> StepGroup:
+    names = [name for name, _ in [*modules[0].named_parameters(), *modules[0].named_buffers()]]
+    tensors = [dict([*m.named_parameters(), *m.named_buffers()]) for m in modules]
+    stacked = {name: torch.stack([each[name] for each in tensors]) for name in names}
+    # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
+    # given, and two threads that solve with one model must not do that to each other.
+    shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
+    template, count = copy.deepcopy(modules[0], shared), len(modules)
+
+    def call(state: dict[str, Tensor], *arguments: Any) -> Any:
+        try:
+            return functional_call(template, state, arguments)
+        except KeyError as error:
+            # A copy is not found where the modules themselves are; any other key is the step's own mistake.
+            key = error.args[0]() if error.args and isinstance(error.args[0], ref) else next(iter(error.args), None)
+            if not any(key is part or key == id(part) for part in template.modules()):
+                raise
+            raise StepError(
+                f"step: number {first}, {type(template).__name__}, looks itself up in a table, where a copy that stands for "
+                f"{count} equal modules is not: keep what it looks for in the module, or use solver=Loop()"
+            ) from error
+
+    if inputs is None:
+        return StepGroup(lambda z, state: call(state, z), stacked, layout, module=template)
+    return StepGroup(lambda z, x: call(x[0], z, x[1]), (stacked, inputs), layout, module=template)
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    """Whether two callables compute the same function of their input and their parameters and buffers."""
+    if not (isinstance(a, nn.Module) and isinstance(b, nn.Module)):
+        return False
+    parts_a, parts_b = list(a.named_modules()), list(b.named_modules())
+    if [name for name, _ in parts_a] != [name for name, _ in parts_b]:
+        return False
+    if not all(_same_module(m, n) for (_, m), (_, n) in zip(parts_a, parts_b, strict=True)):
+        return False
+
+    def tensors(module):
+        return [(name, t.shape, t.dtype, t.device) for name, t in [*module.named_parameters(), *module.named_buffers()]]
+
+    return tensors(a) == tensors(b) and len(tensors(a)) > 0
+
+
+def _same_module(a: nn.Module, b: nn.Module) -> bool:
+    if type(a) is not type(b) or a.training != b.training:
+        return False
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for module in (a, b) for name in hooks):
+        return False  # a hook may do anything
+    own_a, own_b = ({k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m in (a, b))
+    return own_a.keys() == own_b.keys() and all(_equal(own_a[k], own_b[k]) for k in own_a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality that is certain: what cannot be compared safely counts as different."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    return isinstance(a, _PLAIN) and not isinstance(a, Tensor) and a == b

@@ -1,0 +1,119 @@
+"""The judgement on each iteration, fed with updates made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from deeppcr import Result, UpdateTest
+from deeppcr.convergence import Progress, still_to_come
+from deeppcr.sequence.layout import Layout
+
+
+def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=100):
+    layout = Layout.of(torch.zeros(rows, 2), 1)
+    return Progress(
+        layout,
+        steps,
+        1,
+        atol=tolerance,
+        rtol=0.0,
+        quadratic=quadratic,
+        stop=UpdateTest(),
+        max_iterations=max_iterations,
+        compare_with_loop=False,
+    )
+
+
+def feed(judged: Progress, update: float, residual: float = 0.0) -> None:
+    """One iteration whose every update has this size, at states of size 1."""
+    shape = (judged.chunks, judged.layout.rows, 2)
+    frozen, _ = judged.frozen(0)
+    judged.judge(
+        0,
+        frozen,
+        torch.ones(shape[:2], dtype=torch.bool),
+        torch.full(shape, residual),
+        torch.full(shape, update),
+        torch.ones(shape),
+    )
+
+
+def test_updates_that_stop_shrinking_at_the_level_of_rounding_end_as_precision_floor():
+    judged = progress(steps=50)
+    for update in (1e-2, 1e-5, 1e-5, 0.9e-5):
+        feed(judged, update)
+        assert judged.active.all()
+    feed(judged, 1e-5)
+    assert judged.results == [Result.PRECISION_FLOOR]
+
+
+def test_what_is_carried_from_one_iteration_to_the_next_is_all_there_is():
+    """In a recording everything else is overwritten in between."""
+    judged = progress(steps=50)
+    for update in (1e-2, 1e-5, 1e-5, 0.9e-5, 1e-5):
+        kept: dict[str, torch.Tensor] = {}
+        feed(judged, update)
+        judged.carry(lambda name, tensor, kept=kept: kept.setdefault(name, tensor.clone()))
+        constant = {id(judged.index), *map(id, kept.values())}
+        for value in vars(judged).values():
+            if isinstance(value, torch.Tensor) and id(value) not in constant:
+                value.fill_(99)
+    assert judged.results == [Result.PRECISION_FLOOR]
+    assert judged.iterations.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("update", "residual"), [(1e-5, 1e-3), (1e-2, 0.0)], ids=["residual too large", "update too large"]
+)
+def test_no_floor_where_a_step_does_not_hold_or_the_update_is_not_small(update, residual):
+    judged = progress(steps=50)
+    for _ in range(8):
+        feed(judged, update, residual)
+    assert judged.active.all()
+
+
+def test_an_approximate_jacobian_takes_longer_to_stall():
+    judged = progress(quadratic=False, steps=80)
+    for count in range(11):
+        assert judged.active.all(), count
+        feed(judged, 1e-6)
+    assert judged.results == [Result.PRECISION_FLOOR]
+
+
+def test_true_jacobians_are_believed_as_far_as_updates_fall():
+    judged = progress(tolerance=1.0)
+    feed(judged, 0.5)
+    same = judged.error_left(torch.full((5, 1), 0.5, dtype=torch.float64))
+    assert (same == math.inf).all()
+    falling = judged.error_left(torch.full((5, 1), 0.4, dtype=torch.float64))
+    assert torch.allclose(falling, torch.full_like(falling, 1.6))  # 0.4 (0.8 + 0.8^2 + ...)
+    tiny = judged.error_left(torch.full((5, 1), 0.005, dtype=torch.float64))
+    assert torch.allclose(tiny, torch.full_like(tiny, 0.005))
+    assert judged.active.all()  # an update within the tolerance alone finishes no row
+
+
+def test_one_lucky_iteration_proves_nothing():
+    judged = progress(quadratic=False, tolerance=1e-3, steps=50)
+    for update in (1.0, 0.99, 0.98, 0.9e-3):  # creeping, then one update within the tolerance
+        feed(judged, update)
+        assert judged.active.all(), update
+    feed(judged, 0.3e-3)
+    feed(judged, 0.1e-3)
+    assert judged.results == [Result.CONVERGED]
+
+
+def test_what_is_still_to_come():
+    update, before = torch.tensor([0.0, 0.5, 0.9, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
+    assert torch.allclose(still_to_come(update, before), torch.tensor([1.0, 1.0, 9.0, math.inf, math.inf]))
+
+
+def test_hopeless_only_when_neither_prefix_nor_updates_can_arrive():
+    slow = progress(steps=1000, tolerance=1e-6)
+    falling = progress(steps=1000, tolerance=1e-6)
+    for count in range(12):
+        assert slow.why_hopeless() is None
+        feed(slow, 10.0, 1.0)
+        feed(falling, 10.0 * 0.3**count, 1.0)
+    assert "more were needed" in (slow.why_hopeless() or "")
+    assert falling.why_hopeless() is None
