@@ -68,18 +68,18 @@ class Case:
         """The plan of the library."""
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         if self.kernel is block_diagonal:
-            return block_diagonal.plan(self.length, self.channels, processors)
+            return block_diagonal.tiling_for(self.length, self.channels, processors)
         return diagonal.choose(self.length, self.channels, processors, torch.float32)
 
     def plans(self, chosen) -> Iterator[Any]:
         """The plan the library chooses is varied: one or two things at a time, not all at once."""
         if self.kernel is block_diagonal:
             for chunk, lanes, stages in itertools.product((16, 32, 64, 128), (32, 64, 128), (1, 3)):
-                yield block_diagonal.Plan(chunk, lanes, lanes // 32, stages)
+                yield block_diagonal.Tiling(chunk, lanes, lanes // 32, stages)
             return
-        if isinstance(chosen, lookback.Plan):
+        if isinstance(chosen, lookback.Tiling):
             for steps, groups, in_run, stream in itertools.product((16, 32), (4, 8), (4, 8), (False, True)):
-                yield lookback.Plan(steps, groups, 32, in_run, groups, stream, 80 if steps == 16 else 128)
+                yield lookback.Tiling(steps, groups, 32, in_run, groups, stream, 80 if steps == 16 else 128)
             return
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         alone, one_sweep = self.channels == 1, chosen.chunk >= self.length
@@ -94,7 +94,7 @@ class Case:
             groups, blocks = in_tile // width, triton.cdiv(self.channels, width)
             tiles = triton.cdiv(self.length, steps * groups)
             chunks = min(tiles, triton.cdiv(programs * processors, blocks)) if programs else 1
-            yield diagonal.Plan(steps, groups, width, triton.cdiv(tiles, chunks), in_tile // 128, stages)
+            yield diagonal.Tiling(steps, groups, width, triton.cdiv(tiles, chunks), in_tile // 128, stages)
 
 
 CASES = (
@@ -218,9 +218,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     device = torch.device("cuda")
-    print("plans: " + ", ".join(diagonal.Plan.__dataclass_fields__), end="")
-    print("; of many channels: " + ", ".join(lookback.Plan.__dataclass_fields__), end="")
-    print("; of small blocks: " + ", ".join(block_diagonal.Plan.__dataclass_fields__))
+    print("plans: " + ", ".join(diagonal.Tiling.__dataclass_fields__), end="")
+    print("; of many channels: " + ", ".join(lookback.Tiling.__dataclass_fields__), end="")
+    print("; of small blocks: " + ", ".join(block_diagonal.Tiling.__dataclass_fields__))
     results: dict[str, Any] = {"machine": {**machine(device), "triton": triton.__version__}, "cases": []}
     for case in CASES:
         if arguments.cases is None or case.name in arguments.cases:

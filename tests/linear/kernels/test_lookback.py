@@ -23,9 +23,9 @@ pytest.importorskip("numpy")  # which the interpreter needs
 from deeppcr.linear.kernels import diagonal, lookback
 
 #: tiles of 16 steps, 3 to a run: short systems have many of them
-SMALL = lookback.Plan(steps=4, groups=4, channels=16, run=3, warps=1)
+SMALL = lookback.Tiling(steps=4, groups=4, channels=16, run=3, warps=1)
 #: few programs for a long system of few channels: to be interpreted
-TALL = lookback.Plan(steps=32, groups=32, channels=4, run=4, warps=4)
+TALL = lookback.Tiling(steps=32, groups=32, channels=4, run=4, warps=4)
 PLANS = {
     "many channels": lookback.choose(16_384, 2048),
     "few": lookback.choose(16_384, 64),
@@ -66,7 +66,7 @@ def test_every_length(structure, length, reverse, device):
 @pytest.mark.parametrize("length", [1, 128, 129, 1100])
 def test_as_planned(length, reverse, device):
     couplings, rhs = system(linear.Diagonal, length, (5,), 7, device=device, reverse=reverse)
-    assert_right(lookback.run(couplings, rhs, reverse, lookback.Plan()), couplings, rhs, reverse)
+    assert_right(lookback.run(couplings, rhs, reverse, lookback.Tiling()), couplings, rhs, reverse)
 
 
 @unrepaired
@@ -88,9 +88,9 @@ def test_every_number_of_channels(channels, reverse, device):
 @pytest.mark.parametrize(
     "plan",
     [
-        lookback.Plan(steps=2, groups=1, channels=32, run=1, warps=1),
-        lookback.Plan(steps=3, groups=2, channels=64, run=2, warps=2),
-        lookback.Plan(steps=5, groups=8, channels=32, run=5, warps=4, stream=False, registers=None),
+        lookback.Tiling(steps=2, groups=1, channels=32, run=1, warps=1),
+        lookback.Tiling(steps=3, groups=2, channels=64, run=2, warps=2),
+        lookback.Tiling(steps=5, groups=8, channels=32, run=5, warps=4, stream=False, registers=None),
     ],
     ids=str,
 )
@@ -171,7 +171,7 @@ def test_nothing_to_solve(device):
 
 def test_threads_must_not_share_what_they_wait_for():
     with pytest.raises(ValueError, match="4 warps for 4 groups of 16 channels: too many"):
-        lookback.Plan(groups=4, channels=16, warps=4)
+        lookback.Tiling(groups=4, channels=16, warps=4)
 
 
 @pytest.mark.parametrize(("dtype", "pays"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)])
@@ -243,10 +243,10 @@ def test_two_streams_at_once(gpu):
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_other_numbers(gpu):
     couplings, rhs = many(gpu)
-    lookback.run(couplings, rhs, False, lookback.Plan())  # compiled before it is captured
+    lookback.run(couplings, rhs, False, lookback.Tiling())  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        states = lookback.run(couplings, rhs, False, lookback.Plan())
+        states = lookback.run(couplings, rhs, False, lookback.Tiling())
     for _ in range(3):
         couplings.data.mul_(-0.9)
         rhs.normal_()

@@ -23,9 +23,9 @@ from deeppcr.linear.kernels import block_diagonal, diagonal
 from deeppcr.linear.kernels.channels import as_channels
 
 #: small tiles and chunks, so that short systems have many of them
-SMALL = diagonal.Plan(steps=4, groups=4, channels=16, tiles=2, warps=1)
+SMALL = diagonal.Tiling(steps=4, groups=4, channels=16, tiles=2, warps=1)
 #: many lanes, so that the interpreter has few programs: more than fit the shared memory of a GPU for blocks beyond 4 x 4
-SMALL_BLOCKS = block_diagonal.Plan(chunk=8, lanes=512, warps=4)
+SMALL_BLOCKS = block_diagonal.Tiling(chunk=8, lanes=512, warps=4)
 STRUCTURES = (linear.Diagonal, linear.Scalar, linear.BlockDiagonal)
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
@@ -107,7 +107,7 @@ def test_every_number_of_channels(channels, reverse, device):
 @pytest.mark.parametrize(("size", "count"), [*((size, 3) for size in range(1, 9)), (2, 1), (3, 17)])
 def test_every_size_of_block(size, count, reverse, device):
     couplings, rhs = system(linear.BlockDiagonal, 12, (), size * count, size, device=device, reverse=reverse)
-    plan = block_diagonal.Plan(chunk=8)  # short chunks; lanes, warps and stages as in every plan of the library
+    plan = block_diagonal.Tiling(chunk=8)  # short chunks; lanes, warps and stages as in every plan of the library
     assert_right(block_diagonal.run(couplings, rhs, reverse, plan), couplings, rhs, reverse)
 
 
@@ -288,7 +288,7 @@ def test_a_product_may_overflow_within_a_tile_and_not_up_to_its_end(device):
     rhs[0] = 1
     for group, factor in enumerate((1e-30, 1e30, 1e30, 1e-30)):
         data[4 * group + 1] = factor
-    plan = diagonal.Plan(steps=4, groups=8, channels=1, tiles=2, warps=1)
+    plan = diagonal.Tiling(steps=4, groups=8, channels=1, tiles=2, warps=1)
     actual = diagonal.run(linear.Diagonal(data), rhs, False, plan)
     assert_right(actual, linear.Diagonal(data), rhs, False)
 
@@ -354,7 +354,7 @@ class TestPlan:
     @pytest.mark.parametrize("length", [1, 7, 1000, 16_384, 2**20])
     @pytest.mark.parametrize("channels", [1, 2, 17, 256, 2048, 10**6])
     def test_tiles_are_whole_and_cover_every_channel(self, length, channels):
-        chosen = diagonal.plan(length, channels)
+        chosen = diagonal.tiling_for(length, channels)
         for size in (chosen.steps, chosen.groups, chosen.channels, chosen.warps):
             assert size & (size - 1) == 0
             assert size > 0
@@ -362,28 +362,28 @@ class TestPlan:
         assert chosen.steps * chosen.groups * chosen.channels >= 32 or length < 32
 
     def test_many_channels_are_swept_once(self):
-        chosen = diagonal.plan(16_384, 2048)
+        chosen = diagonal.tiling_for(16_384, 2048)
         assert chosen.chunk >= 16_384
         assert chosen.channels == 16
 
     @pytest.mark.parametrize(("length", "channels"), [(2**20, 1), (16_384, 16), (65_536, 256)])
     def test_few_channels_are_cut_in_time(self, length, channels):
-        chosen = diagonal.plan(length, channels)
+        chosen = diagonal.tiling_for(length, channels)
         programs = -(-length // chosen.chunk) * -(-channels // chosen.channels)
         assert 64 <= programs <= 1024
 
     def test_what_lies_between_chunks_is_swept_once(self):
-        assert diagonal.plan(512, 1, one_sweep=True).chunk >= 512
+        assert diagonal.tiling_for(512, 1, one_sweep=True).chunk >= 512
 
     def test_blocks_have_longer_chunks_the_more_there_are(self):
-        assert block_diagonal.plan(16_384, 1).chunk == block_diagonal.SHORTEST_CHUNK
-        assert block_diagonal.plan(16_384, 10**6).chunk == 16_384
-        assert block_diagonal.plan(3, 1).chunk == 3
+        assert block_diagonal.tiling_for(16_384, 1).chunk == block_diagonal.SHORTEST_CHUNK
+        assert block_diagonal.tiling_for(16_384, 10**6).chunk == 16_384
+        assert block_diagonal.tiling_for(3, 1).chunk == 3
 
     @pytest.mark.parametrize(("length", "channels"), [(1, 1), (16_384, 1), (2**20, 10**6)])
     def test_the_largest_blocks_fit_any_shared_memory(self, length, channels):
         """Each stage reads a block and a term to a lane ahead; the last of them makes room for changes of layout."""
-        chosen = block_diagonal.plan(length, channels)
+        chosen = block_diagonal.tiling_for(length, channels)
         repair = block_diagonal.REPAIR_LANES * block_diagonal.REPAIR_STAGES
         numbers = block_diagonal.LARGEST * (block_diagonal.LARGEST + 1)
         assert 4 * numbers * max(chosen.lanes * chosen.stages, repair) <= 64 * 1024  # a Turing's, the smallest

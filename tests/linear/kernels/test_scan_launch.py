@@ -21,16 +21,16 @@ from deeppcr import launch
 from deeppcr.linear.kernels import block_diagonal, diagonal, lookback
 
 WAYS = {  # structure, module, plan, launches
-    "one sweep": (linear.Diagonal, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=2, warps=1), 1),
-    "chunks": (linear.Diagonal, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=1, warps=1), 2),
-    "scalars": (linear.Scalar, diagonal, diagonal.Plan(steps=4, groups=4, channels=8, tiles=1, warps=1), 2),
+    "one sweep": (linear.Diagonal, diagonal, diagonal.Tiling(steps=4, groups=4, channels=8, tiles=2, warps=1), 1),
+    "chunks": (linear.Diagonal, diagonal, diagonal.Tiling(steps=4, groups=4, channels=8, tiles=1, warps=1), 2),
+    "scalars": (linear.Scalar, diagonal, diagonal.Tiling(steps=4, groups=4, channels=8, tiles=1, warps=1), 2),
     "look-back": (
         linear.Diagonal,
         lookback,
-        lookback.Plan(steps=4, groups=4, channels=16, run=2, warps=1),
+        lookback.Tiling(steps=4, groups=4, channels=16, run=2, warps=1),
         3,
     ),
-    "small blocks": (linear.BlockDiagonal, block_diagonal, block_diagonal.Plan(chunk=8, lanes=32, warps=1), 4),
+    "small blocks": (linear.BlockDiagonal, block_diagonal, block_diagonal.Tiling(chunk=8, lanes=32, warps=1), 4),
 }
 every_way = pytest.mark.parametrize(("structure", "kernels", "plan", "launches"), WAYS.values(), ids=WAYS)
 LENGTH = 24

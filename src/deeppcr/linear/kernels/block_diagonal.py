@@ -44,7 +44,7 @@ REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How a system is cut up: chunks of ``chunk`` steps, ``lanes`` of them (or of their columns) to a program."""
 
     chunk: int
@@ -54,7 +54,7 @@ class Plan:
 
 
 @lru_cache
-def plan(length: int, channels: int, processors: int = 132) -> Plan:
+def tiling_for(length: int, channels: int, processors: int = 132) -> Tiling:
     """Chunks as long as the channels alone can keep all multiprocessors busy, but not short ones.
 
     Args:
@@ -63,7 +63,7 @@ def plan(length: int, channels: int, processors: int = 132) -> Plan:
         processors: multiprocessors of the device
     """
     chunks = triton.cdiv(BUSY_LANES * processors, channels)
-    return Plan(min(length, max(SHORTEST_CHUNK, triton.cdiv(length, chunks))))
+    return Tiling(min(length, max(SHORTEST_CHUNK, triton.cdiv(length, chunks))))
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
@@ -76,13 +76,13 @@ def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches 
     return _noted.get(key_of(_choose(couplings, rhs), couplings, rhs, reverse))
 
 
-def _choose(couplings: Blocks, rhs: Tensor) -> Plan:
+def _choose(couplings: Blocks, rhs: Tensor) -> Tiling:
     channels = max(1, rhs[0].numel() // couplings.data.shape[-1])
-    return plan(rhs.shape[0], channels, multiprocessors(rhs.device))
+    return tiling_for(rhs.shape[0], channels, multiprocessors(rhs.device))
 
 
-def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
-    """``solve_coupled`` by a given plan (for the outermost chunks)."""
+def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling) -> Tensor:
+    """``solve_coupled`` by a given tiling (for the outermost chunks)."""
     count, size = couplings.data.shape[-3], couplings.data.shape[-1]
     if size > LARGEST:
         raise ValueError(f"blocks: this kernel takes blocks up to {LARGEST} x {LARGEST}, got {size} x {size}")
@@ -94,9 +94,9 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
         launches.part(couplings.data, c.tensor)
         launches.part(rhs, b.tensor)
         flat = launches.part(states, states.view(states.shape[0], -1, size))
-        _solve(c, b, flat, inner, reverse, plan, launches, outermost=True)
+        _solve(c, b, flat, inner, reverse, tiling, launches, outermost=True)
 
-    return repeat_solve(_noted, plan, couplings, rhs, reverse, make)
+    return repeat_solve(_noted, tiling, couplings, rhs, reverse, make)
 
 
 _noted: dict[Any, Launches] = {}
@@ -108,7 +108,7 @@ def _solve(
     states: Tensor,
     inner: int,
     reverse: bool,
-    plan_: Plan,
+    tiling: Tiling,
     launches: Launches,
     *,
     outermost: bool = False,
@@ -132,8 +132,8 @@ def _solve(
         *(b.inner_stride, b.tensor.stride(-1)),
         *(size, triton.next_power_of_2(size)),
     )
-    tile = (*layout, plan_.lanes, plan_.stages)
-    chunks = triton.cdiv(length, plan_.chunk)
+    tile = (*layout, tiling.lanes, tiling.stages)
+    chunks = triton.cdiv(length, tiling.chunk)
 
     starts = states
     if chunks > 1:
@@ -141,19 +141,19 @@ def _solve(
         sums = launches.empty((chunks - 1, channels, size), states)
         starts = launches.empty((chunks - 1, channels, size), states)
         lanes = (chunks - 1) * channels * (size + 1)
-        arguments = (*system, products, sums, length, channels, inner, plan_.chunk, lanes)
-        launch(launches, _reduce, triton.cdiv(lanes, plan_.lanes), arguments, tile, kind, warps=plan_.warps)
+        arguments = (*system, products, sums, length, channels, inner, tiling.chunk, lanes)
+        launch(launches, _reduce, triton.cdiv(lanes, tiling.lanes), arguments, tile, kind, warps=tiling.warps)
         # The coupling into a chunk is the product over that chunk: one lies before the first, which has none.
         between = launches.part(products, products[1:])
-        outer_plan = plan(chunks - 1, channels, multiprocessors(states.device))
+        outer_tiling = tiling_for(chunks - 1, channels, multiprocessors(states.device))
         inside = Channels(between, 0, size * size), Channels(sums, 0, size)
-        _solve(*inside, starts, channels, False, outer_plan, launches)
+        _solve(*inside, starts, channels, False, outer_tiling, launches)
     lanes = chunks * channels
     marks = launches.empty((lanes,), states, torch.int8)
-    arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, plan_.chunk, lanes)
-    launch(launches, _sweep, triton.cdiv(lanes, plan_.lanes), arguments, tile, kind, warps=plan_.warps)
+    arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, tiling.chunk, lanes)
+    launch(launches, _sweep, triton.cdiv(lanes, tiling.lanes), arguments, tile, kind, warps=tiling.warps)
     if outermost:  # what is not finite further in spoils the chunk that starts from it
-        arguments = (*system, states, z_start, z_step, marks, length, channels, inner, plan_.chunk, chunks)
+        arguments = (*system, states, z_start, z_step, marks, length, channels, inner, tiling.chunk, chunks)
         constants = (*layout, REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES)
         launch(launches, _repair, triton.cdiv(channels, REPAIR_LANES), arguments, constants, kind, warps=1)
 

@@ -52,7 +52,7 @@ def as_channels(tensors: list[Tensor], dims: int) -> tuple[int, list[Channels]]:
 
 def repeat_solve(
     noted: dict[Any, Launches],
-    plan: Any,
+    tiling: Any,
     couplings: Blocks,
     rhs: Tensor,
     reverse: bool,
@@ -62,7 +62,7 @@ def repeat_solve(
 
     Args:
         noted: where launches are noted
-        plan: what they depend on besides the tensors
+        tiling: what they depend on besides the tensors
         make: makes them for the first time: gets the states to fill, and what makes launches
     """
     data = couplings.data
@@ -70,16 +70,16 @@ def repeat_solve(
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     if states.numel() == 0:
         return states
-    key = key_of(plan, couplings, rhs, reverse)
+    key = key_of(tiling, couplings, rhs, reverse)
     repeat(noted, key, (data, rhs, states), lambda launches: make(states, launches))
     return states
 
 
-def key_of(plan: Any, couplings: Blocks, rhs: Tensor, reverse: bool) -> tuple:
+def key_of(tiling: Any, couplings: Blocks, rhs: Tensor, reverse: bool) -> tuple:
     """What the launches of a solve depend on."""
     data = couplings.data
     layout = data.shape, data.stride(), rhs.shape, rhs.stride(), rhs.device
-    return (type(couplings), plan, reverse, *layout, *kind_of(data, rhs))
+    return (type(couplings), tiling, reverse, *layout, *kind_of(data, rhs))
 
 
 def kind_of(*tensors: Tensor) -> tuple:

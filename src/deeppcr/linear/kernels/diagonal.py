@@ -59,7 +59,7 @@ ONE_SWEEP_PROGRAMS, CHUNKED_PROGRAMS = 0.9, 4.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How a system is cut up: tiles of [steps, groups, channels], and how many tiles in time are a chunk."""
 
     steps: int
@@ -81,7 +81,7 @@ class Plan:
 
 
 @lru_cache
-def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool = False) -> Plan:
+def tiling_for(length: int, channels: int, processors: int = 132, *, one_sweep: bool = False) -> Tiling:
     """Choose tiles and chunks: wide rows first, then enough programs to keep all multiprocessors busy.
 
     Args:
@@ -107,7 +107,7 @@ def plan(length: int, channels: int, processors: int = 132, *, one_sweep: bool =
     warps = max(1, min(WARPS, groups * width * WARPS // GROUPS_IN_TILE))
     tiles = triton.cdiv(length, steps * groups)
     chunks = min(tiles, triton.cdiv(int(CHUNKED_PROGRAMS * processors), blocks)) if cut else 1
-    return Plan(steps, groups, width, triton.cdiv(tiles, chunks), warps)
+    return Tiling(steps, groups, width, triton.cdiv(tiles, chunks), warps)
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
@@ -117,59 +117,59 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> T
 
 def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
     """What ``solve_coupled`` launched for such tensors, if it can be made again."""
-    plan = _choose(rhs)
-    where = lookback.noted if isinstance(plan, lookback.Plan) else _noted
-    return where.get(key_of(plan, couplings, rhs, reverse))
+    tiling = _choose(rhs)
+    where = lookback.noted if isinstance(tiling, lookback.Tiling) else _noted
+    return where.get(key_of(tiling, couplings, rhs, reverse))
 
 
-def _choose(rhs: Tensor) -> Plan | lookback.Plan:
+def _choose(rhs: Tensor) -> Tiling | lookback.Tiling:
     return choose(rhs.shape[0], max(1, rhs[0].numel()), multiprocessors(rhs.device), rhs.dtype)
 
 
-def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Plan | lookback.Plan:
+def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Tiling | lookback.Tiling:
     """Which way, and how it is cut up."""
     if dtype == torch.float32 and lookback.pays(length, channels):
         return lookback.choose(length, channels)
-    return plan(length, channels, processors)
+    return tiling_for(length, channels, processors)
 
 
-def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan | lookback.Plan) -> Tensor:
-    """``solve_coupled`` by a given plan."""
-    if isinstance(plan, lookback.Plan):
-        return lookback.run(couplings, rhs, reverse, plan)
+def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling | lookback.Tiling) -> Tensor:
+    """``solve_coupled`` by a given tiling."""
+    if isinstance(tiling, lookback.Tiling):
+        return lookback.run(couplings, rhs, reverse, tiling)
 
     def make(system: System, launches: Launches) -> None:
         length, channels = system.length, system.channels
-        chunks, blocks = triton.cdiv(length, plan.chunk), triton.cdiv(channels, plan.channels)
+        chunks, blocks = triton.cdiv(length, tiling.chunk), triton.cdiv(channels, tiling.channels)
         unused = system.states[0]
         marks = arrived = products = starts = unused
         joined = 0
         if chunks > 1:
             marks = system.empty(launches, chunks, channels, dtype=torch.int8)
             arrived = system.empty(launches, blocks, dtype=torch.int32)
-            products, starts = _equations(system, plan, arrived, launches)
+            products, starts = _equations(system, tiling, arrived, launches)
             joined = triton.next_power_of_2(chunks - 1)
-            if joined * plan.channels > MOST_JOINED:
+            if joined * tiling.channels > MOST_JOINED:
                 joined, starts = 0, _between_chunks(system, products, starts, launches)
-        sizes = length, channels, system.inner, plan.tiles, blocks, chunks
+        sizes = length, channels, system.inner, tiling.tiles, blocks, chunks
         arguments = (*system.equations, *system.states, products, starts, marks, arrived, *sizes)
-        constants = (*plan.tile, joined, chunks > 1)
-        launch(launches, _sweep, blocks * chunks, arguments, constants, system.kind, warps=plan.warps)
+        constants = (*tiling.tile, joined, chunks > 1)
+        launch(launches, _sweep, blocks * chunks, arguments, constants, system.kind, warps=tiling.warps)
 
-    return solve(_noted, plan, couplings, rhs, reverse, make)
+    return solve(_noted, tiling, couplings, rhs, reverse, make)
 
 
 _noted: dict[Any, Launches] = {}
 
 
-def _equations(system: System, plan: Plan, arrived: Tensor, launches: Launches) -> tuple[Tensor, Tensor]:
+def _equations(system: System, tiling: Tiling, arrived: Tensor, launches: Launches) -> tuple[Tensor, Tensor]:
     """[chunks - 1, channels] twice: products and sums of every chunk but the last. Sets ``arrived`` to zero."""
     length, channels = system.length, system.channels
-    count, blocks = triton.cdiv(length, plan.chunk) - 1, triton.cdiv(channels, plan.channels)
+    count, blocks = triton.cdiv(length, tiling.chunk) - 1, triton.cdiv(channels, tiling.channels)
     products, sums = (system.empty(launches, count, channels) for _ in range(2))
-    sizes = length, channels, system.inner, plan.tiles, blocks
+    sizes = length, channels, system.inner, tiling.tiles, blocks
     arguments = (*system.equations, products, sums, arrived, *sizes)
-    launch(launches, _reduce, blocks * count, arguments, plan.tile, system.kind, warps=plan.warps)
+    launch(launches, _reduce, blocks * count, arguments, tiling.tile, system.kind, warps=tiling.warps)
     return products, sums
 
 
@@ -177,7 +177,7 @@ def _between_chunks(system: System, products: Tensor, sums: Tensor, launches: La
     """[chunks - 1, channels]: the state every chunk but the first starts from."""
     count, channels = products.shape
     ends = system.empty(launches, count, channels)
-    few = plan(count, channels, one_sweep=True)
+    few = tiling_for(count, channels, one_sweep=True)
     blocks = triton.cdiv(channels, few.channels)
     arguments = (
         *(products, 0, channels, 0, 1),

@@ -59,7 +59,7 @@ _IDENTITY = tl.constexpr(0x3F800000_00000000)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Tiles of [steps, groups, channels], and how many of them in time are a run."""
 
     steps: int = 32
@@ -91,25 +91,25 @@ def pays(length: int, channels: int) -> bool:
     return many or (length >= LONG and channels >= FEWEST_LONG_CHANNELS and numbers >= FEWEST_LONG_NUMBERS)
 
 
-def choose(length: int, channels: int) -> Plan:
+def choose(length: int, channels: int) -> Tiling:
     """The fastest of 23 plans, at 2,048 channels (87% of the bandwidth of a copy) and from 64 to 512; of 3 at 16 and 32."""
     if channels >= _MANY_CHANNELS:
-        return Plan()
+        return Tiling()
     if channels >= _FEW_CHANNELS:
-        return Plan(groups=8, run=8, warps=8, stream=True)
+        return Tiling(groups=8, run=8, warps=8, stream=True)
     width, warps = (32 if channels >= 32 else 16), (16 if length * channels >= _MANY_NUMBERS else 8)
-    return Plan(groups=32 * warps // width, channels=width, run=16, warps=warps)
+    return Tiling(groups=32 * warps // width, channels=width, run=16, warps=warps)
 
 
-def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
-    """``diagonal.solve_coupled`` by a given plan, in float32."""
+def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling) -> Tensor:
+    """``diagonal.solve_coupled`` by a given tiling, in float32."""
 
     def make(system: System, launches: Launches) -> None:
         channels = system.channels
-        tiles, blocks = triton.cdiv(system.length, plan.time), triton.cdiv(channels, plan.channels)
+        tiles, blocks = triton.cdiv(system.length, tiling.time), triton.cdiv(channels, tiling.channels)
         marks = system.empty(launches, tiles, channels, dtype=torch.int8)
         # The counter, an equation a tile and channel, a state a run and channel: each from a multiple of 16 bytes on.
-        equations, ends = tiles * channels + tiles * channels % 2, triton.cdiv(tiles, plan.run) * channels
+        equations, ends = tiles * channels + tiles * channels % 2, triton.cdiv(tiles, tiling.run) * channels
         words = 2 + equations + (ends + 1) // 2
         room = system.empty(launches, words, dtype=torch.int64)
         launch(launches, _clear, triton.cdiv(words, CLEARED), (room, words), (CLEARED,), (), warps=4)
@@ -126,14 +126,14 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, plan: Plan) -> Tensor:
                 *(counter, published, states, marks),
                 *(system.length, channels, system.inner, blocks),
             ),
-            (plan.steps, plan.groups, plan.channels, plan.run, "evict_first" if plan.stream else ""),
+            (tiling.steps, tiling.groups, tiling.channels, tiling.run, "evict_first" if tiling.stream else ""),
             system.kind,
-            warps=plan.warps,
-            registers=plan.registers,
+            warps=tiling.warps,
+            registers=tiling.registers,
         )
-        repair(system, marks, plan.time, launches)
+        repair(system, marks, tiling.time, launches)
 
-    return solve(noted, plan, couplings, rhs, reverse, make)
+    return solve(noted, tiling, couplings, rhs, reverse, make)
 
 
 noted: dict[Any, Launches] = {}
@@ -191,7 +191,7 @@ def _solve(
     taken = tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") + 1
     part, block = taken // blocks, taken % blocks
     q = tl.arange(0, GROUPS)[:, None]
-    # [Q, C], not [1, C]: what is waited for is read into every group on its own. See ``Plan``.
+    # [Q, C], not [1, C]: what is waited for is read into every group on its own. See ``Tiling``.
     channel = tl.broadcast_to((block * CHANNELS + tl.arange(0, CHANNELS))[None, :], [GROUPS, CHANNELS])
     exists = channel < channels
     time = (part * GROUPS + q) * STEPS

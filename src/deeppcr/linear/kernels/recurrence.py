@@ -41,13 +41,13 @@ class System(NamedTuple):
 
 def solve(
     noted: dict[Any, Launches],
-    plan: Any,
+    tiling: Any,
     couplings: Blocks,
     rhs: Tensor,
     reverse: bool,
     make: Callable[[System, Launches], None],
 ) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``; ``make`` makes the launches of the ``plan`` on the first call of a kind."""
+    """See ``ForwardSubstitution.solve_coupled``; ``make`` makes the launches of the ``tiling`` on the first call of a kind."""
 
     def make_first(states: Tensor, launches: Launches) -> None:
         data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
@@ -56,7 +56,7 @@ def solve(
         launches.part(rhs, b.tensor)
         make(_as_system(a, b, states, inner, reverse), launches)
 
-    return repeat_solve(noted, plan, couplings, rhs, reverse, make_first)
+    return repeat_solve(noted, tiling, couplings, rhs, reverse, make_first)
 
 
 def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bool) -> System:

@@ -1,0 +1,29 @@
+"""The names that users import. A change here is a change for them: say so in CHANGELOG.md."""
+
+import pytest
+
+import deeppcr
+
+NAMES = {
+    "deeppcr": """
+        PCR Auto BatchMean ConvergenceError ConvergenceWarning DenseJacobian DiagonalJacobian Finding FixedIterations
+        ForwardSubstitution Fused GivenJacobian Hierarchical HutchinsonJacobian Implicit Jacobi Loop Newton PaperTest Picard Plan
+        Random RepeatInitial Result ScalarJacobian Solution StepError Unrolled UpdateTest Zeros check clear_graphs collapse
+        diffusion linear nn rowwise solve with_history
+    """,
+    "deeppcr.linear": """
+        PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar solve solve_coupled
+    """,
+    "deeppcr.nn": "MLP ResNet Sequential",
+    "deeppcr.diffusion": """
+        DDIM DDPM Clip CoarseStart DiagonalPart GaussianPrior GaussianStart MeanStart Noise ParallelLoop PipelineSample Samples
+        Schedule Steps UnsupportedScheduler Window parallel_sample parallelize read_scheduler sample
+    """,
+}
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_names_are_those_that_users_know(package):
+    module = deeppcr if package == "deeppcr" else getattr(deeppcr, package.rpartition(".")[2])
+    assert sorted(module.__all__) == sorted(NAMES[package].split())
+    assert all(getattr(module, name) is not None for name in module.__all__)
