@@ -239,8 +239,13 @@ def sampler(draw: Draw) -> Record:
         more["start"] = draw.pick((GaussianStart(), CoarseStart()))
     if draw.pick((True, False)):
         more["jacobian"] = GaussianPrior()
-    samples = sample(denoiser, schedule, noise, solver=draw.pick((window, window, deeppcr.Loop())), **more)
-    return {"final": digest(samples.final), "iterations": digest(samples.iterations), "result": str(samples.result)}
+    solver = draw.pick((window, window, deeppcr.Loop()))
+    weight.requires_grad_(draw.pick((True, False)))
+    samples = sample(denoiser, schedule, noise, solver=solver, **more)
+    found = {"final": digest(samples.final), "iterations": digest(samples.iterations), "result": str(samples.result)}
+    if weight.requires_grad:
+        found["gradients"] = digest(gradients(samples.final, [weight]))
+    return found
 
 
 FAMILIES = (

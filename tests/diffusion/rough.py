@@ -5,7 +5,8 @@ import contextlib
 import torch
 
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.window import graphs, window
+from deeppcr.diffusion.window import window
+from deeppcr.runtime import full_precision
 
 
 class Rough:
@@ -25,7 +26,7 @@ class Rough:
     @contextlib.contextmanager
     def precision(self, device, *, tf32=False):
         before, self.rough = self.rough, tf32
-        with graphs.full_precision(device):
+        with full_precision(device):
             yield
         self.rough = before
 

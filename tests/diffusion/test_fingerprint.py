@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deeppcr.diffusion.window import graphs
+from deeppcr.diffusion.fingerprint import fingerprint
 
 
 def test_a_fingerprint_sees_what_graphs_depend_on():
@@ -17,23 +17,23 @@ def test_a_fingerprint_sees_what_graphs_depend_on():
     closed = lambda z, t: net(z) + offset  # noqa: E731
     partial = functools.partial(closed)
     for function in (net, closed, partial, net.forward):
-        before = graphs.fingerprint(function)
+        before = fingerprint(function)
         with torch.no_grad():
             net[0].weight.mul_(2)  # in place: a graph reads it where it lies
-        assert graphs.fingerprint(function) == before
+        assert fingerprint(function) == before
         net[1].weight = torch.nn.Parameter(net[1].weight.detach().clone())
-        changed = graphs.fingerprint(function)
+        changed = fingerprint(function)
         assert changed != before
         net.scale += 1
-        again = graphs.fingerprint(function)
+        again = fingerprint(function)
         assert again != changed
         net.train(not net.training)
-        assert graphs.fingerprint(function) != again
-    assert graphs.fingerprint(net.forward) == graphs.fingerprint(net.forward)
-    assert graphs.fingerprint(net.forward) != graphs.fingerprint(net.__call__)
-    before = graphs.fingerprint(closed)
+        assert fingerprint(function) != again
+    assert fingerprint(net.forward) == fingerprint(net.forward)
+    assert fingerprint(net.forward) != fingerprint(net.__call__)
+    before = fingerprint(closed)
     offset = torch.zeros(3)
-    assert graphs.fingerprint(closed) != before
+    assert fingerprint(closed) != before
 
 
 def test_a_fingerprint_of_modules_of_all_kinds():
@@ -41,10 +41,10 @@ def test_a_fingerprint_of_modules_of_all_kinds():
     parent = torch.nn.Module()
     parent.child, net.parent = net, parent  # a circle
     for made in (torch.compile(torch.nn.Linear(3, 3)), torch.jit.script(torch.nn.Linear(3, 3)), parent):
-        first = graphs.fingerprint(made)
-        assert first == graphs.fingerprint(made)
+        first = fingerprint(made)
+        assert first == fingerprint(made)
         made.training = False
-        assert first != graphs.fingerprint(made)
+        assert first != fingerprint(made)
 
 
 def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
@@ -55,22 +55,22 @@ def test_a_fingerprint_sees_into_dicts_objects_hooks_and_private_names():
     def denoiser(z, t, *, shift=0.0):
         return net(z) + shift
 
-    seen = {graphs.fingerprint(denoiser)}
+    seen = {fingerprint(denoiser)}
     net._scale = 2.0
-    seen.add(graphs.fingerprint(denoiser))
+    seen.add(fingerprint(denoiser))
     net.table["scale"] = 2.0
-    seen.add(graphs.fingerprint(denoiser))
+    seen.add(fingerprint(denoiser))
     net.config.scale = 2.0
-    seen.add(graphs.fingerprint(denoiser))
+    seen.add(fingerprint(denoiser))
     net._forward_hooks.clear()
     net.register_forward_hook(lambda module, args, found: 2 * found)
-    seen.add(graphs.fingerprint(denoiser))
+    seen.add(fingerprint(denoiser))
     denoiser.__kwdefaults__["shift"] = 1.0
-    seen.add(graphs.fingerprint(denoiser))
+    seen.add(fingerprint(denoiser))
     assert len(seen) == 6
     for number in range(20):  # an object that is gone leaves its identity to the next
         net.config = SimpleNamespace(scale=number)
-        seen.add(graphs.fingerprint(denoiser))
+        seen.add(fingerprint(denoiser))
     assert len(seen) == 26
 
 
@@ -95,10 +95,10 @@ def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
         net.number.fill_(torch.nan)
     if kind == "its method":
         del net.call
-    before = graphs.fingerprint(net)
+    before = fingerprint(net)
     net.several.add_(1)
-    assert graphs.fingerprint(net) == before
-    assert hash(graphs.fingerprint(net)) == hash(before)
+    assert fingerprint(net) == before
+    assert hash(fingerprint(net)) == hash(before)
     if kind == "array":
         net.table[0] = 2
     elif kind == "set":
@@ -107,18 +107,18 @@ def test_a_fingerprint_sees_numbers_that_kernels_are_given(kind):
         processor.scale = 2.0
     else:
         net.number.fill_(0.9)
-    assert graphs.fingerprint(net) != before
+    assert fingerprint(net) != before
 
 
 def test_a_fingerprint_does_not_look_into_large_arrays():
     """It is taken at every call."""
     net = torch.nn.Linear(3, 3)
     net.table = np.ones(100_000)
-    before = graphs.fingerprint(net)
-    assert graphs.fingerprint(net) == before
+    before = fingerprint(net)
+    assert fingerprint(net) == before
     assert len(str(before)) < 10_000
     net.table = np.ones(100_000)
-    assert graphs.fingerprint(net) != before
+    assert fingerprint(net) != before
 
 
 class Twice(torch.nn.Linear):
@@ -153,11 +153,11 @@ def test_a_fingerprint_sees_what_lies_at_the_same_address(change):
     net = torch.nn.Linear(3, 3)
     net.table, net.methods = {"a": 1}, Methods()
     net.call = net.methods.one
-    place, before = net.weight.data_ptr(), graphs.fingerprint(net)
-    assert graphs.fingerprint(net) == before
+    place, before = net.weight.data_ptr(), fingerprint(net)
+    assert fingerprint(net) == before
     CHANGES[change](net)
     assert net.weight.data_ptr() == place
-    assert graphs.fingerprint(net) != before
+    assert fingerprint(net) != before
 
 
 class Loud(Processor):
@@ -167,7 +167,7 @@ class Loud(Processor):
 
 def test_a_fingerprint_sees_the_class_of_what_is_called():
     outer, plain = torch.nn.Sequential(torch.nn.Linear(3, 3)), Processor()
-    before = graphs.fingerprint(outer), graphs.fingerprint(plain)
+    before = fingerprint(outer), fingerprint(plain)
     outer[0].__class__, plain.__class__ = Twice, Loud
-    assert graphs.fingerprint(outer) != before[0]
-    assert graphs.fingerprint(plain) != before[1]
+    assert fingerprint(outer) != before[0]
+    assert fingerprint(plain) != before[1]

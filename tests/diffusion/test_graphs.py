@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, sample
+from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, fingerprint, sample
 from deeppcr.diffusion.window import graphs, window
 from diffusion.test_window import Recorded
 
@@ -200,10 +200,10 @@ def test_another_kind_of_run_replays_nothing_of_this_one(name):
 
 def test_what_is_gone_is_equal_to_nothing(monkeypatch):
     """Not even to what lay there before and is gone, too."""
-    monkeypatch.setattr(graphs, "id", lambda value: 1, raising=False)
+    monkeypatch.setattr(fingerprint, "id", lambda value: 1, raising=False)
     net, other = Net(), Net()
-    same, different = graphs.Same(net), graphs.Same(other)
-    assert same == graphs.Same(net)
+    same, different = fingerprint.Same(net), fingerprint.Same(other)
+    assert same == fingerprint.Same(net)
     assert same != different
     assert same != net
     del net, other

@@ -10,8 +10,7 @@ from torch import nn
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, Noise, Schedule, Window, parallelize, problem, sample
-from deeppcr.diffusion.window import graphs
+from deeppcr.diffusion import DDIM, Noise, Schedule, Window, fingerprint, parallelize, problem, sample
 
 LENGTH = 100
 SCHEDULE = Schedule.linear(LENGTH)
@@ -313,7 +312,7 @@ class Around(nn.Module):
 
 def test_a_network_that_is_gone_is_no_proof_of_the_next(monkeypatch):
     """Which may lie where it lay: here everything lies at one address, since Python's memory promises none."""
-    monkeypatch.setattr(graphs, "id", lambda value: 1, raising=False)
+    monkeypatch.setattr(fingerprint, "id", lambda value: 1, raising=False)
     denoiser = Holder(Around(ideal))
     with torch.no_grad():
         sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))

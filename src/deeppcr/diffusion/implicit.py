@@ -76,4 +76,4 @@ def attach(problem: Problem, coupling: Coupling, states: Tensor, who: Tensor | N
         adjoint = Adjoint(sequence, rotated.pack(states), rotated.jacobian, Auto())
         return rotated.unpack(adjoint.attach(rotated.pack(states)))
     finally:
-        sequence.undo_kept()
+        sequence.undo_side_effects()
