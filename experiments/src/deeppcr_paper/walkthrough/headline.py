@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..claims.diffusion import DATA
+from ..claims.results import Finished, best
 from ..figures.style import seconds as in_words
 from ..mlp_summary import BASELINES, seconds
-from ..report.collect import Finished
 from ..table import times
-from .choice import Results, smaller, source
-from .diffusion import DATA
 
 BEGIN = "<!-- the table begins: written by make paper -->"
 END = "<!-- the table ends -->"
@@ -26,7 +25,7 @@ WIDTHS = (4, 16, 64, 256)
 SHORT = 64
 
 
-def put(page: str, results: Results) -> str:
+def put(page: str, results: Sequence[Finished]) -> str:
     """The page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -35,16 +34,16 @@ def put(page: str, results: Results) -> str:
     return before + "\n".join([BEGIN, "", *lines(results), "", END]) + after
 
 
-def lines(results: Results) -> list[str]:
-    timed = results.best("mlp-timing", _on_gpu)
-    trained = results.best("resnet-training", _fast)
-    sampled = [each for name in ("latent-diffusion", "pixel-diffusion") if (each := results.best(name, _on_gpu))]
+def lines(results: Sequence[Finished]) -> list[str]:
+    timed = best(results, "mlp-timing", _on_gpu)
+    trained = best(results, "resnet-training", _fast)
+    sampled = [each for name in ("latent-diffusion", "pixel-diffusion") if (each := best(results, name, _on_gpu))]
     rows = [*(_networks(timed) if timed else []), *(_training(trained) if trained else [])]
     rows += [row for each in sampled for row in _samples(each)]
     if not rows:
         return ["Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`."]
     from_files = [
-        source(each) + (", smaller than the paper's runs" if smaller(each) else "")
+        each.source + (", smaller than the paper's runs" if each.smaller else "")
         for each in (timed, trained, *sampled)
         if each
     ]

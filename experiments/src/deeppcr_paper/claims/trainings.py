@@ -8,11 +8,11 @@ from typing import Any
 from ..figures.ablations import GUESSES
 from ..figures.style import plain
 from ..figures.style import seconds as in_words
-from ..report.collect import Finished
-from ..report.words import BASELINES, finite
 from ..resnet_training import end_loss
 from ..table import times
-from .reading import NO, OPEN, SPEED_UP, YES, Check, holds, listed
+from .check import NO, OPEN, SPEED_UP, YES, Check, holds
+from .results import Finished
+from .words import BASELINES, finite, listed
 
 #: Of MNIST, which the paper's trainings go through 8 times.
 IMAGES = 60_000
@@ -160,7 +160,11 @@ def losses(result: Finished) -> list[Check]:
     for entry in result.summary:
         both = [entry[mode]["loss"] for mode in ("sequential", "parallel")]
         if not all(both) or None in both[0] + both[1]:
-            checks.append(Check(f"loss at the end, L = {entry['L']:,}", "practically equivalent", "diverged", NO))
+            checks.append(
+                Check(
+                    f"loss at the end, L = {entry['L']:,}", "practically equivalent", "diverged", NO, at_any_size=True
+                )
+            )
             continue
         one, other = map(fmean, both)
         apart = entry["loss_difference"]
@@ -172,6 +176,7 @@ def losses(result: Finished) -> list[Check]:
                 "practically equivalent (ours: within 2%)",
                 ours,
                 holds(abs(one - other) <= SAME_LOSS * one),
+                at_any_size=True,
             )
         )
     return checks
@@ -188,7 +193,7 @@ def accuracies(result: Finished) -> list[Check]:
     for entry in result.summary:
         found = {mode: end_accuracies(entry, mode) for mode in ("sequential", "parallel")}
         if not all(found.values()):
-            checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", "diverged", NO))
+            checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", "diverged", NO, at_any_size=True))
             continue
         one, other = (fmean(each) for each in found.values())
         ours = f"{one:.1f}% layer by layer, {other:.1f}% in parallel"
@@ -199,7 +204,7 @@ def accuracies(result: Finished) -> list[Check]:
         )
         apart = max(abs(a - b) for a, b in zip(*found.values(), strict=False))
         what = f"difference of the two at the end, L = {entry['L']:,}"
-        checks.append(Check(what, "close to 0", f"at most {apart:.2f} points", holds(apart <= 1)))
+        checks.append(Check(what, "close to 0", f"at most {apart:.2f} points", holds(apart <= 1), at_any_size=True))
     return checks
 
 
@@ -247,7 +252,7 @@ def newton(result: Finished) -> list[Check]:
         apart = [value for value in entry["parameter_distance"] if finite(value)]
         if apart:
             what = f"largest difference of a parameter at the end, {depth}"
-            checks.append(Check(what, "bounded (below 1)", plain(max(apart)), holds(max(apart) < 1)))
+            checks.append(Check(what, "bounded (below 1)", plain(max(apart)), holds(max(apart) < 1), at_any_size=True))
     return checks
 
 

@@ -11,13 +11,12 @@ from ..figures.mlp_width import limit_in_words
 from ..figures.style import plain
 from ..mlp_memory import known_ratios
 from ..mlp_summary import seconds, threshold
-from ..report.collect import Finished
-from ..report.words import activation_name
 from ..table import of_cells, times
 from . import diffusion, trainings
-from .choice import Results, command, smaller
+from .check import NO, YES
 from .networks import FLAT, BreakEven, mean_iterations_by_depth, passes_of
-from .reading import NO, YES, listed
+from .results import Finished, best
+from .words import HOW, activation_name, listed
 
 
 @dataclass(frozen=True)
@@ -35,27 +34,24 @@ class Finding:
     answer: Callable[[Finished], str | list[str] | None]
 
 
-def lines(results: Results) -> list[str]:
-    return [line for finding in FINDINGS for line in _lines(finding, results)]
+@dataclass(frozen=True)
+class Found:
+    """A question with its answer: by a result, or by none where it was not run yet."""
+
+    finding: Finding
+    result: Finished | None = None
+    answer: str | list[str] = ""
 
 
-def _lines(finding: Finding, results: Results) -> list[str]:
-    first, *_ = finding.experiments
+def answered(finding: Finding, results: Sequence[Finished]) -> Found:
     for name in finding.experiments:
-        result = results.best(name)
-        if result is None:
-            continue
-        with result.blamed():
-            said = finding.answer(result)
-        if said is None:
-            continue
-        less = "; a smaller run" if smaller(result) else ""
-        where = f"(`{result.path.name}`{less}"
-        where += f"; not run yet at full size: `{command(first)}`)" if name != first else ")"
-        if isinstance(said, str):
-            return [f"- **{finding.question}** {said} {where}"]
-        return [f"- **{finding.question}** {where}", *(f"    - {each}" for each in said)]
-    return [f"- **{finding.question}** Not run yet at full size: `{command(first)}`."]
+        result = best(results, name)
+        if result is not None:
+            with result.blamed():
+                answer = finding.answer(result)
+            if answer is not None:
+                return Found(finding, result, answer)
+    return Found(finding)
 
 
 def accuracy(result: Finished) -> str | None:
@@ -216,7 +212,7 @@ def distances(result: Finished) -> str:
 def classes(result: Finished) -> str:
     found = {check.what.removeprefix("conditional models "): check for check in diffusion.classes(result)}
     said = []
-    for words in ("as printed", "with the defaults"):
+    for words in HOW.values():
         gain, few = found.get(f"gain more, {words}"), found.get(f"take no more iterations, {words}")
         if gain and few:
             answer = {YES: "yes, ", NO: "not always, "}.get(gain.holds, "")

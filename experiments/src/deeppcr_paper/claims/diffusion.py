@@ -12,9 +12,10 @@ from typing import Any
 
 from ..figures.style import plain, span
 from ..figures.style import seconds as in_words
-from ..report.collect import Finished
 from ..table import times
-from .reading import NO, OPEN, SPEED_UP, YES, Check, holds
+from .check import NO, OPEN, SPEED_UP, YES, Check, Table, holds
+from .results import Finished, Needs
+from .words import HOW
 
 Entry = dict[str, Any]
 #: The paper's table, by L and size (the width of a latent, the side of an image): speed-up, Newton iterations, L∞ error.
@@ -53,12 +54,17 @@ TIE = 0.05
 SMALL, FEW = 0.1, 15
 
 
-def of_data(name: str) -> Callable[[Finished], bool]:
-    return lambda result: any(record.get("data") == name for record in result.records)
+def of_data(name: str) -> Needs:
+    return lambda result: any(_is_of(record, name, result) for record in result.records)
+
+
+def _is_of(entry: Entry, data: str, result: Finished) -> bool:
+    """Quick runs learn scikit-learn's digits, which need no folder of images, in place of MNIST."""
+    return entry.get("data") == ("digits" if result.quick and data == "mnist" else data)
 
 
 def _entries(result: Finished, data: str) -> list[Entry]:
-    return [entry for entry in result.summary if entry.get("data") == data]
+    return [entry for entry in result.summary if _is_of(entry, data, result)]
 
 
 def _size(entry: Entry) -> int:
@@ -73,7 +79,7 @@ def _where(entry: Entry) -> str:
 def _at_best(entries: Sequence[Entry], paper: float, said: str) -> list[Check]:
     """The greatest speed-up over the eager loop, as printed and with the defaults, and the latter over the graph."""
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         known = [entry for entry in entries if method in entry]
         if not known:
             checks.append(Check(f"{words} over the eager loop, at best", said, "not timed", OPEN))
@@ -132,7 +138,7 @@ def distance(entries: Sequence[Entry]) -> Check:
         f"by at most {plain(abs(found['difference']))} of {plain(found['sequential'])} ({_where(worst)}; noise of sampling "
         f"± {plain(_noise(worst))}); within that noise in {len(inside)} of {len(known)}"
     )
-    return Check(what, "by about 0", ours, holds(len(inside) == len(known)))
+    return Check(what, "by about 0", ours, holds(len(inside) == len(known)), at_any_size=True)
 
 
 def _noise(entry: Entry) -> float:
@@ -178,7 +184,15 @@ def pictures(result: Finished) -> list[Check]:
         return [Check("largest difference of a final state", "none visible", "not measured", OPEN)]
     worst = max(known, key=lambda entry: entry["auto"]["error"])
     ours = f"{plain(worst['auto']['error'])} with the defaults ({_where(worst)})"
-    return [Check("largest difference of a final state", "none visible", ours, holds(worst["auto"]["error"] <= 0.01))]
+    return [
+        Check(
+            "largest difference of a final state",
+            "none visible",
+            ours,
+            holds(worst["auto"]["error"] <= 0.01),
+            at_any_size=True,
+        )
+    ]
 
 
 def timing_table(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[Check]]:
@@ -226,39 +240,42 @@ def _all(found: Sequence[Any], every: dict[Any, Any]) -> str:
     return YES if len(found) == len(every) else NO
 
 
-def timing_rows(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[str]]:
+def timing_rows(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], Table]:
     """Beside the checks: the paper's rows and ours."""
 
-    def read(result: Finished) -> list[str]:
-        lines = [
-            "| size | L | paper: speed-up | iterations | error | as printed: speed-up | iterations (samples) | error, mean "
-            "| largest | from the path of Gaussian data: iterations (samples) | error, mean | largest "
-            "| defaults: over eager | over CUDA graph | iterations (samples) | error, mean | largest |",
-            "|---" * 17 + "|",
-        ]
+    def read(result: Finished) -> Table:
+        heads = ["size", "L", "paper: speed-up", "iterations", "error"]
+        heads += ["as printed: speed-up", "iterations (samples)", "error, mean", "largest"]
+        heads += ["from the path of Gaussian data: iterations (samples)", "error, mean", "largest"]
+        heads += ["defaults: over eager", "over CUDA graph", "iterations (samples)", "error, mean", "largest"]
+        rows = []
         for entry in _unconditional(result):
-            key = entry["L"], _size(entry)
-            theirs = f"{paper[key][0]}× | {paper[key][1]} | {paper[key][2]}" if key in paper else "– | – | –"
-            size = f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}"
-            ratios = {"printed": ("over_loop",), "newton": (), "auto": ("over_loop", "over_graph")}
-            cells = [_cells(entry.get(method), *mine) for method, mine in ratios.items()]
-            lines.append(f"| {size} | {entry['L']:,} | {theirs} | {' | '.join(cells)} |")
-        return lines
+            theirs = paper.get((entry["L"], _size(entry)))
+            rows.append(
+                [
+                    f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}",
+                    f"{entry['L']:,}",
+                    *([f"{theirs[0]}×", str(theirs[1]), str(theirs[2])] if theirs else "–––"),
+                    *_cells(entry.get("printed"), "over_loop"),
+                    *_cells(entry.get("newton")),
+                    *_cells(entry.get("auto"), "over_loop", "over_graph"),
+                ]
+            )
+        return Table("", heads, rows)
 
     return read
 
 
-def _cells(found: Entry | None, *ratios: str) -> str:
+def _cells(found: Entry | None, *ratios: str) -> list[str]:
     if found is None:
-        return " | ".join("–" for _ in (*ratios, "iterations", "mean", "largest"))
+        return ["–"] * (len(ratios) + 3)
     each = [times(found[name]) if found[name] else "–" for name in ratios]
-    iterations = f"{found['iterations']:.1f} ({found['samples']})"
-    return " | ".join([*each, iterations, plain(found["mean_error"]), plain(found["error"])])
+    return [*each, f"{found['iterations']:.1f} ({found['samples']})", plain(found["mean_error"]), plain(found["error"])]
 
 
 def _unconditional(result: Finished) -> list[Entry]:
     """What the paper's table has: MNIST, without classes."""
-    return [e for e in result.summary if e.get("data", "mnist") == "mnist" and e.get("conditional", "no") == "no"]
+    return [entry for entry in _entries(result, "mnist") if entry.get("conditional", "no") == "no"]
 
 
 def iterations(space: str) -> Callable[[Finished], list[Check]]:
@@ -269,7 +286,7 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
         if not entries:
             return [Check("iterations until the error is below 0.1", "fewer than 15", "not in this run", OPEN)]
         checks = []
-        for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        for method, words in HOW.items():
             counts = [entry[method]["iterations"] for entry in entries]
             known = [count for count in counts if count is not None]
             missed = [entry for entry in entries if entry[method]["iterations"] is None]
@@ -297,7 +314,7 @@ def classes(result: Finished) -> list[Check]:
         by_kind[entry["conditional"]][entry["L"], entry["side"]] = entry
     pairs = [(by_kind["yes"][key], by_kind["no"][key]) for key in by_kind["yes"] if key in by_kind["no"]]
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         both = [(a[method], b[method]) for a, b in pairs if method in a and method in b]
         what = f"conditional models gain more, {words}"
         if not both:
@@ -321,7 +338,7 @@ def classes(result: Finished) -> list[Check]:
 def guesses(result: Finished) -> list[Check]:
     """Fig. 23: iterations by where they start, of the models that are told a class."""
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         told = [entry for entry in result.summary if entry["conditional"] == "yes" and method in entry]
         means: dict[str, float] = {}
         for guess in dict.fromkeys(entry["guess"] for entry in told):

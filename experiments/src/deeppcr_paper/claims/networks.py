@@ -13,10 +13,10 @@ from ..figures.style import plain
 from ..figures.style import seconds as in_words
 from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
-from ..report.collect import Finished
-from ..report.words import METHODS, activation_name, columns, error_size, finite
 from ..table import of_cells, times
-from .reading import DEPTH, NO, OPEN, SPEED_UP, Check, holds, listed, span
+from .check import DEPTH, NO, OPEN, SPEED_UP, Check, Table, holds
+from .results import Finished, Needs
+from .words import BASELINES, HOW, METHODS, activation_name, depths_in_words, error_size, finite, listed, timed_columns
 
 Record = dict[str, Any]
 #: The paper's: speed-up at best and break-even depth, forward and backward. It names no best speed-up for smooth ones.
@@ -33,8 +33,8 @@ PAPER_SECONDS = {"forward": 0.015, "backward": 0.00245}
 PAPER_LOOP_SECONDS = {"forward": 0.55, "backward": 0.589}
 
 
-def has_activation(name: str) -> Callable[[Finished], bool]:
-    return lambda result: any(record["activation"] == name for record in result.records)
+def has_activation(name: str) -> Needs:
+    return lambda result: bool(of_activation(result, name))
 
 
 def of_activation(result: Finished, name: str) -> list[Record]:
@@ -82,7 +82,7 @@ class BreakEven:
         some = f", at {f'all {len(self.depths)}' if every else f'{len(self.known)} of {len(self.depths)}'} widths"
         if max(self.known) == self.least:
             return f"ahead at every depth timed (from L = {self.least:,} on){some}"
-        return f"ahead from L ≈ {span(self.known)} on{some}"
+        return f"ahead from L ≈ {depths_in_words(self.known)} on{some}"
 
 
 def timing(activation: str) -> Callable[[Finished], list[Check]]:
@@ -137,7 +137,7 @@ def _growth(records: Sequence[Record], column: str) -> Check:
 def _best(records: Sequence[Record], way: str, factor: float | None) -> Check:
     found = {method: best(records, way, method, "loop") for method in METHODS}
     said = [
-        f"{times(each[0])} {_short(method)} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: "
+        f"{times(each[0])} {HOW[method]} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: "
         f"{in_words(seconds(each[1], way, method) or 0)} instead of {in_words(seconds(each[1], way, 'loop') or 0)})"
         for method, each in found.items()
         if each
@@ -156,7 +156,7 @@ def _best(records: Sequence[Record], way: str, factor: float | None) -> Check:
 
 def _even(records: Sequence[Record], way: str, depth: int | None) -> Check:
     evens = {method: BreakEven.of(records, way, method, "loop") for method in METHODS}
-    said = [f"{_short(method)} {each}" for method, each in evens.items() if each.depths]
+    said = [f"{HOW[method]} {each}" for method, each in evens.items() if each.depths]
     what = f"{way} pass, depth from which on it is faster than the eager loop"
     if depth is None:
         return Check(what, "", "; ".join(said) or "not timed")
@@ -216,27 +216,19 @@ def _why_slow(records: Sequence[Record], way: str, record: Record) -> str:
     )
 
 
-def _short(method: str) -> str:
-    return {"printed": "as printed", "auto": "with the defaults"}.get(method, method)
-
-
-def strong_baselines(activation: str) -> Callable[[Finished], list[str]]:
+def strong_baselines(activation: str) -> Callable[[Finished], Table]:
     """Beside the checks: best speed-up and break-even depth over every loop, not only over the eager one."""
 
-    def read(result: Finished) -> list[str]:
-        records, lines = of_activation(result, activation), []
-        baselines = columns(records)[0]
-        lines += [
-            f"Over stronger loops, {activation_name(activation)}, at best and by break-even depth:",
-            "",
-            f"| | {' | '.join(f'over the {label}' for label in baselines.values())} |",
-            "|---" * (1 + len(baselines)) + "|",
+    def read(result: Finished) -> Table:
+        records = of_activation(result, activation)
+        loops = timed_columns(records, BASELINES)
+        rows = [
+            [f"{way}, {label}", *(_against(records, way, method, over) for over in loops)]
+            for way in ("forward", "backward")
+            for method, label in METHODS.items()
         ]
-        for way in ("forward", "backward"):
-            for method, label in METHODS.items():
-                cells = [_against(records, way, method, over) for over in baselines]
-                lines.append(f"| {way}, {label} | {' | '.join(cells)} |")
-        return lines
+        title = f"Over stronger loops, {activation_name(activation)}, at best and by break-even depth:"
+        return Table(title, ["", *(f"over the {label}" for label in loops.values())], rows)
 
     return read
 
@@ -255,7 +247,7 @@ def widths(result: Finished) -> list[Check]:
     limits = {method: threshold(records, "forward", method) for method in METHODS}
     printed, auto = (limits[name]["w2L"] for name in ("printed", "auto"))
     said = [
-        f"{limit_in_words(limit)} {_short(method)}" if limit["w2L"] else f"not reached {_short(method)}"
+        f"{limit_in_words(limit)} {HOW[method]}" if limit["w2L"] else f"not reached {HOW[method]}"
         for method, limit in limits.items()
     ]
     depths = limits["printed"]["by_depth"]
@@ -330,10 +322,10 @@ def newton(result: Finished) -> list[Check]:
     for name, mine in by_activation.items():
         left = of_cells(len(mine), sum(record["activation"] == name for record in tried))
         each.append(f"{activation_name(name)} {most[name]}{left and f' ({left})'}")
-    checks = [Check("Newton iterations, at most", "6", listed(each), holds(max(most.values()) <= 6))]
+    checks = [Check("Newton iterations, at most", "6", listed(each), holds(max(most.values()) <= 6), at_any_size=True)]
     missed = sum(name != "CONVERGED" for record in first for name in record["results"])
     if missed:
-        checks.append(Check("solves that did not converge", "none", str(missed), NO))
+        checks.append(Check("solves that did not converge", "none", str(missed), NO, at_any_size=True))
     means = {name: mean_iterations_by_depth(mine) for name, mine in by_activation.items()}
     grown = {name: max(each.values()) - min(each.values()) for name, each in means.items() if len(each) > 1}
     if grown:
@@ -357,7 +349,7 @@ def newton(result: Finished) -> list[Check]:
                 if good
                 else "The test is content with a residual of 10⁻⁴ in every entry; the error is a norm over all w of them."
             )
-            checks.append(Check(what, "almost always machine precision", ours, holds(good), why))
+            checks.append(Check(what, "almost always machine precision", ours, holds(good), why, at_any_size=True))
     random = [record for record in known if record["guess"] == "random"]
     if random and random is not first:
         both = [fmean(fmean(r["iterations"]) for r in mine) for mine in (first, random)]
