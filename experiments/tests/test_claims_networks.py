@@ -64,15 +64,13 @@ def test_timing_holds_or_not_by_the_times():
     assert by_what(read(linear), "DeepPCR as printed, time").holds == NO
 
 
-def test_launches_are_told_from_arithmetic_by_the_least_depth():
+def test_a_slow_pass_is_told_with_its_time_at_the_least_depth():
+    """Which tells launches from arithmetic."""
     content = timing()
     for record in content.records:
-        record["forward"]["printed"]["seconds"] = [1e-5 * record["L"]]
-    assert "it grows with the work that it does" in by_what(networks.timing("relu")(content), "forward pass over").why
-    for record in content.records:
-        record["forward"]["printed"]["seconds"] = [0.02]
+        record["forward"]["printed"]["seconds"] = [1e-5 * record["L"] + 0.02]
     why = by_what(networks.timing("relu")(content), "forward pass over").why
-    assert "20 ms at L = 16 already, 100% of what it takes at L = 16,384" in why
+    assert "takes 20.2 ms at L = 16 and 184 ms at L = 16,384; the paper's took 15 ms at its best" in why
 
 
 def test_smooth_activations_have_their_own_break_even():
