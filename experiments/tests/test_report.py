@@ -266,6 +266,10 @@ def test_small_sizes_refute_no_claim_about_large_ones(tmp_path):
     quick = answer(part, finished(timing_content(quick=True), tmp_path))
     assert [check.holds for check in quick.checks] == [OPEN, NO, YES]
     assert "larger sizes" in quick.checks[0].why
+    (item,) = [item for item in ITEMS if item.label == "Figure 3"]
+    right = replace(quick, checks=[check for check in quick.checks if check.holds != NO])
+    assert [verdict_of(item, [each]) for each in (full, quick, right)] == [Verdict.PARTLY, Verdict.PARTLY, Verdict.OPEN]
+    assert verdict_of(item, [right, replace(full, checks=claimed[:1])]) is Verdict.DIFFERS  # by what is of full size
 
 
 def test_the_table_has_the_checks_of_every_machine(tmp_path):
@@ -332,7 +336,7 @@ def test_what_was_not_run_here_is_shown_from_the_committed_results(tmp_path):
 @pytest.mark.parametrize("quick", [False, True])
 def test_quick_runs_are_called_that_and_say_what_small_sizes_imply(tmp_path, quick):
     html = page.make_page([finished(timing_content(quick=quick), tmp_path)]).replace("\u00a0", " ")
-    for words in ("Quick runs, small sizes", "loops of at most\nL = 1,024 steps", "grows with L", "docs/paper.md"):
+    for words in ("Quick runs, small sizes", "mlp-timing up to L = 1,024.", "grows with L", "docs/paper.md"):
         assert (words in html) == quick
     assert ("quick run: small sizes, at most L = 1,024" in html) == quick
 

@@ -51,7 +51,15 @@ def every_answer(item: Item, results: Sequence[Finished]) -> list[Answer]:
 
 
 def verdict_of(item: Item, answers: Iterable[Answer]) -> Verdict:
+    """By the results at full size; quick ones decide where there are no others, and agree only if nothing is open."""
+    answers = list(answers)
     if not item.parts:
         return Verdict.NOTHING_MEASURED
-    answers = list(answers)
-    return verdict(check for each in answers for check in each.checks) if answers else Verdict.NOT_RUN
+    if not answers:
+        return Verdict.NOT_RUN
+    full = [each for each in answers if not each.result.quick]
+    checks = [check for each in full or answers for check in each.checks]
+    found = verdict(checks)
+    if not full and found is Verdict.AGREES and any(check.holds == OPEN for check in checks):
+        return Verdict.OPEN
+    return found

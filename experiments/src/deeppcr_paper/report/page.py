@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 import deeppcr
 
 from ..claims.answers import Answer, every_answer, verdict_of
-from ..claims.check import Verdict, causes, verdict
+from ..claims.check import Verdict, causes
 from ..claims.items import ITEMS, Item
 from ..claims.results import Finished, command
 from ..figures import Figure, draw
@@ -58,6 +58,9 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
         undefined=StrictUndefined,
     )
     environment.filters |= {"slug": slug, "prose": prose}
+    table = rows(results)
+    used = {answer.result.path for row in table for answer in row.answers}
+    results = [result for result in results if not result.committed or result.path in used]
     own = [result for result in results if not result.committed]
     experiments = [
         (name, [(result, figures_of(result)) for result in group])
@@ -67,7 +70,7 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
     return environment.get_template("page.html.jinja").render(
         results=results,
         own=own,
-        rows=rows(results),
+        rows=table,
         experiments=experiments,
         maps=maps,
         map_json=embedded(maps),
@@ -75,7 +78,7 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
         causes=causes,
         command=command,
         own_names=own_names,
-        verdict=verdict,
+        verdict_of=verdict_of,
         version=deeppcr.__version__,
     )
 
