@@ -14,7 +14,7 @@ from ..mlp_summary import seconds, threshold
 from ..table import of_cells, times
 from . import diffusion, trainings
 from .check import NO, YES
-from .networks import FLAT, BreakEven, mean_iterations_by_depth, passes_of
+from .networks import FLAT, BreakEven, mean_iterations_by_depth, of_activation
 from .results import Finished, best
 from .words import HOW, activation_name, listed
 
@@ -25,12 +25,12 @@ class Finding:
 
     Attributes:
         question: its heading
-        experiments: what answers it, the best first
+        experiment: what answers it
         answer: a result to a paragraph, or to one for each line of a list; None where it does not tell
     """
 
     question: str
-    experiments: Sequence[str]
+    experiment: str
     answer: Callable[[Finished], str | list[str] | None]
 
 
@@ -44,14 +44,12 @@ class Found:
 
 
 def answered(finding: Finding, results: Sequence[Finished]) -> Found:
-    for name in finding.experiments:
-        result = best(results, name)
-        if result is not None:
-            with result.blamed():
-                answer = finding.answer(result)
-            if answer is not None:
-                return Found(finding, result, answer)
-    return Found(finding)
+    result = best(results, finding.experiment)
+    if result is None:
+        return Found(finding)
+    with result.blamed():
+        answer = finding.answer(result)
+    return Found(finding) if answer is None else Found(finding, result, answer)
 
 
 def accuracy(result: Finished) -> str | None:
@@ -82,15 +80,15 @@ def guesses(result: Finished) -> str | None:
 
 
 def iterations(result: Finished) -> str:
-    """Of mlp-newton, or of the passes as printed that were timed, on the same networks."""
     said = []
     for name in dict.fromkeys(record["activation"] for record in result.records):
-        every = [record for record in result.records if record["activation"] == name]
-        counts = [each for record in every for each in passes_of(record)]
+        every = of_activation(result, name)
+        known = [record for record in every if record.get("iterations")]
+        counts = [count for record in known for count in record["iterations"]]
         if not counts:
             said.append(f"{activation_name(name)} not measured")
             continue
-        left = of_cells(sum(bool(passes_of(record)) for record in every), len(every))
+        left = of_cells(len(known), len(every))
         means = mean_iterations_by_depth(every)
         ends = (
             f"{means[min(means)]:.1f} on average at L = {min(means):,}, {means[max(means)]:.1f} at L = {max(means):,}"
@@ -118,7 +116,7 @@ def gains(result: Finished) -> str:
 def break_even_depths(result: Finished) -> list[str]:
     said = []
     for activation in dict.fromkeys(record["activation"] for record in result.records):
-        mine = [record for record in result.records if record["activation"] == activation]
+        mine = of_activation(result, activation)
         for way in ("forward", "backward"):
             each = [
                 f"{words} {BreakEven.of(mine, way, method, over)}"
@@ -133,7 +131,7 @@ def break_even_depths(result: Finished) -> list[str]:
 
 
 def size_limit(result: Finished) -> str:
-    mine = [record for record in result.records if record["activation"] == "relu"]
+    mine = of_activation(result, "relu")
     limits = [threshold(mine, "forward", name) for name in ("printed", "auto")]
     printed, auto = (limit["w2L"] for limit in limits)
     if not printed:
@@ -221,18 +219,18 @@ def classes(result: Finished) -> str:
 
 
 FINDINGS = (
-    Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", ["resnet-training"], accuracy),
-    Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", ["resnet-guess"], guesses),
-    Finding("Do MLPs take at most 6 iterations, whatever L?", ["mlp-newton", "mlp-timing"], iterations),
-    Finding("And with larger weights?", ["mlp-gain"], gains),
-    Finding("From which depth on does it pay?", ["mlp-timing"], break_even_depths),
+    Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", "resnet-training", accuracy),
+    Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", "resnet-guess", guesses),
+    Finding("Do MLPs take at most 6 iterations, whatever L?", "mlp-newton", iterations),
+    Finding("And with larger weights?", "mlp-gain", gains),
+    Finding("From which depth on does it pay?", "mlp-timing", break_even_depths),
     Finding(
         "Where does the paper's method leave the logarithmic regime, and how far do chunks move that?",
-        ["mlp-timing"],
+        "mlp-timing",
         size_limit,
     ),
-    Finding("How much memory?", ["mlp-memory"], memory),
-    Finding("Where does the sequential kernel still win?", ["mlp-timing"], loop_wins),
-    Finding("Are the samples as good (Fréchet distances)?", ["latent-diffusion"], distances),
-    Finding("Do conditional models gain more?", ["pixel-diffusion"], classes),
+    Finding("How much memory?", "mlp-memory", memory),
+    Finding("Where does the sequential kernel still win?", "mlp-timing", loop_wins),
+    Finding("Are the samples as good (Fréchet distances)?", "latent-diffusion", distances),
+    Finding("Do conditional models gain more?", "pixel-diffusion", classes),
 )

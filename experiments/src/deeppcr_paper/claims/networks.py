@@ -307,7 +307,7 @@ def newton(result: Finished) -> list[Check]:
         spread = listed([f"{activation_name(name)} by {value:.1f}" for name, value in grown.items()])
         what = f"mean iterations from L = {DEEP} on change with L, over widths measured at every depth"
         checks.append(Check(what, "practically not", spread, holds(max(grown.values()) <= FLAT)))
-    if {"relu", "sigmoid"} <= set(means):
+    if means.get("relu") and means.get("sigmoid"):
         relu, sigmoid = (fmean(means[name].values()) for name in ("relu", "sigmoid"))
         ours = f"{relu:.1f} against {sigmoid:.1f} on average"
         checks.append(Check("ReLU takes more than sigmoid", "yes", ours, holds(relu > sigmoid)))
@@ -337,21 +337,13 @@ def mean_iterations_by_depth(records: Sequence[Record]) -> dict[int, float]:
     """
     counts: dict[int, dict[int, list[int]]] = {}
     for record in records:
-        if found := passes_of(record):
+        if found := record.get("iterations"):
             counts.setdefault(record["L"], {}).setdefault(record["w"], []).extend(found)
     counts = {depth: each for depth, each in sorted(counts.items()) if depth >= DEEP} or counts
     if not counts:
         return {}
     widths = set.intersection(*map(set, counts.values()))
     return {depth: fmean(n for w in widths for n in each[w]) for depth, each in counts.items()} if widths else {}
-
-
-def passes_of(record: Record) -> list[int]:
-    """Newton's iterations as printed, of each network that was solved: in a record of mlp-newton, or of a timing."""
-    if "forward" in record:
-        entry = record["forward"].get("printed", {})
-        return [entry["iterations"]] if "iterations" in entry else []
-    return record.get("iterations", [])
 
 
 def machines(result: Finished) -> list[Check]:
