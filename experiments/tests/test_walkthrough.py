@@ -18,9 +18,18 @@ import matplotlib
 from matplotlib.image import imread, imsave
 
 import made_up
+import made_up_diffusion
 from claims_support import TIMING, TRAINING, finished, trained
 from deeppcr import FixedIterations, PaperTest
-from deeppcr_paper import figures, mlp_memory, mlp_timing, resnet_ablations, resnet_training
+from deeppcr_paper import (
+    figures,
+    latent_diffusion,
+    mlp_memory,
+    mlp_timing,
+    pixel_diffusion,
+    resnet_ablations,
+    resnet_training,
+)
 from deeppcr_paper.catalogue import EXPERIMENTS
 from deeppcr_paper.claims import findings, networks
 from deeppcr_paper.claims.check import Verdict
@@ -253,7 +262,7 @@ def test_what_was_not_run_says_so_and_nothing_else():
         verdict = Verdict.NOT_RUN if item.parts else Verdict.NOTHING_MEASURED
         assert f"| {item.title} | **{verdict.value}** |" in overview
     assert questions.count("** Not run yet at full size: `deeppcr-paper reproduce") == len(findings.FINDINGS)
-    assert headline.lines([]) == ["Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`."]
+    assert headline.lines([])[0].startswith("Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`, `")
 
 
 def test_a_smaller_run_says_so_and_how_it_was_made():
@@ -277,14 +286,25 @@ def test_a_damaged_result_is_named():
 
 
 def test_the_table_shows_the_strong_baselines():
-    lines = headline.lines([finished(made_up.mlp_timing_result()), trained()])
+    small = {"steps": (1024,), "images": 1, "runs": 2}
+    sampled = [
+        finished(
+            made_up_diffusion.latent_result(replace(latent_diffusion.FULL, data=("mnist",), widths=(16,), **small))
+        ),
+        finished(made_up_diffusion.pixel_result(replace(pixel_diffusion.FULL, sides=(4,), **small))),
+    ]
+    timed = finished(made_up.mlp_timing_result())
+    lines = headline.lines([timed, trained(), *sampled])
     assert lines[0].count("|") == 7
     assert all(name in lines[0] for name in ("eager loop", "CUDA graph", "fused sequential kernel", "as printed"))
     (short,) = [line for line in lines if "MLP forward, L = 64," in line]
     assert "(0.025×)" in short, "where the loop wins stands in the table"
     assert any("ResNet forward in training, L = 128" in line for line in lines)
-    slow = headline.lines([finished(made_up.mlp_timing_result()), trained(dtype="float64")])
-    assert not any("ResNet" in line for line in slow), "float64 shows equality, not speed"
+    assert any("Diffusion, latents of MNIST, w = 16, L = 1,024" in line for line in lines)
+    (slow,) = headline.lines([timed, trained(dtype="float64"), *sampled])
+    assert (
+        slow == "Not run yet: `deeppcr-paper reproduce resnet-training --device cuda --data-dir DIR`."
+    )  # it shows no speed
     with pytest.raises(ValueError, match="lacks the marks"):
         headline.put("no marks here", [])
 
