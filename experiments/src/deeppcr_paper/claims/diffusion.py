@@ -15,7 +15,7 @@ from ..figures.style import plain, span
 from ..figures.style import seconds as in_words
 from ..table import times
 from .check import OPEN, SPEED_UP, Check, Table, holds
-from .results import Finished, Needs
+from .results import IMAGES, Finished, Needs
 from .words import HOW
 
 Entry = dict[str, Any]
@@ -55,8 +55,6 @@ PIXEL = {
     (512, 16): PaperRow(3.79, 15.78, 0.00235),
     (1024, 16): PaperRow(2.48, 27.33, 0.02638),
 }
-#: Data sets as a reader calls them.
-DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA"}
 #: Iterations up to so many times the paper's are the same: other weights, other noise.
 SAME = 1.3
 #: Mean iterations that are this close, as a share, a few samples hardly tell apart.
@@ -161,7 +159,7 @@ def other_data(result: Finished) -> list[Check]:
     """Fig. 7: CIFAR-10, and CelebA where its images were to hand."""
     checks = []
     for data, paper in (("cifar10", 8.0), ("celeba", 9.0)):
-        entries, name = _entries(result, data), DATA[data]
+        entries, name = _entries(result, data), IMAGES[data]
         if not entries:
             checks.append(Check(name, f"{paper:g}×", "not in this run", OPEN))
             continue

@@ -15,7 +15,7 @@ from ..table import of_cells, times
 from . import diffusion, trainings
 from .check import NO, YES
 from .networks import FLAT, BreakEven, mean_iterations_by_depth, of_activation
-from .results import Finished, best
+from .results import IMAGES, Finished, best
 from .words import HOW, activation_name, listed
 
 
@@ -203,7 +203,7 @@ def distances(result: Finished) -> str:
     found = []
     for data in dict.fromkeys(entry["data"] for entry in result.summary):
         check = diffusion.distance([entry for entry in result.summary if entry["data"] == data])
-        found.append(f"{diffusion.DATA.get(data, data)}: {check.holds}, they differ {check.ours}")
+        found.append(f"{IMAGES.get(data, data)}: {check.holds}, they differ {check.ours}")
     return f"Wasserstein-2 distances to the latents of the test set, sequential and parallel. {'; '.join(found)}."
 
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 import deeppcr
@@ -51,7 +52,7 @@ def drawn(result: Finished) -> Sequence[Figure]:
 def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequence[Figure]] = drawn) -> str:
     """The whole page, of results in the order in which they are shown; the same results give the same bytes."""
     environment = Environment(
-        loader=PackageLoader(__name__, "assets"),
+        loader=FileSystemLoader(Path(__file__).parent / "assets"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

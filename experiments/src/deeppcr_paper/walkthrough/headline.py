@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..claims.diffusion import DATA
 from ..claims.networks import of_activation
-from ..claims.results import Finished, best, command
+from ..claims.results import IMAGES, Finished, best, command
 from ..figures.style import seconds as in_words
 from ..mlp_summary import BASELINES, seconds
 from ..mlp_timing import DIRECTIONS
@@ -116,7 +115,7 @@ def _samples(result: Finished) -> list[str]:
     for entry in result.summary:
         if entry["L"] == longest and entry.get("conditional", "no") == "no":
             if "w" in entry:
-                size = f"latents of {DATA[entry['data']]}, w = {entry['w']}"
+                size = f"latents of {IMAGES[entry['data']]}, w = {entry['w']}"
             else:
                 size = f"{entry['side']}×{entry['side']} pixels"
             found.append(_row(f"Diffusion, {size}, L = {longest:,}", entry["seconds"]))

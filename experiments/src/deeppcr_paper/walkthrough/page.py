@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..claims.answers import Answer, best_answer, verdict_of
 from ..claims.check import Verdict, causes
@@ -41,7 +42,7 @@ class Shown:
 def make_page(results: Sequence[Finished], draw: Draw) -> tuple[str, list[Figure]]:
     """The page, and the figures that it shows."""
     environment = Environment(
-        loader=PackageLoader(__name__, "."), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters["slug"] = slug
     shown = [show(item, results, draw) for item in ITEMS]
