@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
+import io
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .lock import only_run
 from .settings import override, show
-from .store import PaperError, Store, as_json, checkpoint_path, disk_error, finished, read_checkpoint
+from .store import PaperError, Store, as_json, checkpoint_path, finished, read_checkpoint, write_bytes
 from .timing import single_thread
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
@@ -29,28 +29,24 @@ class OutOfTime(Exception):
     """The time limit has come; what is finished is on disk."""
 
 
-class Watcher(Protocol):
-    """Who is told how far the work has come."""
+class Watcher:
+    """Is told how far the work has come, and counts; `Bars` show it, too."""
 
-    def begin(self, cells: int, finished: int) -> None: ...
+    cells = finished = 0
 
-    def cell(self, name: str) -> None: ...
+    def begin(self, cells: int, finished: int) -> None:
+        """So many cells, some of which are there already."""
+        self.cells, self.finished = cells, finished
 
-    def part(self, fraction: float) -> None: ...
+    def cell(self, name: str) -> None:
+        """This one is next."""
 
-    def end(self, name: str) -> None: ...
+    def part(self, fraction: float) -> None:
+        """So much of it is done."""
 
-
-class Silent:
-    """Nobody watches."""
-
-    def begin(self, cells: int, finished: int) -> None: ...
-
-    def cell(self, name: str) -> None: ...
-
-    def part(self, fraction: float) -> None: ...
-
-    def end(self, name: str) -> None: ...
+    def end(self) -> None:
+        """It is finished."""
+        self.finished += 1
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Context:
     data_dir: Path | None = None
     files: Sequence[Path] = ()
     deadline: float | None = None
-    watcher: Watcher = field(default_factory=Silent)
+    watcher: Watcher = field(default_factory=Watcher)
     checkpoint: Path | None = None
     models: Path | None = None
     cache: dict[str, Any] = field(default_factory=dict)
@@ -83,17 +79,10 @@ class Context:
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Keep the state of a long cell, in one step like the results."""
-        if self.checkpoint is None:
-            return
-        temporary = self.checkpoint.with_suffix(".tmp")
-        try:
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, temporary)
-            os.replace(temporary, self.checkpoint)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            temporary.unlink(missing_ok=True)
-            cause = error if isinstance(error, OSError) else OSError(None, str(error).splitlines()[0])
-            raise disk_error(self.checkpoint, cause) from error
+        if self.checkpoint is not None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            write_bytes(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The state that ``save_checkpoint`` kept; None where there is none that can be read."""
@@ -182,7 +171,7 @@ class Experiment:
             if others:
                 left_out = f"cells that this version does not measure are left out: {', '.join(sorted(others))}"
                 warnings.warn(f"{store.path.name}: {left_out}", stacklevel=2)
-                store.keep(names)
+                store.content["records"] = [record for record in store.records if record["key"] in names]
             store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
             try:
                 summary = self.summarise(store.records)
@@ -215,7 +204,7 @@ class Experiment:
                 context.checkpoint = checkpoint_path(store.path, name)
                 store.add(name, {**cell, **self.measure(cell, settings, context)})
                 context.checkpoint.unlink(missing_ok=True)
-                context.watcher.end(name)
+                context.watcher.end()
         except BaseException:
             store.save()
             raise
