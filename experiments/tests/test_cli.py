@@ -19,8 +19,16 @@ from typer.testing import CliRunner
 import deeppcr
 from deeppcr_paper import cli, compare_hardware, experiment, lock, store
 from deeppcr_paper.catalogue import EXPERIMENTS
-from deeppcr_paper.denoisers import PRESETS
 from small_results import TINY
+
+
+#: A few steps and runs show as well as many that samples are drawn and timed.
+FEWER = {
+    "latent-diffusion": ["steps=8,16", "runs=2", "loop_runs=1", "batch=2", "budget=0"],
+    "pixel-diffusion": ["steps=8", "runs=2", "loop_runs=1", "batch=2", "budget=0", "conditional=yes"],
+    "diffusion-iterations": ["steps=8", "iterations=3"],
+    "diffusion-guess": ["steps=8", "runs=1", "loop_runs=1", "guesses=class-mean,prior"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +37,6 @@ def tiny(monkeypatch):
     precision = torch.get_float32_matmul_precision()
     made = tuple(replace(each, quick=replace(each.quick, **TINY[each.name])) for each in EXPERIMENTS)
     monkeypatch.setattr(cli, "EXPERIMENTS", made)
-    # Networks that know nothing at all are sampled just as well.
-    epochs = {"autoencoder_epochs": 0.01, "latent_epochs": 0.02, "pixel_epochs": 0.01}
-    monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], **epochs))
     grid = replace(compare_hardware.GRID, depths=(16,), widths=(2,), budget=0.01)
     monkeypatch.setattr(compare_hardware, "GRID", grid)
     monkeypatch.setattr(store, "INTERVAL", 0.0)
@@ -120,7 +125,8 @@ def test_version_as_a_command_and_as_an_option():
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_experiment_end_to_end(name, run, tmp_path, models, device):
-    result = run(name, "--quick", "--models", models)
+    changes = [part for change in FEWER.get(name, ()) for part in ("--set", change)]
+    result = run(name, "--quick", "--models", models, *changes)
     assert result.exit_code == 0, result.output
     (found,) = files(tmp_path / "results")
     assert found.startswith(f"{name}-")
