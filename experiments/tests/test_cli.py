@@ -21,7 +21,6 @@ from deeppcr_paper import cli, compare_hardware, experiment, lock, store
 from deeppcr_paper.catalogue import EXPERIMENTS
 from small_results import TINY
 
-
 #: A few steps and runs show as well as many that samples are drawn and timed.
 FEWER = {
     "latent-diffusion": ["steps=8,16", "runs=2", "loop_runs=1", "batch=2", "budget=0"],
@@ -524,13 +523,15 @@ def test_bad_data(run, tmp_path):
 
 
 def test_trained_networks_are_shared_and_checked(run, tmp_path):
-    assert run("diffusion-iterations", "--quick", "--set", "spaces=pixel").exit_code == 0
+    few = ["--quick", "--set", "steps=8"]
+    assert run("diffusion-iterations", *few, "--set", "spaces=pixel", "--set", "iterations=1").exit_code == 0
     (model,) = (tmp_path / "results" / "models").iterdir()
     before = model.stat().st_mtime_ns
-    assert run("diffusion-guess", "--quick", "--set", "conditional=no", "--set", "guesses=mean").exit_code == 0
+    once = ["--set", "guesses=mean", "--set", "runs=1", "--set", "loop_runs=1"]
+    assert run("diffusion-guess", *few, "--set", "conditional=no", *once).exit_code == 0
     assert [each.stat().st_mtime_ns for each in model.parent.iterdir()] == [before]
     model.write_bytes(model.read_bytes()[:-7])
-    again = ("diffusion-iterations", "--quick", "--set", "spaces=pixel", "--set", "iterations=2")
+    again = ("diffusion-iterations", *few, "--set", "spaces=pixel", "--set", "iterations=2")
     fails_clearly(run(*again), str(model), "cut short")
     assert run(*again, "--models", tmp_path / "elsewhere").exit_code == 0
     assert len(list((tmp_path / "elsewhere").iterdir())) == 1

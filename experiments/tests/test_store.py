@@ -111,7 +111,7 @@ def test_another_kind_of_machine_begins_its_own_file(tmp_path, always_saved, mon
     assert len(list(tmp_path.iterdir())) == 2
     assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU) is None
     final = store.finish()
-    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU)[0] == final
+    assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU) == final
     assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 8)}, CPU) is None
     monkeypatch.undo()
     assert store_module.finished(tmp_path, "mlp-timing", {"depths": (2, 4)}, CPU) is None

@@ -55,30 +55,57 @@ def parameters(each: Trainer) -> list[torch.Tensor]:
     return [tensor for module in each.modules.values() for tensor in module.state_dict().values()]
 
 
-class Killer(Watcher):
-    """Ends the process half way, as a power cut does."""
+class PowerCut(BaseException):
+    """Nobody catches it."""
+
+
+class Cut(Watcher):
+    """Ends the training half way."""
 
     def part(self, fraction):
         if fraction > 0.5:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end_it()
+
+    def end_it(self):
+        raise PowerCut
+
+
+class Kill(Cut):
+    """And the process with it."""
+
+    def end_it(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed(path: Path) -> None:
     torch.set_num_threads(1)  # as in conftest.py: the order of a sum depends on it
     trainer.CHECKPOINT = 0.0
-    small().run(Context(CPU, watcher=Killer()), path)
+    small().run(Context(CPU, watcher=Kill()), path)
 
 
+def test_after_a_power_cut_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    path = tmp_path / "network.safetensors"
+    with monkeypatch.context() as patched, pytest.raises(PowerCut):
+        patched.setattr(trainer, "CHECKPOINT", 0.0)
+        small().run(Context(CPU, watcher=Cut()), path)
+    goes_on_to_the_same_bits(path)
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal here")
-def test_after_a_kill_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+def test_after_a_kill_training_goes_on_to_the_same_bits(tmp_path):
     path = tmp_path / "network.safetensors"
     code = f"from pathlib import Path; import test_trainer; test_trainer.killed(Path({str(path)!r}))"
-    here = os.pathsep.join([str(Path(__file__).parent), str(Path(trainer.__file__).parents[2])])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": here}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False
+    )
     assert done.returncode == -signal.SIGKILL
+    goes_on_to_the_same_bits(path)
+
+
+def goes_on_to_the_same_bits(path):
     assert not path.exists()
     assert path.with_suffix(".training.safetensors").exists()
-
     steps = []
     resumed, whole = small(), small()
     inner = resumed.step
@@ -89,7 +116,7 @@ def test_after_a_kill_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     for one, other in zip(parameters(resumed), parameters(whole), strict=True):
         assert torch.equal(one, other)
     assert record["curves"] == expected["curves"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["network.safetensors"]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_a_finished_network_is_loaded(tmp_path):

@@ -165,34 +165,27 @@ class Experiment:
                 self._measure_all(wanted, settings, context, store)
             names = [name_of(cell) for cell in cells]
             if not store.done.issuperset(names):
-                store.save()
                 return store.path, None
-            others = [name for name in store.done if name not in names]
-            if others:
+            if others := store.done.difference(names):
                 left_out = f"cells that this version does not measure are left out: {', '.join(sorted(others))}"
                 warnings.warn(f"{store.path.name}: {left_out}", stacklevel=2)
-                store.content["records"] = [record for record in store.records if record["key"] in names]
-            store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
+            by_name = {record["key"]: record for record in store.records}
+            store.content["records"] = [by_name[name] for name in names]  # whoever measured them, and when
             try:
                 summary = self.summarise(store.records)
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                store.save()
-                why = f"{type(error).__name__}: {error}"
-                raise PaperError(
-                    f"{store.path}: damaged: its records cannot be summed up ({why}); move it away"
-                ) from error
+                why = f"damaged: its records cannot be summed up ({type(error).__name__}: {error})"
+                raise PaperError(f"{store.path}: {why}; move it away") from error
             return store.finish(summary), summary
 
     def finished(self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0) -> Path | None:
         """The whole result that ``run`` would make, where the folder has it already."""
-        settings = self.settings(context, quick=quick, seed=seed)
-        found = finished(folder, self.name, asdict(settings), context.device)
-        return found[0] if found is not None else None
+        settings = asdict(self.settings(context, quick=quick, seed=seed))
+        return finished(folder, self.name, settings, context.device)
 
     def _measure_all(self, cells: list[Cell], settings: Any, context: Context, store: Store) -> None:
         done = store.done
-        # Before hours of work: the folder takes what is written.
-        store.save()
+        store.save()  # before hours of work: the folder takes what is written
         context.watcher.begin(len(cells), sum(name_of(cell) in done for cell in cells))
         try:
             for cell in cells:
@@ -205,9 +198,8 @@ class Experiment:
                 store.add(name, {**cell, **self.measure(cell, settings, context)})
                 context.checkpoint.unlink(missing_ok=True)
                 context.watcher.end()
-        except BaseException:
-            store.save()
-            raise
+        finally:
+            store.save()  # whatever ends it
 
 
 def choose_cells(cells: list[Cell], only: Sequence[str]) -> list[Cell]:

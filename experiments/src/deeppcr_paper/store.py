@@ -197,12 +197,10 @@ class Store:
 
         Times of two kinds of hardware do not belong in one file: another kind begins its own.
         """
-        settings, here = as_json(settings), session(device)
-        files = [Store(path, read(path)) for path in sorted(folder.glob(f"{experiment}-*{PARTIAL}"))]
-        name = here["hardware"]["device"]
-        mine = [each for each in files if _is_of(each.content, experiment, settings, device, name)]
+        here = session(device)
+        mine = _files_of(folder, experiment, settings, device, partial=True)
         if mine:
-            first, *others = mine
+            first, *others = (Store(path, content) for path, content in mine)
             for other in others:
                 first.take_in(other)
             first.content["sessions"].append(here)
@@ -215,7 +213,7 @@ class Store:
             "complete": False,
             "device": device.type,
             **{key: here[key] for key in ("hardware", "versions", "commit", "start", "end")},
-            "settings": settings,
+            "settings": as_json(settings),
             "sessions": [here],
             "summary": None,
             "records": [],
@@ -223,20 +221,16 @@ class Store:
         return Store(_free(folder, _stem(content), PARTIAL), content)
 
     def take_in(self, other: Store) -> None:
-        """The records of another partial file of the same run, and its checkpoints; that file is then gone.
-
-        Of two checkpoints of a cell the one that has come further is kept; of a cell that either has finished, none.
-        """
+        """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
         first, done = len(self.content["sessions"]), self.done
         self.content["sessions"] += other.content["sessions"]
         for record in other.records:
             if record["key"] not in done:
                 self.records.append({**record, "session": first + record["session"]})
         write(self.path, self.content)  # not ``save``: the last session is another's, and ended when it did
-        mine, theirs = (each.path.name.removesuffix(PARTIAL) for each in (self, other))
-        for path in other.path.parent.glob(f"{theirs}.*{CHECKPOINT}"):
-            here = path.with_name(mine + path.name.removeprefix(theirs))
-            os.replace(max(path, here, key=_step_of), here)
+        for path in other.path.parent.glob(f"{_run_name(other.path)}.*{CHECKPOINT}"):
+            here = self.path.with_name(_run_name(self.path) + path.name.removeprefix(_run_name(other.path)))
+            os.replace(max(path, here, key=_step_of), here)  # the one that has come further
             path.unlink(missing_ok=True)
         for key in self.done:
             checkpoint_path(self.path, key).unlink(missing_ok=True)
@@ -288,24 +282,35 @@ class Store:
         return final
 
 
-def finished(
-    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device
-) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole result of the same experiment, settings and hardware, and its content; None where there is none."""
-    settings, name = as_json(settings), hardware(device)
-    paths = [path for path in sorted(folder.glob(f"{experiment}-*.json")) if not path.name.endswith(PARTIAL)]
-    found = [
-        (path, content)
-        for path, content in ((path, read(path)) for path in paths)
-        if content["complete"] and _is_of(content, experiment, settings, device, name)
-    ]
-    return max(found, key=lambda pair: str(pair[1].get("end")), default=None)
+def finished(folder: Path, experiment: str, settings: dict[str, Any], device: torch.device) -> Path | None:
+    """The newest whole result of the same experiment, settings and hardware; None where there is none."""
+    found = _files_of(folder, experiment, settings, device, partial=False)
+    whole = [(str(content.get("end")), path) for path, content in found if content["complete"]]
+    return max(whole)[1] if whole else None
+
+
+def _files_of(
+    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, partial: bool
+) -> list[tuple[Path, dict[str, Any]]]:
+    """The partial or the whole files of a run and their contents; the header has the hardware of all records."""
+    wanted = (experiment, as_json(settings), device.type, hardware(device))
+    paths = (path for path in sorted(folder.glob(f"{experiment}-*.json")) if path.name.endswith(PARTIAL) == partial)
+    found = []
+    for path, content in ((path, read(path)) for path in paths):
+        there = (content.get("hardware") or {}).get("device")
+        if (content["experiment"], content["settings"], content["device"], there) == wanted:
+            found.append((path, content))
+    return found
 
 
 def checkpoint_path(partial: Path, name: str) -> Path:
     """Of a cell, beside the partial file, and ending as it does not: it is never taken for results."""
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)
-    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.{slug}{CHECKPOINT}")
+    return partial.with_name(f"{_run_name(partial)}.{slug}{CHECKPOINT}")
+
+
+def _run_name(partial: Path) -> str:
+    return partial.name.removesuffix(PARTIAL)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
@@ -320,13 +325,6 @@ def _step_of(checkpoint: Path) -> int:
     """How far it has come."""
     found = read_checkpoint(checkpoint)
     return found.get("step", -1) if isinstance(found, dict) else -1
-
-
-def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torch.device, name: str) -> bool:
-    """Whether a file is of this run: the header has the hardware of all its records."""
-    here = (experiment, settings, device.type, name)
-    there = content.get("hardware") or {}
-    return (content["experiment"], content["settings"], content["device"], there.get("device")) == here
 
 
 def _stem(content: dict[str, Any]) -> str:
