@@ -85,8 +85,8 @@ def killed(path: Path) -> None:
 
 def test_after_a_power_cut_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     path = tmp_path / "network.safetensors"
-    with monkeypatch.context() as patched, pytest.raises(PowerCut):
-        patched.setattr(trainer, "CHECKPOINT", 0.0)
+    monkeypatch.setattr(trainer, "CHECKPOINT", 0.0)
+    with pytest.raises(PowerCut):
         small().run(Context(CPU, watcher=Cut()), path)
     goes_on_to_the_same_bits(path)
 

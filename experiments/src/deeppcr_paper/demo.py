@@ -17,7 +17,6 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -271,14 +270,12 @@ def measured(devices: Sequence[torch.device], console: Console, *, tiny: bool) -
         for way in ("forward", "backward")[: 2 if gain == 1 else 1]  # Newton runs forward only
     ]
     console.print(f"a table of {len(rows)} cases, each by the loop and in parallel: checked, then timed")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # Redrawn between cases only: a thread that does it all the time would take its share of what is measured.
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task("", total=len(rows))
+    with Bars(console) as bars:
+        bars.begin(len(rows), 0)
         for row in rows:
-            progress.update(task, description=row.name, refresh=True)
+            bars.cell(row.name)
             row.examine(budget)
-            progress.update(task, advance=1, refresh=True)
+            bars.end()
     return rows
 
 
