@@ -4,6 +4,7 @@ import runpy
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +40,8 @@ def page(monkeypatch):
     """The page is not drawn; the folders it would be made from."""
     folders = []
 
-    def build(found, out):
-        folders.extend(found)
+    def build(found, out, fallback=()):
+        folders.extend([*found, *fallback])
         store.write_text(out, "a page")
         return out
 
@@ -112,6 +113,14 @@ def test_a_demo_that_was_finished_starts_afresh(runs, tmp_path):
     for _ in range(2):
         assert demo.main(["--quick", "--device", "cpu"]) == 0
     assert runs == 2 * list(demo.TINY)
+
+
+def test_what_was_not_run_is_shown_as_the_repository_has_it(runs, page, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "TINY", {})
+    assert demo.main(["--quick", "--device", "cpu"]) == 0
+    assert page == [Path("demo-results"), Path(__file__).resolve().parents[2] / "results"]
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "a" / "b" / "c" / "demo.py"))  # installed, without a clone
+    assert demo.committed() == ()
 
 
 def test_a_demo_that_was_interrupted_goes_on(runs, tmp_path, monkeypatch, capsys):
