@@ -15,7 +15,7 @@ class Bars(Watcher):
     """A bar over all cells, and one for the cell at hand where it takes long."""
 
     def __init__(self, console: Console):
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
         # Redrawn between measurements only: a thread that does it all the time would take its share of what is measured.
         # The pace is that of all cells so far, for one alone may take an hour.
         self.progress = Progress(

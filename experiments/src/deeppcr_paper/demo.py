@@ -181,8 +181,8 @@ def conditions(devices: Sequence[torch.device]) -> str:
         "taken in turn. Forward: without gradients. Backward (one linear solve): from the last state to weights, biases "
         "and input, without the forward pass before it. Error: largest difference over largest value, forward against the "
         f"loop in float64, backward against the loop's gradients. Weights × {EXPANDING}: layers that enlarge an error "
-        "instead of damping it, where Newton gives up and the loop computes the rest: the same answer, later than by the "
-        f"loop alone. {names}; torch {torch.__version__}; CPU threads: {torch.get_num_threads()}."
+        "instead of damping it. Newton takes many iterations there, or gives up and the loop computes the rest "
+        f"(FINISHED_BY_LOOP): the same answer, later than by the loop alone. {names}; torch {torch.__version__}; CPU threads: {torch.get_num_threads()}."
     )
 
 
