@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deeppcr import Result
-from kernel_support import error, misaligned, strided
+from kernel_support import error, misaligned, strided, thorough
 
 # Where something overflows, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -114,9 +114,9 @@ SMALL = [
     (3, 33, 1, 1, False, "sigmoid", None),
     (4, 66, 1, 1, False, "tanh", 2),
     (1, 66, 1, 1, False, "sigmoid", None),
-    (33, 3, 1, 1, False, "tanh", None),
-    (65, 2, 1, 1, False, "relu", 16),
-    *((11, 3, 1, 1, False, "tanh", chunk) for chunk in (2, 5, 11)),
+    (11, 3, 1, 1, False, "tanh", 2),
+    *thorough((33, 3, 1, 1, False, "tanh", None), (65, 2, 1, 1, False, "relu", 16)),
+    *thorough(*((11, 3, 1, 1, False, "tanh", chunk) for chunk in (5, 11))),
 ]
 
 
@@ -537,9 +537,11 @@ def test_wide_corrections_that_lack_some_digits_cost_nothing(gain, gpu):
     assert max(report.passes_taken()) <= max(refined.passes_taken())
 
 
+@pytest.mark.parametrize("rounds", [2, *thorough(8)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_product_that_overflows_settles_nothing(grouped, device):
+def test_a_product_that_overflows_settles_nothing(grouped, rounds, device, monkeypatch):
     """The states are numbers, and right from the first pass on; what their errors would become is not known."""
+    monkeypatch.setattr(fused, "_ROUNDS", rounds)
     layers = Layers(**MLP, activation="relu", chunk=2)
     blocks = 32 if grouped else 16  # eight chunks are one group, whose product nobody needs
     weight = torch.ones(blocks, 1, 1, 1, device=device)
@@ -555,16 +557,17 @@ def test_a_product_that_overflows_settles_nothing(grouped, device):
     torch.testing.assert_close(after_blocks(x, layers), exact)
 
 
+@pytest.mark.parametrize("blocks", [8, *thorough(32)])
 @pytest.mark.parametrize(("residual", "rounds"), [(True, 4), (False, 3)])
-def test_rounds_where_nobody_can_ask(residual, rounds, device, monkeypatch):
+def test_rounds_where_nobody_can_ask(residual, rounds, blocks, device, monkeypatch):
     """In a CUDA graph there are so many, whatever they find, and then the loop."""
     layers = Layers(2, residual, "tanh", chunk=2)
-    problem = network(32, 3, 2, skip=2, residual=residual, activation="tanh", device=device)
+    problem = network(blocks, 3, 2, skip=2, residual=residual, activation="tanh", device=device)
     seen = []
     for kind, name in ((fused._Narrow, "one_round"), (fused._Narrow, "whole")):
         made = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *a, name=name, made=made: seen.append(name) or made(*a))
-    exact, _ = fused.run(*problem, None, replace(layers, chunk=32))
+    exact, _ = fused.run(*problem, None, replace(layers, chunk=blocks))
     seen.clear()
     monkeypatch.setattr(fused, "is_capturing", lambda device: True)
     x, report = fused.run(*problem, None, layers)

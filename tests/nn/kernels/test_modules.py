@@ -14,7 +14,7 @@ import torch
 
 from deeppcr import ConvergenceWarning, Newton, PaperTest, Result, Zeros
 from deeppcr.nn import MLP, ResNet
-from kernel_support import error
+from kernel_support import error, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -496,18 +496,24 @@ def test_the_plan_says_why(by_kernels):
     assert "one layer after the other (" in note
 
 
+WAYS_BACK = [  # mode, choice, forward, backward
+    ("auto", ("parallel", "sequential"), 3, 7),
+    ("parallel", ("sequential", "sequential"), 3, 2),
+    ("auto", ("sequential", "parallel"), 7, 2),
+    ("auto", ("sequential", "sequential"), 7, 7),
+    ("auto", ("parallel", "parallel"), 3, 2),
+    ("sequential", ("parallel", "parallel"), 7, 7),
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "choice", "forward", "backward"),
+    ("kind", "width", "mode", "choice", "forward", "backward"),
     [
-        ("auto", ("sequential", "parallel"), 7, 2),
-        ("auto", ("sequential", "sequential"), 7, 7),
-        ("auto", ("parallel", "parallel"), 3, 2),
-        ("auto", ("parallel", "sequential"), 3, 7),
-        ("sequential", ("parallel", "parallel"), 7, 7),
-        ("parallel", ("sequential", "sequential"), 3, 2),
+        *(("resnet", 3, *way) for way in WAYS_BACK),
+        *(("mlp", 66, *way) for way in WAYS_BACK[:2]),
+        *thorough(*(("mlp", 66, *way) for way in WAYS_BACK[2:])),
     ],
 )
-@pytest.mark.parametrize(("kind", "width"), [("resnet", 3), ("mlp", 66)])
 def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forward, backward, by_kernels, monkeypatch):
     """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
     seen: dict[str, int] = {}
@@ -587,7 +593,7 @@ class TestVanishing:
         torch.nn.init.zeros_(net.bias)
         return net, torch.randn(1, 4, device=device)
 
-    @pytest.mark.parametrize(("depth", "width", "chunk"), [(16, 4, 2), (16, 6, 2)])
+    @pytest.mark.parametrize(("depth", "width", "chunk"), [(16, 4, 2), *thorough((16, 6, 2))])
     def test_gradients_are_those_of_the_loop(self, depth, width, chunk, by_kernels):
         net, x = self.build(depth, by_kernels, width, newton=Newton(chunk=chunk))
         found = []
