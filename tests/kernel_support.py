@@ -44,7 +44,7 @@ def quick_interpreter(pytestconfig):
 
 
 def _quicken(patch, interpreter):
-    """What only saves time: a fifth of it is left. Returns what undoes the part that is Triton's own."""
+    """What only saves time. Returns what undoes the part that is Triton's own."""
     tl, builder = interpreter.tl, interpreter.interpreter_builder
     patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype, tl))
     _share_types(patch, tl)
