@@ -16,8 +16,7 @@ from triton.compiler import ASTSource
 
 from deeppcr import launch, linear
 from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
-from deeppcr.nn import adjoint
-from deeppcr.nn import forward as fused
+from deeppcr.nn import adjoint, forward
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
@@ -55,7 +54,7 @@ def caught(self, kernel, programs, arguments, constants, *, warps, integers=(), 
 
 
 launch.Launches.launch = caught
-fused.Report.passes_taken = lambda report: [2]
+forward.Report.passes_taken = lambda report: [2]
 of: dict = {}
 
 
@@ -86,8 +85,8 @@ def networks():
         weight = torch.empty(blocks, *[skip] * (skip > 1), width, width)
         start, x = torch.empty(1, width), torch.empty(blocks * skip + 1, 1, width)
         for chunk in (8, blocks):
-            layers = fused.Layers(skip, skip > 1, activation, chunk=chunk)
-            fused.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
+            layers = forward.Layers(skip, skip > 1, activation, chunk=chunk)
+            forward.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
             adjoint.all_gradients(weight, x, start, layers)
             if chunk == blocks:  # gradients of all states, not of the last alone
                 adjoint.adjoint(weight, x, torch.empty(blocks, 1, width), layers)
