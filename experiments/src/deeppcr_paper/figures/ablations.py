@@ -60,9 +60,7 @@ def _loss_curves(axes: Axes, runs: dict[int, Run], colours: dict[Any, str]) -> N
 def _top(axes: Axes, runs: list[dict[int, Run]]) -> None:
     """A training that is about to diverge must not hide the others."""
     values = [value for each in runs for run in each.values() for value in run.values("loss")]
-    most = max(3.0, 3 * median(values)) if values else 3.0
-    top = axes.get_ylim()[1]
-    axes.set_ylim(top=min(top, most))
+    axes.set_ylim(top=min(axes.get_ylim()[1], max(3.0, 3 * median(values or [0.0]))))
 
 
 def iterations(result: dict[str, Any]) -> list[Drawing]:
@@ -112,15 +110,8 @@ def iterations(result: dict[str, Any]) -> list[Drawing]:
     legend(figure, colours, "depth L (the paper's test dashed)")
     legend(figure, shades, "Newton iterations, in the loss curves", across=7, place="lower")
     text = "; ".join(said) + "." if said else "Trainings with fixed numbers of Newton iterations."
-    return [
-        Drawing(
-            "resnet-iterations",
-            "Training with a fixed number of Newton iterations",
-            "fig. 19",
-            text + (f" Diverged (crosses): {'; '.join(gone)}." if gone else ""),
-            figure,
-        )
-    ]
+    text += f" Diverged (crosses): {'; '.join(gone)}." if gone else ""
+    return [Drawing("resnet-iterations", "Training with a fixed number of Newton iterations", "fig. 19", text, figure)]
 
 
 def _text(value: float) -> str:
@@ -159,14 +150,9 @@ def _guess_losses(mine: dict[str, dict[int, Run]], depth: int, label: str, end: 
     same_y(places)
     _top(places[0], [*mine.values()])
     legend(figure, colours, "Newton iterations")
-    few = f" Iterations that bring the loss within 10% of the paper's test: {'; '.join(said)}." if said else ""
-    return Drawing(
-        f"resnet-guess-loss{end}",
-        f"Loss by initial guess, L = {depth:,}",
-        "fig. 22",
-        f"Training of a residual network of {depth:,} layers, by where Newton starts.{few}",
-        figure,
-    )
+    text = f"Training of a residual network of {depth:,} layers, by where Newton starts."
+    text += f" Iterations that bring the loss within 10% of the paper's test: {'; '.join(said)}." if said else ""
+    return Drawing(f"resnet-guess-loss{end}", f"Loss by initial guess, L = {depth:,}", "fig. 22", text, figure)
 
 
 def _guess_iterations(mine: dict[str, dict[int, Run]], depth: int, label: str, end: str) -> Drawing:
@@ -183,10 +169,6 @@ def _guess_iterations(mine: dict[str, dict[int, Run]], depth: int, label: str, e
                 said.append(f"{fmean(values):.1f} from {name}")
     same_y([axes], zero=True)
     legend(figure, colours, "Newton starts from", across=3)
-    return Drawing(
-        f"resnet-guess-iterations{end}",
-        f"Newton iterations by initial guess, L = {depth:,}",
-        "fig. 22",
-        f"Under the paper's test, mean over the training: {', '.join(said)}.",
-        figure,
-    )
+    title = f"Newton iterations by initial guess, L = {depth:,}"
+    text = f"Under the paper's test, mean over the training: {', '.join(said)}."
+    return Drawing(f"resnet-guess-iterations{end}", title, "fig. 22", text, figure)

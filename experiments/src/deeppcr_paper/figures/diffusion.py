@@ -82,14 +82,9 @@ def times(group: Group) -> Drawing:
             )
     gone = sum(record.get("printed", {}).get("status") == "out of memory" for record in group.records)
     missing = f" As printed, out of memory in {style.cells(gone)}." if gone else ""
-    return Drawing(
-        f"{group.slug}-time",
-        f"Time of one sample: {group.label}",
-        group.paper,
-        "Median times of a sample, everything counted, and their ratios. "
-        f"L = {group.lengths[-1]:,}: {'; '.join(said)}.{missing}",
-        figure,
-    )
+    text = "Median times of a sample, everything counted, and their ratios. "
+    text += f"L = {group.lengths[-1]:,}: {'; '.join(said)}.{missing}"
+    return Drawing(f"{group.slug}-time", f"Time of one sample: {group.label}", group.paper, text, figure)
 
 
 def _at(group: Group, record: Record, part: float = 0.0) -> float:
@@ -129,15 +124,12 @@ def speedups(group: Group) -> Drawing:
     batches = [entry["batch"] for entry in summarise(group.with_most_steps())]
     ratios = [each["over_fastest_loop"] for each in batches]
     low, high = as_times(min(ratios)), as_times(max(ratios))
-    return Drawing(
-        f"{group.slug}-speedup",
-        f"Speed-up of one sample: {group.label}",
-        group.paper,
+    text = (
         "A run of the loop over the time of each sample in parallel; the bar is the median of these ratios. With "
         f"{batches[0]['samples']} samples at a time, which fill the machine in the loop as well, the speed-up over the fastest "
-        f"loop is {low if low == high else f'{low} to {high}'} (L = {group.lengths[-1]:,}).",
-        figure,
+        f"loop is {low if low == high else f'{low} to {high}'} (L = {group.lengths[-1]:,})."
     )
+    return Drawing(f"{group.slug}-speedup", f"Speed-up of one sample: {group.label}", group.paper, text, figure)
 
 
 def _violin(axes: Axes, at: float, values: list[float], width: float, colour: str) -> None:
@@ -172,14 +164,9 @@ def newton(group: Group) -> Drawing:
     same_y(places[:2], zero=True)
     same_y(places[2:], log=True)
     legend(figure, colours, group.axis)
-    return Drawing(
-        f"{group.slug}-newton",
-        f"Iterations and error: {group.label}",
-        "table 2",
-        "Mean iterations of a sample, and the largest difference of a final state to the loop's. "
-        f"{'; '.join(said)}." + (f" Not converged: {', '.join(gone)}." if gone else ""),
-        figure,
-    )
+    text = "Mean iterations of a sample, and the largest difference of a final state to the loop's. "
+    text += f"{'; '.join(said)}." + (f" Not converged: {', '.join(gone)}." if gone else "")
+    return Drawing(f"{group.slug}-newton", f"Iterations and error: {group.label}", "table 2", text, figure)
 
 
 def distances(group: Group) -> Drawing:
@@ -201,14 +188,11 @@ def distances(group: Group) -> Drawing:
     legend(figure, colours, "steps L")
     relative = max(abs(r["frechet"]["difference"]) / max(r["frechet"]["sequential"], 1e-30) for r in group.records)
     samples = group.records[0]["frechet"]["samples"]
-    return Drawing(
-        f"{group.slug}-distance",
-        f"Distance to the test set: {group.label}",
-        "fig. 6 right",
+    text = (
         f"Wasserstein-2 distance of the moments of {samples:,} samples to those of the test set's latents; lines hold 95% of a "
-        f"bootstrap over samples. The two ways differ by at most {style.plain(100 * relative)}% of the distance.",
-        figure,
+        f"bootstrap over samples. The two ways differ by at most {style.plain(100 * relative)}% of the distance."
     )
+    return Drawing(f"{group.slug}-distance", f"Distance to the test set: {group.label}", "fig. 6 right", text, figure)
 
 
 def phases(group: Group) -> Drawing:
@@ -234,14 +218,11 @@ def phases(group: Group) -> Drawing:
         else:
             remark(axes, "was not timed")
     legend(figure, dict(each for phase, each in PHASES.items() if phase in used), across=2)
-    return Drawing(
-        f"{group.slug}-phases",
-        f"Where the time goes: {group.label}",
-        "fig. 17",
+    text = (
         f"L = {group.lengths[-1]:,}. {'; '.join(said)}. As printed: measured in one run. With the defaults: the network's share "
-        "is its time on all L steps, scaled by how many evaluations there were.",
-        figure,
+        "is its time on all L steps, scaled by how many evaluations there were."
     )
+    return Drawing(f"{group.slug}-phases", f"Where the time goes: {group.label}", "fig. 17", text, figure)
 
 
 def _shares(record: Record, method: str) -> dict[str, float]:
@@ -282,11 +263,8 @@ def by_class(records: list[Record]) -> Drawing:
         if all(both):
             said.append(f"{side} × {side}: {both[0]['iterations']:.1f} and {both[1]['iterations']:.1f}")
     counts = f" Newton's iterations without and with classes, L = {lengths[-1]:,}: {'; '.join(said)}." if said else ""
-    return Drawing(
-        "pixel-diffusion-classes",
-        "With and without classes",
-        "fig. 23",
+    text = (
         "Speed-up over the eager loop: with this library's defaults (lines) and as printed (dashed), which starts from the mean "
-        f"of the class where there is one.{counts}",
-        figure,
+        f"of the class where there is one.{counts}"
     )
+    return Drawing("pixel-diffusion-classes", "With and without classes", "fig. 23", text, figure)

@@ -59,14 +59,12 @@ def _errors(space: str, size: str, records: list[dict[str, Any]]) -> Drawing:
         said.append(f"{name} {reached}{some}")
     samples = [len(record["errors"]["printed"]) for record in records]
     each = f"{style.span(samples, '.0f')} sample{'s' if max(samples) > 1 else ''} of each"
-    return Drawing(
-        f"diffusion-iterations-{space}",
-        f"Error after every iteration, {space} space",
-        _PAPER[space],
+    text = (
         "Largest difference of the final state to the loop's: Newton's method as printed (lines, dots) and with the prior's "
-        f"Jacobian (dashed), both from the training set's mean; the largest of {each}. Below {SMALL} after: {'; '.join(said)}.",
-        figure,
+        f"Jacobian (dashed), both from the training set's mean; the largest of {each}. Below {SMALL} after: {'; '.join(said)}."
     )
+    title = f"Error after every iteration, {space} space"
+    return Drawing(f"diffusion-iterations-{space}", title, _PAPER[space], text, figure)
 
 
 def guess(result: dict[str, Any]) -> list[Drawing]:
@@ -108,14 +106,10 @@ def _starts(conditional: str, length: int, entries: list[dict[str, Any]]) -> Dra
     if run:
         left = " and ".join(f"{side} × {side}" for side in sides if side not in run)
         few += f", of {_samples(entries, 'printed')} as printed" + (f", which was not run on {left}" if left else "")
-    kind = "classes given" if conditional == "yes" else "without classes"
-    return Drawing(
-        f"diffusion-guess-{'conditional' if conditional == 'yes' else 'unconditional'}",
-        f"Where the iteration starts: images, {kind}",
-        "fig. 23",
-        f"L = {length:,}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}. {few}.",
-        figure,
-    )
+    name, kind = ("conditional", "classes given") if conditional == "yes" else ("unconditional", "without classes")
+    title = f"Where the iteration starts: images, {kind}"
+    text = f"L = {length:,}. Iterations with the defaults for {sides[-1]} × {sides[-1]} pixels from: {'; '.join(said)}. {few}."
+    return Drawing(f"diffusion-guess-{name}", title, "fig. 23", text, figure)
 
 
 def _samples(entries: list[dict[str, Any]], method: str) -> str:

@@ -21,7 +21,7 @@ def images(group: Group) -> list[Drawing]:
     if not mine:
         return []
     figure, places = panels(2 * len(mine), columns=1)
-    figure.set_figheight(0.2 + 1.85 * len(mine))
+    figure.set_figheight(0.2 + 1.7 * len(mine))
     apart = 0
     for record, loop, parallel in zip(mine, places[::2], places[1::2], strict=True):
         both = [unpack(record["pictures"][way])[:ACROSS] for way in ("sequential", "parallel")]
@@ -29,15 +29,8 @@ def images(group: Group) -> list[Drawing]:
         _row(loop, both[0], f"{group.name(record[group.size])}, loop")
         _row(parallel, both[1], "in parallel")
     equal = "no pixel differs" if not apart else f"pixels differ by at most {apart} of 255 shades"
-    return [
-        Drawing(
-            f"{group.slug}-images",
-            f"Samples side by side: {group.label}",
-            "fig. 18",
-            f"From the same noise, L = {group.lengths[-1]:,}, by the loop and in parallel: {equal}.",
-            figure,
-        )
-    ]
+    text = f"From the same noise, L = {group.lengths[-1]:,}, by the loop and in parallel: {equal}."
+    return [Drawing(f"{group.slug}-images", f"Samples side by side: {group.label}", "fig. 18", text, figure)]
 
 
 def _row(axes: Axes, pixels: Tensor, title: str) -> None:

@@ -54,10 +54,6 @@ def side_by_side(records: list[Record], activation: str, way: str) -> Drawing:
     same_y(places[:2], log=True)
     same_y(places[2:], log=True)
     legend(figure, colours, "width w")
-    return Drawing(
-        f"hardware-{activation}-{way}",
-        f"Two machines, {way} pass, {style.activation(activation)}",
-        "fig. 12",
-        f"{style.LABELS[shown]} on either machine, and time on {machines[1]} over time on {machines[0]}: {'; '.join(said)}.",
-        figure,
-    )
+    title = f"Two machines, {way} pass, {style.activation(activation)}"
+    text = f"{style.LABELS[shown]} on either machine, and time on {machines[1]} over time on {machines[0]}: "
+    return Drawing(f"hardware-{activation}-{way}", title, "fig. 12", f"{text}{'; '.join(said)}.", figure)

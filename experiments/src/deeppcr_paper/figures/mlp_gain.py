@@ -56,13 +56,8 @@ def by_activation(records: list[Record], activation: str) -> Drawing:
         binary(axes, style.plain)
     same_y([printed, auto, both], log=True)
     legend(figure, colours, "depth L")
-    return Drawing(
-        f"mlp-gain-{activation}",
-        f"Iterations by the gain of the weights, {style.activation(activation)}",
-        "not in it; extends section 4.4",
-        caption(records),
-        figure,
-    )
+    title = f"Iterations by the gain of the weights, {style.activation(activation)}"
+    return Drawing(f"mlp-gain-{activation}", title, "not in it; extends section 4.4", caption(records), figure)
 
 
 def _crosses(axes: Axes, records: list[Record], solver: str, colours: dict[int, str]) -> None:

@@ -45,9 +45,7 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     same_y(places[:2], log=True)
     same_y(places[2:], log=True)
     legend(figure, colours, "width w")
-    return [
-        Drawing("mlp-memory", "Peak memory of a forward pass", "fig. 14", caption(records, names), figure),
-    ]
+    return [Drawing("mlp-memory", "Peak memory of a forward pass", "fig. 14", caption(records, names), figure)]
 
 
 def caption(records: list[Record], names: list[str]) -> str:

@@ -73,13 +73,8 @@ def by_guess(records: list[Record], guess: str, shared: bool) -> Drawing:
     same_y(places[:count], zero=True)
     same_y(places[count:], log=True)
     legend(figure, colours, "width w")
-    return Drawing(
-        f"mlp-newton-{guess}",
-        f"Newton iterations from {GUESSES.get(guess, guess)}",
-        "fig. 8 left",
-        caption(records, shared),
-        figure,
-    )
+    title = f"Newton iterations from {GUESSES.get(guess, guess)}"
+    return Drawing(f"mlp-newton-{guess}", title, "fig. 8 left", caption(records, shared), figure)
 
 
 def caption(records: list[Record], shared: bool) -> str:

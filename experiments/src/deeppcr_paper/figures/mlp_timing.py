@@ -74,13 +74,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing | N
             guide(axes, 1)
         same_y([*shown.values()], log=True)
     legend(figure, colours, "width w")
-    return Drawing(
-        f"mlp-timing-{activation}-{way}",
-        f"{way.capitalize()} pass of a deep network, {style.activation(activation)}",
-        _PAPER.get(activation, "fig. 3"),
-        caption(records, way, overs, parallel),
-        figure,
-    )
+    name, paper = f"mlp-timing-{activation}-{way}", _PAPER.get(activation, "fig. 3")
+    title = f"{way.capitalize()} pass of a deep network, {style.activation(activation)}"
+    return Drawing(name, title, paper, caption(records, way, overs, parallel), figure)
 
 
 def _placed(places: Iterable[Axes], columns: Iterable[str | None]) -> dict[str, Axes]:

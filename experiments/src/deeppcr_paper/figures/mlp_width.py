@@ -47,13 +47,8 @@ def over_widths(records: list[Record], activation: str, way: str = "forward") ->
     for axes in (*places[len(columns) + compared : upper], *places[upper + len(parallel) :]):
         axes.set_axis_off()
     legend(figure, colours, "depth L", across=7)
-    return Drawing(
-        f"mlp-timing-{activation}-{way}-width",
-        f"{way.capitalize()} pass over widths, {style.activation(activation)}",
-        "fig. 11",
-        caption(limits, dotted=dotted),
-        figure,
-    )
+    title = f"{way.capitalize()} pass over widths, {style.activation(activation)}"
+    return Drawing(f"mlp-timing-{activation}-{way}-width", title, "fig. 11", caption(limits, dotted=dotted), figure)
 
 
 def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str], limit: float | None) -> bool:

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .style import COLOURS, INK, plain, power
 
-WIDTH, ROW = 5.8, 2.25  # inches of a figure and of a row of panels, for 10 pt letters
+WIDTH, ROW = 5.8, 2.3  # inches of a figure and of a row of panels, for 10 pt letters
 
 
 def panels(count: int, columns: int = 2) -> tuple[Canvas, list[Axes]]:

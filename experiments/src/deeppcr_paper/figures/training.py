@@ -67,9 +67,9 @@ class Clock:
 
     def label(self, name: str = "loss") -> str:
         """Of the axis along which a curve is drawn."""
-        if name == "test":
-            return "training (epochs)" if self.per_epoch else "tests (number)"
-        return "training (epochs)" if self.per_epoch else "training (steps)"
+        if self.per_epoch:
+            return "training (epochs)"
+        return "tests (number)" if name == "test" else "training (steps)"
 
     def run(self, label: Any, run: dict[str, Any]) -> Run:
         curves = {name: [style.number(value) for value in values] for name, values in run["curves"].items()}
@@ -113,7 +113,8 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
             for record in result["records"]
             if record.get("timing") == "eager" and record["forward_seconds"]
         }
-        method = sequential_method(result, summary[shown[0].depth])
+        # Files of earlier versions do not say how the layers were taken one by one.
+        method = summary[shown[0].depth]["loop"] or ("graph" if result["device"] == "cuda" else "loop")
         found.append(times(_first_seed(timed), eager, method, clock, summary))
     found += [losses(shown, clock, summary), accuracies(shown, clock, several=len(pairs) > len(shown))]
     if len({pair.seed for pair in pairs}) > 1:
@@ -124,11 +125,6 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
 def _first_seed(pairs: list[Pair]) -> list[Pair]:
     first = min(pair.seed for pair in pairs)
     return [pair for pair in pairs if pair.seed == first]
-
-
-def sequential_method(result: dict[str, Any], entry: dict[str, Any]) -> str:
-    """How the layers were taken one by one; files of earlier versions do not say."""
-    return entry["loop"] or ("graph" if result["device"] == "cuda" else "loop")
 
 
 def minus(one: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -190,13 +186,8 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
             f"L = {pair.depth:,}: {sequential} in the {loop}, {parallel} by DeepPCR, "
             f"{as_times(entry['speedup_over_fastest_loop'])}{also}"
         )
-    return Drawing(
-        "resnet-training-time",
-        "Time of the forward pass during training",
-        "fig. 4",
-        "Median of a forward pass over the timed steps of the timed seeds. " + "; ".join(said) + ".",
-        figure,
-    )
+    text = f"Median of a forward pass over the timed steps of the timed seeds. {'; '.join(said)}."
+    return Drawing("resnet-training-time", "Time of the forward pass during training", "fig. 4", text, figure)
 
 
 def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
@@ -208,14 +199,12 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
         apart = entry["loss_difference"]
         most = f", losses of a step differ by at most {style.plain(max(apart))}" if apart else ""
         said.append(f"L = {pair.depth:,}: {ends}{most}")
-    return Drawing(
-        "resnet-training-loss",
-        "Loss during training",
-        "fig. 5",
+    text = (
         "Means over windows of steps, and one standard deviation. Loss at the end (mean of the last tenth of the points, ten at "
-        f"most, and of all seeds, in nats): {'; '.join(said)}." + _stopped(pairs),
-        _both(pairs, clock, "loss", "loss (nats)", "difference (nats)"),
+        f"most, and of all seeds, in nats): {'; '.join(said)}." + _stopped(pairs)
     )
+    figure = _both(pairs, clock, "loss", "loss (nats)", "difference (nats)")
+    return Drawing("resnet-training-loss", "Loss during training", "fig. 5", text, figure)
 
 
 def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
@@ -225,14 +214,10 @@ def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
     if apart:
         points = f"differ by at most {max(apart):.2g} points"
         most = f"; after any epoch the two {points}" if max(apart) else "; the two are equal after every epoch"
-    which = f"Seed {pairs[0].seed}. " if several else ""
-    return Drawing(
-        "resnet-training-accuracy",
-        "Accuracy on the test images",
-        "fig. 15",
-        f"{which}At the end of the training: {_tested(pairs)}{most}.",
-        _both(pairs, clock, "test", "accuracy (%)", "difference (points)"),
-    )
+    text = f"Seed {pairs[0].seed}. " if several else ""
+    text += f"At the end of the training: {_tested(pairs)}{most}."
+    figure = _both(pairs, clock, "test", "accuracy (%)", "difference (points)")
+    return Drawing("resnet-training-accuracy", "Accuracy on the test images", "fig. 15", text, figure)
 
 
 def _tested(pairs: list[Pair]) -> str:
@@ -279,13 +264,8 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
     same_y(places[2:])
     legend(figure, colours, "depth L")
     count = len({pair.seed for pair in pairs})
-    return Drawing(
-        "resnet-training-seeds",
-        f"Loss and accuracy from {count} seeds",
-        "fig. 16",
-        f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs)}." + _stopped(pairs),
-        figure,
-    )
+    text = f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs)}." + _stopped(pairs)
+    return Drawing("resnet-training-seeds", f"Loss and accuracy from {count} seeds", "fig. 16", text, figure)
 
 
 def _span(axes: Axes, runs: list[Run], name: str, colour: str) -> None:
@@ -326,15 +306,12 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
             )
     equal = sum(value == 0 for pair in pairs for value in pair.distance)
     unseen = f" Equal at {equal} points, which a log axis does not show." if equal else ""
-    return Drawing(
-        "resnet-training-newton",
-        "Newton's method during training",
-        "fig. 8 right",
+    text = (
         "Iterations of a forward pass (means over windows of steps, and one standard deviation), and the largest difference of "
         f"a parameter to the sequential training, drawn from seed {pairs[0].seed}. The mean and the largest of all seeds: "
-        f"{'; '.join(said)}.{unseen}",
-        figure,
+        f"{'; '.join(said)}.{unseen}"
     )
+    return Drawing("resnet-training-newton", "Newton's method during training", "fig. 8 right", text, figure)
 
 
 def _stopped(pairs: list[Pair]) -> str:
