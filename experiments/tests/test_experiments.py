@@ -20,6 +20,7 @@ from deeppcr_paper import (
     replay,
     resnet,
     resnet_ablations,
+    resnet_runner,
     resnet_training,
 )
 from deeppcr_paper.data import Images
@@ -427,8 +428,8 @@ def test_both_modes_train_alike(images, context):
 @pytest.mark.parametrize("guess", ["batch-mean", "random", "zeros", "first-layer"])
 def test_guesses_change_the_way_not_the_result(guess, images):
     newton = deeppcr.Newton(chunk=1)
-    runner = resnet.Runner(TRAINING, 16, 0, images, "parallel", newton, guess)
-    reference = resnet.Runner(TRAINING, 16, 0, images, "eager")
+    runner = resnet_runner.Runner(TRAINING, 16, 0, images, "parallel", newton, guess)
+    reference = resnet_runner.Runner(TRAINING, 16, 0, images, "eager")
     starts = []
     for _ in range(3):
         x = images.train[:4]
@@ -457,20 +458,20 @@ def test_fixed_iterations_are_what_was_asked_for(images, context):
 @pytest.mark.parametrize("guess", ["batch-mean", "random"])
 def test_three_passes_before_anything_is_timed_leave_no_trace(guess, images):
     """The second solve of a kind is recorded: it must not be one of the two in a hundred steps that are timed."""
-    runner = resnet.Runner(TRAINING, 16, 0, images, "parallel", resnet.newton(TRAINING, 3), guess)
+    runner = resnet_runner.Runner(TRAINING, 16, 0, images, "parallel", resnet.newton(TRAINING, 3), guess)
     forward, calls = runner.forward, []
     runner.forward = lambda x: calls.append(1) or forward(x)
     for passes in (0, 5):
         before = [each.clone() for each in (*runner.network.parameters(), runner.network.activations)]
         warm, runner.passes = runner.network._warm, passes
-        runner.warm_up(images, TRAINING.batch)
+        runner.warm_up(TRAINING.batch)
         after = (*runner.network.parameters(), runner.network.activations)
         assert all(torch.equal(*each) for each in zip(before, after, strict=True))
         assert all(each.grad is None for each in runner.network.parameters())
         assert (runner.network._warm, runner.passes) == (warm, passes)
         assert len(calls) >= 3
         calls.clear()
-        runner.step(images.train[:4], images.train_labels[:4], 0)
+        runner.take_step(images.train[:4], images.train_labels[:4], 0)
         calls.clear()
 
 
@@ -501,8 +502,8 @@ def test_one_slow_step_changes_no_time():
 
 def test_a_training_that_diverges_ends_there(images, context):
     settings = replace(TRAINING, rate=1e30)
-    runner = resnet.Runner(settings, 16, 0, images, "sequential")
-    found = resnet.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
+    runner = resnet_runner.Runner(settings, 16, 0, images, "sequential")
+    found = resnet_runner.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
     assert found["diverged"] is not None
     assert all(value == value for value in found["curves"].get("loss", []))
     entry = {"L": 16, "guess": "zeros", "iterations": 3, "seed": 0, "runs": {"parallel": {**found, "curves": {}}}}
@@ -512,11 +513,11 @@ def test_a_training_that_diverges_ends_there(images, context):
 def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
     def runners():
         return {
-            mode: resnet.Runner(TRAINING, 16, 0, images, mode, resnet.newton(TRAINING))
+            mode: resnet_runner.Runner(TRAINING, 16, 0, images, mode, resnet.newton(TRAINING))
             for mode in ("sequential", "parallel")
         }
 
-    whole = resnet.train(runners(), images, TRAINING, 0, context)
+    whole = resnet_runner.train(runners(), images, TRAINING, 0, context)
     context.checkpoint = checkpoint_path(tmp_path / "a.partial.json", name_of({"L": 16, "seed": 0}))
     checks = []
 
@@ -528,11 +529,11 @@ def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Context, "check_time", late)
         with pytest.raises(OutOfTime):
-            resnet.train(runners(), images, TRAINING, 0, context)
+            resnet_runner.train(runners(), images, TRAINING, 0, context)
     steps = []
-    step = resnet.Runner.step
-    monkeypatch.setattr(resnet.Runner, "step", lambda self, *a: (steps.append(a[-1]), step(self, *a)))
-    again = resnet.train(runners(), images, TRAINING, 0, context)
+    take_step = resnet_runner.Runner.take_step
+    monkeypatch.setattr(resnet_runner.Runner, "take_step", lambda self, *a: (steps.append(a[-1]), take_step(self, *a)))
+    again = resnet_runner.train(runners(), images, TRAINING, 0, context)
     assert steps[0] == 16  # four windows of four were not done again
     for mode in ("sequential", "parallel"):
         for curve in ("step", "loss", "accuracy", *(["iterations"] if mode == "parallel" else [])):
@@ -544,8 +545,8 @@ def test_a_checkpoint_is_gone_on_with(images, context, tmp_path, monkeypatch):
 def test_a_checkpoint_that_is_spoilt_is_as_good_as_none(images, context, tmp_path):
     context.checkpoint = tmp_path / "a.checkpoint.partial"
     context.checkpoint.write_bytes(b"spoilt")
-    runner = resnet.Runner(TRAINING, 16, 0, images, "eager")
-    found = resnet.train({"eager": runner}, images, TRAINING, 0, context)
+    runner = resnet_runner.Runner(TRAINING, 16, 0, images, "eager")
+    found = resnet_runner.train({"eager": runner}, images, TRAINING, 0, context)
     assert found["runs"]["eager"]["curves"]["step"][-1] == 24
 
 
@@ -555,20 +556,20 @@ def test_replayed_steps_train_as_steps_taken_one_by_one(mode, timed, images, con
     settings = replace(TRAINING, window=5)  # ends inside an epoch of 12 steps
 
     def run(replayed):
-        runner = resnet.Runner(settings, 16, 0, images, mode, resnet.newton(settings), timed=timed)
+        runner = resnet_runner.Runner(settings, 16, 0, images, mode, resnet.newton(settings), timed=timed)
         runner.replayable = replayed
-        return runner, resnet.train({mode: runner}, images, settings, 0, context)["runs"][mode]
+        return runner, resnet_runner.train({mode: runner}, images, settings, 0, context)["runs"][mode]
 
     one, by_one = run(False)
     taken = []
-    step = resnet.Runner.step
-    monkeypatch.setattr(resnet.Runner, "step", lambda *arguments: taken.append(1) or step(*arguments))
+    take_step = resnet_runner.Runner.take_step
+    monkeypatch.setattr(resnet_runner.Runner, "take_step", lambda *arguments: taken.append(1) or take_step(*arguments))
     other, replayed = run(True)
     assert bool(taken) is timed
     for curve in ("step", "loss", "accuracy"):
         assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=1e-5)
     assert replayed["test_accuracy"] == by_one["test_accuracy"]
-    assert resnet.distance(one, other) < 1e-5
+    assert resnet_runner.distance(one, other) < 1e-5
     if timed:
         assert len(replayed["curves"]["replayed_seconds"]) >= 4
     else:
@@ -581,7 +582,7 @@ def test_only_the_first_seeds_of_a_training_are_timed(images, context, monkeypat
     context.cache["images"] = images
     seen = []
 
-    class Noted(resnet.Runner):
+    class Noted(resnet_runner.Runner):
         def __init__(self, *arguments, timed, **more):
             seen.append(timed)
             super().__init__(*arguments, timed=timed, **more)
@@ -635,15 +636,15 @@ def test_a_fixed_number_of_iterations_is_replayed_whole(guess, count, images, co
 
     def run(replayed):
         newton = resnet.newton(settings, count)
-        runner = resnet.Runner(settings, 16, 0, images, "parallel", newton, guess)
+        runner = resnet_runner.Runner(settings, 16, 0, images, "parallel", newton, guess)
         runner.replayable = replayed
-        return runner, resnet.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
+        return runner, resnet_runner.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
 
     (one, by_one), (other, replayed) = run(False), run(True)
     for curve in ("step", "loss", "accuracy", "iterations", "not_converged"):
         assert replayed["curves"][curve] == pytest.approx(by_one["curves"][curve], rel=tolerance), curve
     assert set(replayed["curves"]["iterations"]) == {count} or count > 4  # after four, all steps of the solve are exact
-    assert resnet.distance(one, other) < tolerance
+    assert resnet_runner.distance(one, other) < tolerance
     assert other._replayed is not None
     assert other.passes == one.passes
 
@@ -657,13 +658,13 @@ def test_a_fixed_number_of_iterations_that_diverges_says_where(images, context, 
     def run(replayed):
         # As the kernels of a GPU, this one does not overflow where the solution does not.
         newton = replace(resnet.newton(settings, 1), linear=deeppcr.linear.ForwardSubstitution())
-        runner = resnet.Runner(settings, 64, 0, images, "parallel", newton)
+        runner = resnet_runner.Runner(settings, 64, 0, images, "parallel", newton)
         runner.replayable = replayed
-        return resnet.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
+        return resnet_runner.train({"parallel": runner}, images, settings, 0, context)["runs"]["parallel"]
 
     by_one, replayed = run(False), run(True)
     assert by_one["diverged"] == replayed["diverged"]
-    assert replayed["diverged"] > resnet.TIMED
+    assert replayed["diverged"] > resnet_runner.TIMED
     assert replayed["curves"]["loss"] == pytest.approx(by_one["curves"]["loss"], rel=1e-4)
 
 
@@ -671,12 +672,12 @@ def test_a_replayed_training_that_diverges_says_where(images, context):
     settings = replace(TRAINING, rate=50.0, window=8)
 
     def run(replayed):
-        runner = resnet.Runner(settings, 16, 0, images, "sequential")
+        runner = resnet_runner.Runner(settings, 16, 0, images, "sequential")
         runner.replayable = replayed
-        return resnet.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
+        return resnet_runner.train({"sequential": runner}, images, settings, 0, context)["runs"]["sequential"]
 
     by_one, replayed = run(False), run(True)
     assert by_one["diverged"] == replayed["diverged"]
     assert by_one["diverged"] is not None
-    assert by_one["diverged"] % 8 >= resnet.TIMED  # in a replayed step
+    assert by_one["diverged"] % 8 >= resnet_runner.TIMED  # in a replayed step
     assert replayed["curves"].get("loss", []) == pytest.approx(by_one["curves"].get("loss", []), rel=1e-4)
