@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from torch.nn import functional
 from . import models
 from .experiment import Context
 from .pictures import Pictures, pictures
+from .settings import setting
 from .store import PaperError, as_json
 from .trainer import Trainer, adamw
+
+T = TypeVar("T")
 
 EPOCH = 60_000
 #: Weights of the divergence to the normal distribution and of the discriminator in the autoencoder's loss (appendix E).
@@ -96,6 +100,7 @@ class Model:
         train, test: [N, *shape], the states of the images
         labels: [N], of ``train``
         classes: how many the network takes; None where it takes none
+        white: whether the states have mean 0 and covariance 1
         decode: states to images [N, channels, side, side] in [-1, 1]
         training: what is to be known of the training: curves and seconds, by network
     """
@@ -105,6 +110,7 @@ class Model:
     labels: Tensor
     test: Tensor
     classes: int | None
+    white: bool
     decode: Callable[[Tensor], Tensor]
     training: dict[str, Any]
 
@@ -125,13 +131,19 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What models are trained on, and how: the same for all cells of an experiment."""
+class TrainingSettings:
+    """What models are trained on, and how: settings of every experiment that samples them.
 
-    training: str
-    seed: int
+    Attributes:
+        training: "paper" trains as long as the paper does, more than an hour in all; "short" under a minute a network, on a GPU;
+            "quick" seconds on a CPU
+        train, test: how many images; None for all
+    """
+
+    training: str = setting("short", choices=PRESETS)
     train: int | None = None
     test: int | None = None
+    seed: int = 0
 
     @property
     def preset(self) -> Preset:
@@ -139,70 +151,63 @@ class Source:
 
     def pictures(self, data: str, context: Context) -> Pictures:
         """On the device; read once a run."""
-        key = f"pictures {data}"
-        if key not in context.cache:
-            context.cache[key] = pictures(data, context.data_dir).first(self.train, self.test).to(context.device)
-        return context.cache[key]
+
+        def read() -> Pictures:
+            return pictures(data, context.data_dir).first(self.train, self.test).to(context.device)
+
+        return _once(context, f"pictures {data}", read)
 
 
-def latent_model(source: Source, data: str, width: int, context: Context) -> Model:
+def latent_model(settings: TrainingSettings, data: str, width: int, context: Context) -> Model:
     """The residual MLP on latents of so many numbers."""
-    key = f"latent {data} {width}"
-    if key not in context.cache:
-        images, preset = source.pictures(data, context), source.preset
-        about = _about(source, data, images, width=width)
+
+    def make() -> Model:
+        images, preset = settings.pictures(data, context), settings.preset
+        about = _about(settings, data, images, width=width)
         sizes = {"channels": images.channels, "side": images.side, "base": preset.base, "hidden": preset.code}
-        autoencoder, first = _trained(
-            Autoencoding(images, preset, lambda: models.Autoencoder(width, **sizes)),
-            {**about, "kind": "autoencoder"},
-            context,
-        )
+        task = Autoencoding(images, preset, lambda: models.Autoencoder(width, **sizes))
+        autoencoder, first = _trained(task, {**about, "kind": "autoencoder"}, context)
         assert isinstance(autoencoder, models.Autoencoder)
-        train, test = (_encode(autoencoder, each, source.seed) for each in (images.train, images.test))
-        network, second = _trained(
-            Denoising(
-                train,
-                None,
-                None,
-                lambda: models.ResidualMLP(width, hidden=preset.hidden, embedding=min(256, preset.hidden)),
-                (preset.latent_batch, preset.latent_epochs, preset.latent_rate),
-            ),
-            {**about, "kind": "latent"},
-            context,
-        )
-        context.cache[key] = Model(
-            network,
+        train, test = (_encode(autoencoder, each, settings.seed) for each in (images.train, images.test))
+        task = Denoising(
             train,
-            images.train_labels,
-            test,
             None,
-            torch.no_grad()(autoencoder.decode),
-            {"autoencoder": first, "denoiser": second},
+            None,
+            lambda: models.ResidualMLP(width, hidden=preset.hidden, embedding=min(256, preset.hidden)),
+            (preset.latent_batch, preset.latent_epochs, preset.latent_rate),
         )
-    return context.cache[key]
+        network, second = _trained(task, {**about, "kind": "latent"}, context)
+        decode, training = torch.no_grad()(autoencoder.decode), {"autoencoder": first, "denoiser": second}
+        return Model(network, train, images.train_labels, test, None, True, decode, training)
+
+    return _once(context, f"latent {data} {width}", make)
 
 
-def pixel_model(source: Source, data: str, side: int, conditional: bool, context: Context) -> Model:
+def pixel_model(settings: TrainingSettings, data: str, side: int, conditional: bool, context: Context) -> Model:
     """The UNet on images pooled to so many pixels a side."""
-    key = f"pixel {data} {side} {conditional}"
-    if key not in context.cache:
-        images, preset = source.pictures(data, context).pooled(side), source.preset
+
+    def make() -> Model:
+        images, preset = settings.pictures(data, context).pooled(side), settings.preset
         classes = images.classes if conditional else None
-        about = _about(source, data, images, side=side, conditional=conditional)
-        network, training = _trained(
-            Denoising(
-                images.train,
-                images.train_labels,
-                classes,
-                lambda: models.UNet(images.channels, base=preset.channels, classes=classes),
-                (preset.pixel_batch, preset.pixel_epochs, preset.pixel_rate),
-            ),
-            {**about, "kind": "pixel"},
-            context,
+        task = Denoising(
+            images.train,
+            images.train_labels,
+            classes,
+            lambda: models.UNet(images.channels, base=preset.channels, classes=classes),
+            (preset.pixel_batch, preset.pixel_epochs, preset.pixel_rate),
         )
-        context.cache[key] = Model(
-            network, images.train, images.train_labels, images.test, classes, lambda z: z, {"denoiser": training}
-        )
+        about = _about(settings, data, images, side=side, conditional=conditional)
+        network, training = _trained(task, {**about, "kind": "pixel"}, context)
+        labels, training = images.train_labels, {"denoiser": training}
+        return Model(network, images.train, labels, images.test, classes, False, lambda z: z, training)
+
+    return _once(context, f"pixel {data} {side} {conditional}", make)
+
+
+def _once(context: Context, key: str, make: Callable[[], T]) -> T:
+    """What cells share is made for the first that asks for it."""
+    if key not in context.cache:
+        context.cache[key] = make()
     return context.cache[key]
 
 
@@ -224,8 +229,7 @@ class Autoencoding:
         return {"network": self.autoencoder, "discriminator": self.adversary}, self.optimisers
 
     def step(self, generator: torch.Generator) -> Tensor:
-        x = _batch(len(self.images), self.preset.autoencoder_batch, generator)
-        x = self.images[x]
+        x = self.images[_batch(len(self.images), self.preset.autoencoder_batch, generator)]
         mean, log_variance = self.autoencoder.encoder(x)
         noise = torch.randn(mean.shape, generator=generator, device=x.device)
         found = self.autoencoder.decoder(mean + torch.exp(log_variance / 2) * noise)
@@ -305,16 +309,8 @@ def _trained(
         torch.manual_seed(seed)  # on the CPU: the same network on every device
         modules, optimisers = task.prepare(context.device)
     generator = torch.Generator(context.device).manual_seed(seed)
-    trainer = Trainer(
-        about,
-        modules,
-        optimisers,
-        generator,
-        task.losses,
-        lambda: task.step(generator),
-        task.steps,
-        finish=lambda: task.finish(generator),
-    )
+    step, finish = partial(task.step, generator), partial(task.finish, generator)
+    trainer = Trainer(about, modules, optimisers, generator, task.losses, step, task.steps, finish=finish)
     record = trainer.run(context, _path(context.models, about))
     return modules["network"].eval().requires_grad_(False), record
 
@@ -328,8 +324,8 @@ def _path(folder: Path | None, about: dict[str, Any]) -> Path | None:
     return folder / f"{re.sub(r'[^a-z0-9-]+', '-', '-'.join(words))}-{digest}.safetensors"
 
 
-def _about(source: Source, data: str, images: Pictures, **more: Any) -> dict[str, Any]:
-    return {"data": data, "images": len(images.train), "seed": source.seed, **more, **asdict(source.preset)}
+def _about(settings: TrainingSettings, data: str, images: Pictures, **more: Any) -> dict[str, Any]:
+    return {"data": data, "images": len(images.train), "seed": settings.seed, **more, **asdict(settings.preset)}
 
 
 @torch.no_grad()
