@@ -305,8 +305,15 @@ def test_chunks_take_less_memory(context):
     assert peaks["loop"] < peaks["chunk 16"]
 
 
-@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
-@pytest.mark.parametrize("guess", ["repeat-initial", "random"])
+@pytest.mark.parametrize(
+    ("activation", "guess"),
+    [
+        ("relu", "repeat-initial"),
+        ("sigmoid", "random"),
+        pytest.param("relu", "random", marks=pytest.mark.thorough),
+        pytest.param("sigmoid", "repeat-initial", marks=pytest.mark.thorough),
+    ],
+)
 def test_iterations_do_not_grow_with_the_depth(activation, guess, context):
     settings = mlp_newton.Settings(samples=2)
     for depth in (16, 256, 2048):

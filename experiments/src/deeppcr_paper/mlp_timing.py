@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -100,19 +102,16 @@ def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, 
     made = within_memory(network_and_states, device)
     if made is None:
         return {way: dict.fromkeys(names, OUT_OF_MEMORY) for way in DIRECTIONS}
-    found: dict[str, Any] = {}
-    place = ("mlp-timing", cell["activation"], width)
-    for way, direction, tolerance in (
-        ("forward", Forward, settings.forward_tolerance),
-        ("backward", Backward, settings.backward_tolerance),
-    ):
-        hopeless = {}
-        for column in PARALLEL:
-            for before in ("forward", way):  # which a backward pass has before it, too
-                if why := too_long(context, (*place, before, column), depth, settings.patience):
-                    hopeless[column] = {"status": f"not timed: the {before} pass took {why}"}
-        tried = [name for name in names if name not in hopeless]
-        entries = {**hopeless, **time_columns(direction(*made), tried, tolerance, settings, device)}
+    found, place = {}, ("mlp-timing", cell["activation"], width)
+    tolerances = {"forward": settings.forward_tolerance, "backward": settings.backward_tolerance}
+    for way, tolerance in tolerances.items():
+        entries: dict[str, Any] = {}
+        for column, before in product(PARALLEL, ("forward", way)):  # a backward pass has a forward one before it
+            if why := too_long(context, (*place, before, column), depth, settings.patience):
+                entries[column] = {"status": f"not timed: the {before} pass took {why}"}
+        prepare = partial(forward, *made) if way == "forward" else Backward(*made)
+        tried = [name for name in names if name not in entries]
+        entries |= time_columns(prepare, tried, tolerance, settings, device)
         found[way] = {name: entries[name] for name in names}
         for column in PARALLEL:
             if seconds := entries[column].get("seconds"):
@@ -217,21 +216,16 @@ class Way:
         return found, self.module.solution if self.column in PARALLEL else None
 
 
-class Forward:
+@torch.no_grad()
+def forward(network: Network, exact: Tensor, name: str) -> Column:
     """All states, without gradients."""
-
-    def __init__(self, network: Network, exact: Tensor):
-        self.network, self.exact = network, exact
-
-    @torch.no_grad()
-    def __call__(self, name: str) -> Column:
-        way, kept = Way(self.network, name), None
-        run: Callable[[], Any] = way.run
-        if name == "graph":
-            run, kept = capture(way.run)
-        found, took = clocked(run, self.exact.device)
-        states, solution = way.read(found if kept is None else kept)
-        return Column(torch.no_grad()(run), took, relative_error([states], [self.exact]), solution, kept)
+    way, kept = Way(network, name), None
+    run: Callable[[], Any] = way.run
+    if name == "graph":
+        run, kept = capture(way.run)
+    found, took = clocked(run, exact.device)
+    states, solution = way.read(found if kept is None else kept)
+    return Column(torch.no_grad()(run), took, relative_error([states], [exact]), solution, kept)
 
 
 class Backward:
