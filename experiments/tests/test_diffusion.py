@@ -22,7 +22,6 @@ from deeppcr_paper import (
 from deeppcr_paper import sampling as sampling_module
 from deeppcr_paper.denoisers import TrainingSettings, latent_model, pixel_model
 from deeppcr_paper.experiment import Context
-from deeppcr_paper.pictures import Pictures
 from deeppcr_paper.report.collect import Finished
 from deeppcr_paper.report.diffusion_claims import CLAIMS
 from deeppcr_paper.sampling import Draw, Sampling, errors, pack, paper_newton, timed, unpack
@@ -224,24 +223,20 @@ def test_networks_are_kept_and_shared(context, monkeypatch):
         latent_model(TrainingSettings("tiny", seed=1), "digits", 4, Context(context.device, models=context.models))
 
 
-def dark_pictures(device) -> Pictures:
+def dark_pictures(device) -> torch.Tensor:
     """A bright square in one of four corners, and black."""
     squares = torch.full((256, 1, 8, 8), -1.0)
     for i in range(256):
         top, left = 4 * (i % 2), 4 * (i // 2 % 2)
         squares[i, 0, top : top + 3, left : left + 3] = 1.0
-    labels = torch.zeros(256, dtype=torch.long)
-    return Pictures(squares, labels, squares, labels, 1).to(device)
+    return squares.to(device)
 
 
 def autoencoding(device, rate: float) -> denoisers.Autoencoding:
     preset = replace(denoisers.PRESETS["short"], autoencoder_batch=32, autoencoder_rate=rate, base=8)
     torch.manual_seed(0)
-    task = denoisers.Autoencoding(
-        dark_pictures(device), preset, lambda: models.Autoencoder(8, side=8, base=8, hidden=64)
-    )
-    task.prepare(device)
-    return task
+    autoencoder = models.Autoencoder(8, side=8, base=8, hidden=64).to(device)
+    return denoisers.Autoencoding(autoencoder, dark_pictures(device), preset)
 
 
 def test_dark_images_are_learnt(context):
