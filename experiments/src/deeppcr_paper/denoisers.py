@@ -218,7 +218,7 @@ class Autoencoding:
         self.modules: dict[str, nn.Module] = {"network": autoencoder, "discriminator": self.adversary}
         rate = preset.autoencoder_rate
         self.optimisers = {"generator": adamw(autoencoder, 2 * rate), "discriminator": adamw(self.adversary, rate)}
-        self.steps = _steps(preset.autoencoder_epochs, self.batch)
+        self.number_of_steps = _steps(preset.autoencoder_epochs, self.batch)
 
     def step(self, generator: torch.Generator) -> Tensor:
         x = self.images[_batch(len(self.images), self.batch, generator)]
@@ -266,7 +266,7 @@ class Denoising:
         self.network, self.states, self.batch = network.to(states.device), states, batch
         self.labels, self.classes = labels, classes
         self.modules, self.optimisers = {"network": self.network}, {"network": adamw(self.network, rate)}
-        self.steps = _steps(epochs, batch)
+        self.number_of_steps = _steps(epochs, batch)
 
     def step(self, generator: torch.Generator) -> Tensor:
         picked = _batch(len(self.states), self.batch, generator)
@@ -294,7 +294,9 @@ def _trained(make: Callable[[], Any], about: dict[str, Any], context: Context) -
         task = make()
     generator = torch.Generator(context.device).manual_seed(seed)
     step, finish = partial(task.step, generator), partial(task.finish, generator)
-    trainer = Trainer(about, task.modules, task.optimisers, generator, task.losses, step, task.steps, finish=finish)
+    trainer = Trainer(
+        about, task.modules, task.optimisers, generator, task.losses, step, task.number_of_steps, finish=finish
+    )
     record = trainer.run(context, _path(context.models, about))
     return task.modules["network"].eval().requires_grad_(False), record
 
