@@ -73,12 +73,13 @@ class Network:
     activation: str = "relu"
 
     @staticmethod
-    def make(length: int, width: int, device: torch.device, seed: int = 0, activation: str = "relu") -> Network:
+    def make(length: int, width: int, device: torch.device | str, seed: int = 0, activation: str = "relu") -> Network:
         """PyTorch's default; MemoryError where a CPU cannot hold it with its blocks: the system would end the process."""
-        if device.type == "cpu" and 8 * 4 * length * width**2 > free_memory(device):
+        there = torch.device(device)
+        if there.type == "cpu" and 8 * 4 * length * width**2 > free_memory(there):
             raise MemoryError("out of memory")
         # On the CPU, so that every device sees the same network.
-        where = torch.device("cpu") if length * width**2 <= _MANY else device
+        where = torch.device("cpu") if length * width**2 <= _MANY else there
         generator = torch.Generator(where).manual_seed(seed)
         bound = width**-0.5
         weights = torch.empty(length, width, width, device=where).uniform_(-bound, bound, generator=generator)
