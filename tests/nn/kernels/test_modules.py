@@ -507,14 +507,16 @@ WAYS_BACK = [  # mode, choice, forward, backward
 
 
 @pytest.mark.parametrize(
-    ("kind", "width", "mode", "choice", "forward", "backward"),
+    ("kind", "width", "mode", "choice", "blocks", "blocks_back"),
     [
         *(("resnet", 3, *way) for way in WAYS_BACK),
         *(("mlp", 66, *way) for way in WAYS_BACK[:2]),
         *thorough(*(("mlp", 66, *way) for way in WAYS_BACK[2:])),
     ],
 )
-def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forward, backward, by_kernels, monkeypatch):
+def test_the_backward_pass_has_chunks_of_its_own(
+    kind, width, mode, choice, blocks, blocks_back, by_kernels, monkeypatch
+):
     """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
     seen: dict[str, int] = {}
     run, launch, solve_chain = forward.run, adjoint.Launches.launch, dense.solve_chain
@@ -543,10 +545,10 @@ def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forw
     monkeypatch.setattr(forward, "run", ran)
     net = build(kind, 14 if kind == "resnet" else 7, by_kernels, width, mode=mode)
     assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
-    assert seen == {"forward": forward, "backward": backward}
-    back = {2: "; backward in chunks of 2", 7: "; backward one after the other"}[backward]
+    assert seen == {"forward": blocks, "backward": blocks_back}
+    back = {2: "; backward in chunks of 2", 7: "; backward one after the other"}[blocks_back]
     if mode != "sequential":
-        assert net.solution.plan.notes == ["made up" + ("" if forward == backward else back)]
+        assert net.solution.plan.notes == ["made up" + ("" if blocks == blocks_back else back)]
 
 
 @pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])
