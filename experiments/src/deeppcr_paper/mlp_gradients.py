@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from deeppcr.nn.base import ACTIVATIONS
 from torch import Tensor
+
+from deeppcr.nn.base import ACTIVATIONS
 
 from .mlp import Network
 

@@ -16,11 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from nn.kernels.test_forward import assert_states_and_gradients, loop, network
-
 from deeppcr.nn import adjoint, forward
 from deeppcr.nn.base import Network
 from deeppcr.nn.layers import Layers
+from nn.kernels.test_forward import assert_states_and_gradients, loop, network
 
 
 @pytest.fixture
