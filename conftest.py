@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -53,17 +54,21 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
-#: Tests that coverage has seen one case of, in this process.
-_traced: set[tuple] = set()
+#: Tests of which coverage has seen a case that took long, in this process.
+_slow: set[tuple] = set()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Of a test with many parameters coverage sees the first: the others take the same lines, and half as long without it."""
+    """Of a slow test with many parameters coverage sees one case: the others take the same lines, and half as long without it."""
     tracer, name = sys.gettrace(), (item.path, getattr(item, "originalname", item.name))
-    if tracer is None or name not in _traced:
-        _traced.add(name)
-        return (yield)
+    begun = time.perf_counter()
+    if tracer is None or name not in _slow:
+        try:
+            return (yield)
+        finally:
+            if time.perf_counter() - begun > 0.2:
+                _slow.add(name)
     sys.settrace(None)
     try:
         return (yield)

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 pytest.importorskip("sklearn")
-from deeppcr_paper.report.collect import Finished
-from deeppcr_paper.report.diffusion_claims import CLAIMS
 
 import deeppcr
 import made_up_diffusion
@@ -27,7 +25,6 @@ from deeppcr_paper.denoisers import TrainingSettings, latent_model, pixel_model
 from deeppcr_paper.experiment import Context
 from deeppcr_paper.sampling import Draw, Sampling, errors, pack, paper_newton, timed, unpack
 from deeppcr_paper.store import PaperError
-from deeppcr_paper.table import times
 from small_results import TINY
 
 TRAINING = TrainingSettings("tiny")
@@ -361,28 +358,6 @@ def test_a_summary_is_made_of_medians():
     assert entry["auto"]["over_graph"] == pytest.approx(middle["graph"] / middle["auto"])
     assert entry["auto"]["error"] == max(record["auto"]["error"])
     assert entry["batch"]["over_fastest_loop"] == pytest.approx(0.8)  # the graph's second over 1.25
-
-
-def test_claims_are_answered_from_the_records(tmp_path):
-    """Every claim on diffusion has an answer, and the first is the paper's own table."""
-    made = {
-        "latent-diffusion": made_up_diffusion.latent_result(),
-        "pixel-diffusion": made_up_diffusion.pixel_result(),
-        "diffusion-iterations": made_up_diffusion.iterations_result(),
-        "diffusion-guess": made_up_diffusion.guess_result(),
-    }
-    for claim in CLAIMS:
-        result = Finished(tmp_path / "none.json", made[claim.experiment])
-        assert claim.ours(result), claim.what
-    latent = Finished(tmp_path / "none.json", made["latent-diffusion"])
-    summary = {(entry["data"], entry["w"], entry["L"]): entry for entry in latent.summary}
-    first = CLAIMS[0].ours(latent)
-    assert len(first) == 3  # as printed, the defaults over both loops; each a line for all widths
-    ratios = [summary["mnist", width, 1024]["auto"]["over_loop"] for width in (16, 32, 64, 128)]
-    assert first[1].value == ", ".join(map(times, ratios))
-    assert "MNIST, w = 16, 32, 64, 128, L = 1,024" in first[1].where
-    assert latent.images == "MNIST and CIFAR-10"
-    assert latent.remark == ""
 
 
 def test_starts_share_the_loop(context, monkeypatch):

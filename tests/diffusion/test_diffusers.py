@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr
-from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize
-from deeppcr.diffusion.diffusers import scheduler as read_scheduler
+from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize, read_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install deeppcr[diffusers]")
