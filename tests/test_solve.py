@@ -78,7 +78,7 @@ def test_marginal_sequences_are_right_with_default_settings(name, dtype, device)
 
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", ["auto", 1])
+@pytest.mark.parametrize("chunk", ["auto", pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CHAOTIC)
 def test_chaotic_sequences_hold_or_were_finished_by_the_loop_and_say_so(name, dtype, chunk, device):
     problem = CHAOTIC[name](Generator(0, dtype, device), 5000, 2)

@@ -44,7 +44,6 @@ USUAL = {
     ("mlp", 64, 1, 1, "tanh"),
     ("resnet", 5, 5, 8, "relu"),
     ("resnet", 64, 4, 8, "tanh"),
-    ("resnet", 64, 4, 1, "relu"),
 }
 
 
