@@ -148,12 +148,12 @@ def forward(weights: str, length: int, width: int, device: torch.device, *, loop
 
 def backward(weights: str, length: int, width: int, device: torch.device, *, loops: bool) -> dict[str, Method]:
     """The gradients of all layers' outputs from those of the states, at the states of the parallel pass."""
-    from deeppcr.nn import forward as fused
+    from deeppcr.nn import forward
 
     chain = Chain(weights, length, width, device)
     network, gradients, states = chain.network, chain.gradients, chain.states()
     x = torch.cat([network.z0.unsqueeze(0), states])
-    layers = fused.Layers(skip=1, residual=False, activation=network.activation)
+    layers = forward.Layers(skip=1, residual=False, activation=network.activation)
 
     exact = cache(lambda: chain.exact_adjoints(states))
 
@@ -171,7 +171,7 @@ def backward(weights: str, length: int, width: int, device: torch.device, *, loo
             adjoints.append(adjoint)
         return torch.stack(adjoints[::-1])
 
-    methods = {"call": Method(lambda: fused.adjoint(network.weights, x, gradients, layers)[0], error)}
+    methods = {"call": Method(lambda: forward.adjoint(network.weights, x, gradients, layers)[0], error)}
     names = {"call": "captured"}
     if loops:
         # What one layer's adjoint is to the next; the last has none after it, so its block is not used.

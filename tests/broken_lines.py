@@ -1,6 +1,6 @@
 """Breaks lines of the library on purpose, one at a time, and looks whether the tests notice.
 
-    python tests/broken_lines.py [--seed 0] [--count 40] [--jobs 2] [--only src/deeppcr/sequence] [--pytest "..."]
+    python tests/broken_lines.py [--seed 0] [--count 40] [--jobs 2] [--only src/deeppcr/sequence] [--skip kernels]
 
 Lines are drawn by the seed, at most one a function: a comparison, sign, condition or number becomes another. Each broken copy
 of the checkout runs the tests, those of the same room first, until one fails. What survives is printed, to be explained or tested.
@@ -100,11 +100,11 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def draw(seed: int, count: int, only: list[str]) -> list[Break]:
+def draw(seed: int, count: int, only: list[str], without: list[str]) -> list[Break]:
     """So many places, spread over functions: each function is drawn once at most."""
     files = sorted(path for folder in only for path in (ROOT / folder).rglob("*.py")) or [ROOT / only[0]]
     places: dict[tuple[Path, str], list[Break]] = {}
-    for path in files:
+    for path in (each for each in files if not any(word in str(each.relative_to(ROOT)) for word in without)):
         for each in breaks_in(path.relative_to(ROOT)):
             places.setdefault((each.path, each.function), []).append(each)
     source = random.Random(seed)
@@ -112,16 +112,17 @@ def draw(seed: int, count: int, only: list[str]) -> list[Break]:
     return [source.choice(places[key]) for key in chosen]
 
 
-def tests_for(path: Path, checkout: Path) -> list[str]:
-    """All test files, those with names like the broken file or its folders first."""
+def tests_for(path: Path, checkout: Path, skip: list[str]) -> list[str]:
+    """All test files, those with names like the broken file or its folders first; without paths that hold a word of ``skip``."""
     words = {*path.with_suffix("").parts[2:]}
     folders = [folder for folder in ("tests", "experiments/tests") if (checkout / folder).exists()]
     found = sorted(each for folder in folders for each in (checkout / folder).rglob("test_*.py"))
+    found = [each for each in found if not any(word in str(each.relative_to(checkout)) for word in skip)]
     near = {each: len(words & {*each.parts, each.stem.removeprefix("test_")}) for each in found}
     return [str(each.relative_to(checkout)) for each in sorted(found, key=lambda each: -near[each])]
 
 
-def examine(each: Break, arguments: list[str], seconds: float) -> tuple[Break, str]:
+def examine(each: Break, arguments: list[str], skip: list[str], seconds: float) -> tuple[Break, str]:
     """What the tests say to a broken copy of the checkout."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
@@ -131,7 +132,7 @@ def examine(each: Break, arguments: list[str], seconds: float) -> tuple[Break, s
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *arguments]
         try:
             done = subprocess.run(
-                [*command, *tests_for(each.path, copy)],
+                [*command, *tests_for(each.path, copy, skip)],
                 cwd=copy,
                 capture_output=True,
                 text=True,
@@ -139,7 +140,7 @@ def examine(each: Break, arguments: list[str], seconds: float) -> tuple[Break, s
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return each, "found: the tests hang" if seconds >= 1200 else "not found in time"
+            return each, "no answer in time"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return each, f"found: {failed[0]}" if failed else "found: exit" if done.returncode else "SURVIVED"
 
@@ -151,16 +152,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1200, help="for the tests of one broken line")
     parser.add_argument("--only", nargs="+", default=["src/deeppcr"], help="folders or files to draw from")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], help="words: test files with one of them in their path are not run"
+    )
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="words: files with one of them in their path are not broken"
+    )
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
     parser.add_argument("--list", action="store_true", help="show what would be broken, and break nothing")
     given = parser.parse_args()
-    drawn = draw(given.seed, given.count, given.only)
+    drawn = draw(given.seed, given.count, given.only, given.without)
     if given.list:
         print(*drawn, sep="\n")
         return 0
     found, begun = 0, time.monotonic()
     with ThreadPoolExecutor(given.jobs) as pool:
-        for each, verdict in pool.map(lambda one: examine(one, shlex.split(given.pytest), given.seconds), drawn):
+        for each, verdict in pool.map(
+            lambda one: examine(one, shlex.split(given.pytest), given.skip, given.seconds), drawn
+        ):
             found += verdict.startswith("found")
             print(f"{each}\n    {verdict[:160]}", flush=True)
     print(f"{found} of {len(drawn)} found in {time.monotonic() - begun:.0f} s")

@@ -1,4 +1,4 @@
-"""Compiles kernels for an H200 on any machine, and prints what they need: python kernel_compiler.py FAMILY
+"""Compiles kernels for an H200 on any machine, and prints what they need: python kernel_compiler.py FAMILY [all]
 
 The interpreter runs kernels that the compiler refuses. So every launch of a family of calls is caught, and its kernel
 compiled for what it was given. Run by ``test_compile.py``, in a process whose Triton does not interpret.
@@ -16,12 +16,13 @@ from triton.compiler import ASTSource
 
 from deeppcr import launch, linear
 from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
-from deeppcr.nn import adjoint
-from deeppcr.nn import forward as fused
+from deeppcr.nn import adjoint, forward
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 found: list[dict] = []
+#: All widths that differ in how they are compiled, or the least and the largest.
+EVERY = "all" in sys.argv
 already: set[tuple] = set()
 
 
@@ -55,12 +56,12 @@ def caught(self, kernel, programs, arguments, constants, *, warps, integers=(), 
 
 
 launch.Launches.launch = caught
-fused.Report.passes_taken = lambda report: [2]
+forward.Report.passes_taken = lambda report: [2]
 of: dict = {}
 
 
 def dense_systems():
-    for of["width"] in (3, 16, 32, 64, 128):
+    for of["width"] in (3, 16, 32, 64, 128) if EVERY else (3, 64):
         data, rhs = torch.empty(299, 2, *[of["width"]] * 2), torch.empty(300, 2, of["width"])
         dense.solve_coupled(linear.Dense(data), rhs, reverse=True)
     of["width"], data, rhs = 256, torch.empty(99, 256, 256), torch.empty(100, 256)
@@ -68,26 +69,27 @@ def dense_systems():
 
 
 def scans():
-    for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)):
+    for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)) if EVERY else ((1, 2**20),):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         diagonal.solve_coupled(linear.Diagonal(data), rhs)
-    for of["channels"], length in ((16, 2**14), (32, 2**15)):
+    for of["channels"], length in ((16, 2**14), (32, 2**15)) if EVERY else ((32, 2**15),):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         lookback.run(linear.Diagonal(data), rhs, False, lookback.choose(length, of["channels"]))
     lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048, 2048))
-    for of["size"] in (2, 5):
+    for of["size"] in (2, 5) if EVERY else (5,):
         data, rhs = torch.empty(999, 3, of["size"], of["size"]), torch.empty(1000, 3 * of["size"])
         block_diagonal.solve_coupled(linear.BlockDiagonal(data), rhs)
 
 
 def networks():
-    for of["width"], activation, skip in ((3, "tanh", 2), (32, "sigmoid", 1), (64, "relu", 1), (128, "relu", 1)):
+    kinds = ((3, "tanh", 2), (32, "sigmoid", 1), (64, "relu", 1), (128, "relu", 1))
+    for of["width"], activation, skip in kinds if EVERY else kinds[::3]:
         blocks, width = 256, of["width"]
         weight = torch.empty(blocks, *[skip] * (skip > 1), width, width)
         start, x = torch.empty(1, width), torch.empty(blocks * skip + 1, 1, width)
         for chunk in (8, blocks):
-            layers = fused.Layers(skip, skip > 1, activation, chunk=chunk)
-            fused.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
+            layers = forward.Layers(skip, skip > 1, activation, chunk=chunk)
+            forward.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
             adjoint.all_gradients(weight, x, start, layers)
             if chunk == blocks:  # gradients of all states, not of the last alone
                 adjoint.adjoint(weight, x, torch.empty(blocks, 1, width), layers)

@@ -24,7 +24,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter(pytestconfig):
-    """Triton's interpreter without what it does again at every call; kernels compute what they did."""
+    """Triton's interpreter without what it does again at every call; kernels compute what they did, bit by bit."""
     if pytestconfig.getoption("--device") != "cpu":
         yield
         return
@@ -32,16 +32,30 @@ def quick_interpreter(pytestconfig):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.ScanOps, "generic_scan", _scan_by_doubling)
         patch.setattr(interpreter.InterpretedFunction, "run", _untraced(interpreter.InterpretedFunction.run))
-        # Every call of a function from another looks through the whole language anew: a third of all time.
-        languages = {"tl": interpreter.tl, "core": interpreter.tl.core}
-        scope = interpreter._patch_lang(SimpleNamespace(__globals__=languages))
-        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
-        patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype, interpreter.tl))
-        # As compiled: overflow of integers is not looked for, which makes each of their operations five.
-        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-        patch.setattr(interpreter.interpreter_builder, "options", options)
-        yield
-        scope.restore()
+        with pytest.MonkeyPatch.context() as quicker:
+            try:
+                scope = _quicken(quicker, interpreter)
+            except AttributeError:  # another Triton than 3.7 to 3.9: as it is
+                quicker.undo()
+                scope = None
+            yield
+            if scope is not None:
+                scope.restore()
+
+
+def _quicken(patch, interpreter):
+    """What only saves time. Returns what undoes the part that is Triton's own."""
+    tl, builder = interpreter.tl, interpreter.interpreter_builder
+    patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype, tl))
+    _share_types(patch, tl)
+    _skip_what_changes_nothing(patch, type(interpreter.interpreter_semantic), tl)
+    # As compiled: overflow of integers is not looked for, which makes each of their operations five.
+    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+    # Every call of a function from another looks through the whole language anew: a third of all time.
+    patch.setattr(interpreter, "_patch_attr", _patch_directly)
+    patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope
+    patch.setattr(interpreter, "_patch_lang", lambda function: scope_of_nothing())
+    return patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
 def _scan_by_doubling(self, inputs):
@@ -84,6 +98,81 @@ def _remembered(np_dtype_of, tl):
         return known[name]
 
     return look_up
+
+
+def _patch_directly(obj, name, member, builder, scope):
+    """``_patch_attr`` of the interpreter, whose functions call each other three times on the way."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments, **options):
+        options["_semantic"] = interpreter_semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(obj, name, call)
+
+
+def _share_types(patch, tl):
+    """Types of blocks, and the shapes of tensors, are made once and not for every tensor anew: half of the time."""
+    block_type, tensor = tl.core.block_type, tl.core.tensor
+    make_type, make_tensor = block_type.__init__, tensor.__init__
+    types, shapes, tensors = {}, {}, {}
+
+    def make_known_type(self, element_ty, shape):
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        known = types.get((element_ty.name, sizes))
+        if known is None:
+            make_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            known = types[element_ty.name, sizes] = vars(self).copy()
+        self.__dict__.update(known)
+        self.element_ty = element_ty
+
+    def make_known_tensor(self, handle, type):
+        shape = id(type.shape) if type.is_block() else None
+        known = tensors.get(shape)
+        if known is None:
+            make_tensor(self, handle, type)
+            known = tensors[shape] = vars(self).copy()
+        self.__dict__.update(known)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    patch.setattr(block_type, "__init__", make_known_type)
+    patch.setattr(tensor, "__init__", make_known_tensor)
+
+
+def _skip_what_changes_nothing(patch, semantic, tl):
+    """Most tensors have the type and the shape that is asked for: then they are the result, as after all checks."""
+    cast, broadcast, promote = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
+    shapes, types = {}, {}
+
+    def cast_if_other(self, input, dst_ty, *options):
+        return input if input.type.scalar is dst_ty.scalar else cast(self, input, dst_ty, *options)
+
+    def broadcast_if_other(self, lhs, rhs):
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(self, lhs, rhs)
+        pair = id(lhs.type.shape), id(rhs.type.shape)  # of which each is there once
+        if pair not in shapes:
+            shapes[pair] = broadcast(self, lhs, rhs)[0].type.shape
+        return stretched(self, lhs, shapes[pair]), stretched(self, rhs, shapes[pair])
+
+    def stretched(self, tensor, shape):
+        if tensor.type.shape is shape:
+            return tensor
+        handle = self.builder.create_broadcast(tensor.handle, [*shape])
+        return self.tensor(handle, tl.core.block_type(tensor.type.scalar, shape))
+
+    def promote_once(self, *kinds):
+        named = tuple([getattr(kind, "name", kind) for kind in kinds])
+        if named not in types:
+            types[named] = promote(self, *kinds)
+        return types[named]
+
+    patch.setattr(semantic, "cast", cast_if_other)
+    patch.setattr(semantic, "broadcast_impl_value", broadcast_if_other)
+    patch.setattr(semantic, "computation_type_impl", promote_once)
 
 
 @pytest.fixture
@@ -177,10 +266,9 @@ def _forget(patch):
     """From now on nothing was launched before."""
     from deeppcr import launch
     from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
-    from deeppcr.nn import adjoint
-    from deeppcr.nn import forward as fused
+    from deeppcr.nn import adjoint, forward
 
-    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (fused, "_plans")):
+    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (forward, "_plans")):
         patch.setattr(module, cache, {})
     for module in (block_diagonal, diagonal, adjoint):
         patch.setattr(module, "_noted", {})

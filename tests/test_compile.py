@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SMALL = 99 * 1024
 
 
+@pytest.mark.parametrize("widths", ["some", pytest.param("all", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("family", "width_anywhere", "kernels"),
     [
@@ -29,11 +30,11 @@ SMALL = 99 * 1024
         ),
     ],
 )
-def test_kernels_compile(family, width_anywhere, kernels, tmp_path):
+def test_kernels_compile(family, width_anywhere, kernels, widths, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     here = Path(__file__).parent
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parent / "src"), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", str(here / "kernel_compiler.py"), family]
+    command = [sys.executable, "-W", "ignore", str(here / "kernel_compiler.py"), family, widths]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)

@@ -17,7 +17,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 @pytest.mark.parametrize("name", CONTRACTING)
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 1000])
+@pytest.mark.parametrize(
+    "length", [1, 2, 65, *(pytest.param(length, marks=pytest.mark.thorough) for length in (3, 63, 64, 1000))]
+)
 def test_contracting_sequences_equal_the_loop_without_it(name, dtype, chunk, rows, length, device):
     problem = CONTRACTING[name](Generator(0, dtype, device), length, rows)
     with torch.no_grad(), warnings.catch_warnings():

@@ -5,6 +5,7 @@ import lzma
 
 import pytest
 import torch
+from PIL import Image
 
 from deeppcr_paper import pictures
 from deeppcr_paper.store import PaperError
@@ -60,11 +61,10 @@ def test_cifar_that_is_corrupt(tmp_path, batch):
 
 
 def test_a_folder_of_images(tmp_path):
-    image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "celeba" / "img_align_celeba"
     folder.mkdir(parents=True)
     for number in range(10):
-        portrait = image.new("RGB", (64, 96), (255, 0, 0))  # red above and below the square in the middle
+        portrait = Image.new("RGB", (64, 96), (255, 0, 0))  # red above and below the square in the middle
         portrait.paste((0, 0, 10 * number), (0, 16, 64, 80))
         portrait.save(folder / f"{number:06}.png")
     found = pictures.pictures("celeba", tmp_path)
@@ -105,7 +105,6 @@ def test_margins_and_pooling(monkeypatch):
 
 
 def test_digits():
-    pytest.importorskip("sklearn")
     found = pictures.pictures("digits", None)
     assert found.train.shape[1:] == (1, 8, 8)
     assert (found.train.min(), found.train.max()) == (-1, 1)

@@ -4,9 +4,9 @@ import html
 import json
 import os
 import re
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, median
 
 import pytest
 import torch
@@ -16,17 +16,35 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
+import deeppcr
 import made_up
 import made_up_diffusion
-from deeppcr_paper import cli, diffusion_iterations, latent_diffusion, mlp_memory, mlp_newton, mlp_timing, store
+from deeppcr_paper import (
+    cli,
+    compare_hardware,
+    diffusion_guess,
+    diffusion_iterations,
+    latent_diffusion,
+    mlp_gain,
+    mlp_memory,
+    mlp_newton,
+    mlp_timing,
+    pixel_diffusion,
+    resnet_ablations,
+    resnet_training,
+    store,
+)
 from deeppcr_paper.catalogue import EXPERIMENTS
+from deeppcr_paper.claims.answers import answer, every_answer, verdict_of
+from deeppcr_paper.claims.check import NO, OPEN, YES, Check, Verdict
+from deeppcr_paper.claims.items import ITEMS, Part
+from deeppcr_paper.claims.results import Finished, collect
 from deeppcr_paper.experiment import Context
 from deeppcr_paper.figures import Figure
-from deeppcr_paper.report import claims, diffusion_claims, page, speedup_map
-from deeppcr_paper.report.collect import Finished, collect
-from deeppcr_paper.table import times
-from small_results import timing_content, write
+from deeppcr_paper.report import build, page, speedup_map
+from small_results import TINY, timing_content, write
 
+ROOT = Path(__file__).resolve().parents[2]
 SVG = """<svg viewBox="0 0 2 1" role="img" aria-label="A line"><defs><path id="NAME-line" d="M0 0H2"/><clipPath id="NAME-clip">
 <rect width="2" height="1"/></clipPath></defs><use href="#NAME-line" clip-path="url(#NAME-clip)"/></svg>"""
 
@@ -52,64 +70,6 @@ def finished(content, tmp_path):
 
 def kept(*folders):
     return [(each.path.name, each.quick) for each in collect(folders)]
-
-
-def test_numbers_from_some_of_the_cells_say_so(tmp_path):
-    """Where the largest networks ran out of memory, a number over the grid is one over the rest of it."""
-    newton, memory = made_up.mlp_newton_result(), made_up.mlp_memory_result()
-    for activation in ("relu", "sigmoid"):
-        mine = [r for r in newton["records"] if (r["activation"], r["guess"]) == (activation, "random")]
-        left = f"{sum(r['status'] == 'ok' for r in mine)} of {len(mine)} cells"
-        label = f"{claims.activation_name(activation)}, random guess; {left}"
-        for ours in (claims.newton_iterations, claims.output_error):
-            assert sum(each.where.startswith(label) for each in ours(finished(newton, tmp_path))) == 1, ours
-        assert any(left.removesuffix(" cells") in line for line in mlp_newton.lines(mlp_newton.summarise(mine)))
-    fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
-    printed, *others = claims.memory_ratio(finished(memory, tmp_path))
-    assert f"; {fits} of {len(memory['records'])} cells; median" in printed.where
-    assert not any("cells" in each.where for each in others)
-    assert any(
-        f"{fits} of {len(memory['records'])}" in line
-        for line in mlp_memory.lines(mlp_memory.summarise(memory["records"]))
-    )
-
-    for record in newton["records"]:
-        if record["activation"] == "relu":
-            record["status"] = "not measured: it took 9.0 s at L = 2"
-    for record in memory["records"]:
-        record["peaks"]["printed"] = {"status": "out of memory"}
-    newton["records"][-1]["error"] = ["nan"]
-    newton["records"][-1] |= {"status": "ok", "iterations": [15], "results": ["NON_FINITE"]}
-    none, *_ = claims.newton_iterations(finished(newton, tmp_path))
-    assert (none.value, none.where[:4]) == ("not measured", "ReLU")
-    assert claims.output_error(finished(newton, tmp_path))[0].value == "not measured"
-    assert "not finite in 1 of " in claims.output_error(finished(newton, tmp_path))[-1].where
-    assert claims.memory_ratio(finished(memory, tmp_path))[0].value == "not measured"
-    assert len(mlp_newton.lines(mlp_newton.summarise(newton["records"]))) == 5
-    assert mlp_memory.lines(mlp_memory.summarise(memory["records"]))[1].split()[1:3] == ["–", "–"]
-
-
-def test_diffusion_says_where_cells_or_samples_are_missing(tmp_path):
-    latent, iterations = made_up_diffusion.latent_result(), made_up_diffusion.iterations_result()
-    timed = [record for record in latent["records"] if "loop" in record]
-    fits = sum(record["printed"]["status"] == "ok" for record in timed)
-    printed, auto = diffusion_claims.sampling_error(finished(latent, tmp_path))
-    assert printed.where.endswith(f"; {fits} of {len(timed)} cells")
-    assert fits < len(timed)
-    assert "cells" not in auto.where
-    assert not any(
-        "samples" in each.where for each in diffusion_claims.small_error_after(finished(iterations, tmp_path))
-    )
-    wanted = iterations["settings"]["samples"]
-    mine = [record for record in iterations["records"] if record["space"] == "pixel"]
-    mine[0]["errors"]["printed"] = mine[0]["errors"]["printed"][: wanted - 1]
-    few = [
-        each.where
-        for each in diffusion_claims.small_error_after(finished(iterations, tmp_path))
-        if "samples" in each.where
-    ]
-    assert len(few) == 1
-    assert few[0].endswith(f"; fewer than {wanted} samples in 1 of {len(mine)} cells")
 
 
 # Which results
@@ -144,16 +104,6 @@ def test_several_folders_and_what_is_no_result(tmp_path):
     assert kept(one, one) == [("one.json", False)]
 
 
-def test_the_committed_results_can_be_read(tmp_path):
-    """Whatever else lies in results/: none of it breaks the report."""
-    folder = os.path.join(os.path.dirname(__file__), "..", "..", "results")
-    write(tmp_path, timing_content())
-    out = tmp_path / "report.html"
-    done = CliRunner().invoke(cli.app, ["report", "--results", folder, "--results", str(tmp_path), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "core-" not in out.read_text()
-
-
 def test_a_full_run_with_other_settings_does_not_hide_one_as_in_the_paper(tmp_path):
     write(tmp_path, timing_content(end="2026-01-02T00:00:00+00:00"), "paper.json")
     smaller = timing_content(like=replace(mlp_timing.FULL, depths=(64,)), end="2026-05-02T00:00:00+00:00")
@@ -171,21 +121,8 @@ def test_a_training_names_its_images(tmp_path):
         result = finished(content, tmp_path)
         assert result.images == name
         assert ("on scikit-learn's digits" in result.remark) == (data == "digits")
-        assert f"<span>images: {html.escape(name)}</span>" in page._made(result)
+        assert f"<span>images: {html.escape(name).replace('&#x27;', '&#39;')}</span>" in page.make_page([result])
     assert finished(timing_content(), tmp_path).images == ""
-
-
-def test_a_step_of_training_inside_a_graph(tmp_path):
-    content = made_up.resnet_training_result(points=8)
-    assert "whole step" not in str(claims.training_speedup(finished(content, tmp_path)))
-    for record in content["records"]:
-        for mode, run in record.get("runs", {}).items():
-            run["method"] = "fused"
-            taken = 4e-4 if mode == "sequential" else (1e-4, 1.5e-4, 2e-4, 5e-4, 9e-4)[record["seed"]]
-            run["curves"]["replayed_seconds"] = [taken] * 7 + [1.0]
-    *_, last = claims.training_speedup(finished(content, tmp_path))
-    assert last.value == "2×"
-    assert last.where.endswith("over the fused loop; L = 1,024: 200 µs instead of 400 µs")
 
 
 def test_the_page_explains_the_names_of_methods(tmp_path):
@@ -200,10 +137,9 @@ def test_the_page_explains_the_names_of_methods(tmp_path):
 
 def test_a_quick_run_says_what_was_changed(tmp_path):
     write(tmp_path, timing_content(quick=True, like=replace(mlp_timing.QUICK, depths=(64,))))
-    made = page.make_page(collect([tmp_path]))
-    assert made.count("quick run, small sizes: shows that it works; changed settings: depths") >= 2
-    assert "<span class='tag'>quick run; changed settings: depths</span>" in made
-    assert "deeppcr-paper reproduce hardware FILE1 FILE2" in made
+    made = page.make_page(collect([tmp_path])).replace("\u00a0", " ")
+    assert made.count("quick run: small sizes, at most L = 64; changed settings: depths") >= 3
+    assert "not measured yet:</span> <code>deeppcr-paper reproduce hardware FILE1 FILE2" in made
 
 
 def settings_of(name, quick=False, **changes):
@@ -257,92 +193,152 @@ def test_a_result_of_an_experiment_that_is_no_more(tmp_path):
     assert "deeppcr-paper reproduce of-yesterday --device cuda --seed 1" in re.sub("</?b>", "", html)
 
 
-# The table
+# The claims
 
 
-def row_of(content, tmp_path, words):
-    (row,) = [row for row in claims.rows([finished(content, tmp_path)]) if words in row.claim.what]
-    return row
+def quick_results():
+    """Of every experiment a small one."""
+    made = [
+        made_up.mlp_timing_result(mlp_timing.QUICK),
+        made_up.mlp_memory_result(mlp_memory.QUICK),
+        made_up.mlp_newton_result(mlp_newton.QUICK),
+        made_up.mlp_gain_result(mlp_gain.QUICK),
+        made_up.hardware_result(mlp_timing.QUICK),
+        made_up.resnet_training_result(resnet_training.QUICK, points=4),
+        made_up.ablation_result("resnet-iterations", resnet_ablations.ITERATIONS_QUICK, points=4),
+        made_up.ablation_result("resnet-guess", resnet_ablations.GUESS_QUICK, points=4),
+        made_up_diffusion.latent_result(latent_diffusion.QUICK),
+        made_up_diffusion.pixel_result(pixel_diffusion.QUICK),
+        made_up_diffusion.iterations_result(diffusion_iterations.QUICK),
+        made_up_diffusion.guess_result(diffusion_guess.QUICK),
+    ]
+    return [Finished(Path(f"{each['experiment']}.json"), {**each, "quick": True}) for each in made]
 
 
-def test_best_speedups_come_from_the_records(tmp_path):
-    content = timing_content()
-    row = row_of(content, tmp_path, "Fastest forward pass")
-    assert row.claim.paper == "more than 30×"
-    assert len(row.ours) == 4  # two methods, each over two loops
+def test_quick_runs_answer_every_item():
+    results = quick_results()
+    assert {each.name for each in results} == {each.name for each in EXPERIMENTS}
+    missing = {
+        "Figure 7": ["latent-diffusion"],
+        "Figure 13": ["mlp-timing"],
+    }  # of images in colour, of a second machine
+    for row in page.rows(results):
+        assert row.missing == missing.get(row.item.label, [])
+        assert all(each.checks for each in row.answers), row.item.label
+    assert "not measured yet" in page.make_page(results)
+
+
+@pytest.mark.thorough
+def test_runs_of_a_few_steps_answer_every_item(tmp_path, monkeypatch):
+    """As they come, with what did not converge."""
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(
+        compare_hardware, "GRID", replace(compare_hardware.GRID, depths=(16,), widths=(2,), budget=0.01)
+    )
+    for each in EXPERIMENTS:
+        small = replace(each, quick=replace(each.quick, **TINY[each.name]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+            small.run(Context(torch.device("cpu")), tmp_path, quick=True)
+    for row in page.rows(collect([tmp_path])):
+        assert all(each.checks for each in row.answers), row.item.label
+        assert row.answers or not row.item.parts or row.item.label in ("Figure 7", "Figure 10", "Figure 13")
+
+
+def test_some_of_the_records_are_enough():
+    """An experiment with other settings may have one size, one data set, one guess."""
+    for result in quick_results():
+        for record in result.records:
+            one = replace(result, content={**result.content, "records": [record]})
+            for item in ITEMS:
+                assert verdict_of(item, every_answer(item, [one])) in Verdict
+
+
+def test_small_sizes_refute_no_claim_about_large_ones(tmp_path):
+    claimed = [
+        Check("fast", "", "", NO, "slow"),
+        Check("right", "", "", NO, at_any_size=True),
+        Check("few", "", "", YES),
+    ]
+    part = Part("mlp-timing", read=lambda result: claimed)
+    full = answer(part, finished(timing_content(), tmp_path))
+    assert full.checks == claimed
+    quick = answer(part, finished(timing_content(quick=True), tmp_path))
+    assert [check.holds for check in quick.checks] == [OPEN, NO, YES]
+    assert "larger sizes" in quick.checks[0].why
+    (item,) = [item for item in ITEMS if item.label == "Figure 3"]
+    right = replace(quick, checks=[check for check in quick.checks if check.holds != NO])
+    assert [verdict_of(item, [each]) for each in (full, quick, right)] == [Verdict.PARTLY, Verdict.PARTLY, Verdict.OPEN]
+    assert verdict_of(item, [right, replace(full, checks=claimed[:1])]) is Verdict.DIFFERS  # by what is of full size
+
+
+def test_the_table_has_the_checks_of_every_machine(tmp_path):
+    one, other = timing_content(), timing_content(hardware="Another", scale=1e-3)
+    write(tmp_path, one, "one.json")
+    write(tmp_path, other, "other.json")
+    (row,) = [row for row in page.rows(collect([tmp_path])) if row.item.label == "Figure 3"]
+    assert [each.result.hardware for each in row.answers] == ["Another", "NVIDIA Imaginary"]
+    slow, fast = (each.checks[2] for each in row.answers)
     best = max(
         min(record["forward"]["loop"]["seconds"]) / min(record["forward"]["printed"]["seconds"])
-        for record in content["records"]
+        for record in one["records"]
         if record["activation"] == "relu" and "seconds" in record["forward"]["printed"]
     )
-    assert row.ours[0].value == f"{best:.0f}×"
-    assert "eager loop" in row.ours[0].where
-    assert "L = 16,384, w = 2" in row.ours[0].where
-    assert "CUDA graph" in row.ours[1].where
-    twice = row_of(timing_content(scale=2.0), tmp_path, "Fastest forward pass")
-    assert twice.ours[0].value == f"{2 * best:.0f}×"
-    assert twice.ours[1] == row.ours[1]  # the loop in a graph is as fast as before
-
-
-def test_a_fused_kernel_is_one_more_loop(tmp_path):
-    content = timing_content()
-    for record in content["records"]:
-        for way in ("forward", "backward"):
-            record[way]["fused"] = {"status": "ok", "error": 0.0, "seconds": [1e-6 * record["L"]]}
-    row = row_of(content, tmp_path, "Fastest backward pass")
-    assert [("fused" in ours.where) for ours in row.ours] == [False, False, True, False, False, True]
-    (data,) = speedup_map.map_data([finished(content, tmp_path)])
-    assert list(data["baselines"]) == ["loop", "graph", "fused"]
-    assert list(data["methods"]) == ["printed", "auto"]
-
-
-def test_break_even_and_where_there_is_none(tmp_path):
-    def depths(scale):
-        return [
-            ours.value for ours in row_of(timing_content(scale=scale), tmp_path, "the forward pass gains, ReLU").ours
-        ]
-
-    first, *_ = depths(1.0)
-    assert re.fullmatch(r"L ≈ [\d,]+ to [\d,]+", first)
-    assert depths(1e-6)[0] == "not reached"
-    assert depths(1e6)[0] == "every depth"
-
-
-def test_diffusion_has_a_line_for_every_method_not_for_every_size(tmp_path):
-    settings = replace(latent_diffusion.FULL, data=("mnist",), widths=(16, 64), steps=(256, 1024), runs=3)
-    content = made_up_diffusion.latent_result(settings)
-    row = row_of(content, tmp_path, "One sample of latent diffusion on MNIST")
-    assert len(row.ours) == 3  # as printed over the eager loop, the defaults over both loops
-    cells = [record for record in content["records"] if record.get("L") == 1024]
-    expected = [median(cell["loop"]["seconds"]) / median(cell["printed"]["seconds"]) for cell in cells]
-    assert row.ours[0].value == ", ".join(map(times, expected))
-    assert "MNIST, w = 16, 64, L = 1,024: " in row.ours[0].where
-    assert row.ours[0].where.endswith(", medians")
-    counts = row_of(content, tmp_path, "Newton iterations of a latent sample").ours
-    assert [ours.value for ours in counts] == [", ".join(f"{fmean(c['printed']['iterations']):.1f}" for c in cells)]
-
-
-def test_an_error_that_never_becomes_small_is_not_passed_over(tmp_path):
-    settings = replace(diffusion_iterations.FULL, widths=(16,), sides=(16,), steps=(256,))
-    row = row_of(made_up_diffusion.iterations_result(settings), tmp_path, "below 0.1")
-    assert [ours.value.split()[0] for ours in row.ours] == ["at", "at", "not", "at"]  # of pixels, as printed
+    assert (slow.holds, fast.holds, row.verdict) == (NO, YES, Verdict.PARTLY)
+    assert fast.ours.startswith(f"{best:.0f}× as printed (L = 16,384, w = 2: ")
+    html = page.make_page(collect([tmp_path]))
+    table = html.partition('<tbody id="Figure-3">')[2].partition("</tbody>\n<tbody id")[0]
+    assert table.count('class="badge no"') >= 1
+    assert table.count('class="badge agrees-in-part"') >= 1
+    assert "over the loop in a CUDA graph" in table  # the stronger loops are not left out
 
 
 def test_claims_that_nobody_measured_say_how(tmp_path):
     result = finished(timing_content(), tmp_path)
-    missing = [row for row in claims.rows([result]) if row.result is None]
-    assert {row.claim.experiment for row in missing} == {claim.experiment for claim in claims.CLAIMS} - {"mlp-timing"}
-    html = page.make_page([result])
-    for row in missing:
-        command = row.claim.experiment + (" FILE1 FILE2" if row.claim.experiment == "hardware" else "")
-        assert f"not measured yet: <code>deeppcr-paper reproduce {command}</code>" in html
-    assert {claim.experiment for claim in claims.CLAIMS} <= {each.name for each in EXPERIMENTS}
+    missing = {name for row in page.rows([result]) for name in row.missing}
+    assert missing == {part.experiment for item in ITEMS for part in item.parts}  # mlp-timing of a second machine
+    assert {row.verdict for row in page.rows([result])} >= {Verdict.NOT_RUN, Verdict.NOTHING_MEASURED}
+
+
+# Committed results stand in
+
+
+def test_what_was_not_run_here_is_shown_from_the_committed_results(tmp_path):
+    write(tmp_path / "mine", timing_content(quick=True))
+    write(tmp_path / "mine", {**made_up.mlp_memory_result(mlp_memory.QUICK), "end": "2026-02-01"}, "full.json")
+    mine, committed = tmp_path / "mine", tmp_path / "committed"
+    write(committed, timing_content(hardware="Large GPU", end="2026-01-05T00:00:00+00:00"), "timing.json")
+    write(committed, {**made_up.mlp_memory_result(), "end": "2026-02-02"}, "memory.json")
+    write(committed, {**made_up.mlp_newton_result(), "end": "2026-02-03"}, "newton.json")
+    write(committed, timing_content(quick=True, hardware="Third"), "quick.json")
+    build([mine], tmp_path / "report.html", fallback=[committed])
+    html = (tmp_path / "report.html").read_text().replace("\u00a0", " ")
+    found = {(each.name, each.hardware, each.committed) for each in collect([mine], [committed])}
+    assert found == {
+        ("mlp-timing", "NVIDIA Imaginary", False),
+        ("mlp-timing", "Large GPU", True),  # beside a quick one
+        ("mlp-memory", "unknown hardware", False),  # a full one needs no other
+        ("mlp-newton", "unknown hardware", True),
+    }
+    assert "mlp-timing on Large GPU, 2026-01-05 " in html
+    assert '<span class="tag">committed result at full size, 2026-01-05</span>' in html
+    assert "The full-size numbers stand beside them, marked as committed results" in html
+    assert "Committed results:</strong>" in html
+    assert "Large GPU, 2026-01-05" in html
+    assert {each["label"] for each in speedup_map.map_data(collect([mine], [committed]))} == {
+        "NVIDIA Imaginary (quick run)",
+        "Large GPU (committed)",
+    }
+    drawn = set(re.findall(r'data-figure="([\w-]+)-\d"', html))
+    assert drawn == {"mlp-timing", "mlp-memory"}  # what is committed has its figures elsewhere
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_quick_runs_are_called_that(tmp_path, quick):
-    html = page.make_page([finished(timing_content(quick=quick), tmp_path)])
-    assert ("quick run, small sizes: shows that it works" in html) == quick
+def test_quick_runs_are_called_that_and_say_what_small_sizes_imply(tmp_path, quick):
+    html = page.make_page([finished(timing_content(quick=quick), tmp_path)]).replace("\u00a0", " ")
+    for words in ("Quick runs, small sizes", "mlp-timing up to L = 1,024.", "grows with L", "docs/paper.md"):
+        assert (words in html) == quick
+    assert ("quick run: small sizes, at most L = 1,024" in html) == quick
 
 
 # The page

@@ -11,26 +11,29 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 REQUIRED = os.environ.get("DEEPPCR_BROWSER") == "required"
 if not REQUIRED:
-    for name in ("rich", "matplotlib", "sklearn"):
+    for name in ("rich", "matplotlib"):
         pytest.importorskip(name)
-import torch
-from filelock import FileLock
-
-from deeppcr_paper import compare_hardware, mlp_timing
+from deeppcr_paper import mlp_timing
 from deeppcr_paper.catalogue import EXPERIMENTS
-from deeppcr_paper.experiment import Context
-from deeppcr_paper.report import page as page_module
-from deeppcr_paper.report.collect import collect
-from small_results import TINY, timing_content, write
+from deeppcr_paper.claims.results import collect
+from deeppcr_paper.figures import Figure
+from deeppcr_paper.report.page import make_page
+from small_results import timing_content, write
 
+ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: A machine that does not exist, with the paper's sizes: a large map, with cells that ran out of memory.
 IMAGINARY = replace(mlp_timing.FULL, activations=("relu", "sigmoid"))
+#: Another one, with few sizes and without a CUDA graph.
+SMALL = replace(mlp_timing.QUICK, activations=("relu", "tanh"), depths=(2, 64), widths=(2, 4))
+#: The page of the committed results: every figure is drawn in it, and another test holds it to those results.
+COMMITTED = ROOT / "docs" / "report.html"
 
 
 def missing(what):
@@ -41,47 +44,20 @@ def missing(what):
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory, worker_id):
-    """A page of every experiment: its path, its results, the names of its figures. Made once, whoever tests."""
-    shared = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
-    folder, page = shared / "report-results", shared / "report" / "report.html"
-    with FileLock(shared / "report.lock"):
-        if not page.exists():
-            make(folder, page)
-    names = json.loads(page.with_name("names.json").read_text())
-    return page, collect([folder]), names
-
-
-@pytest.fixture(scope="session")
-def worker_id(request):
-    return getattr(request.config, "workerinput", {}).get("workerid", "master")
-
-
-def make(folder, page):
-    grid = compare_hardware.GRID
-    compare_hardware.GRID = replace(grid, depths=(16,), widths=(2,), budget=0.01)
-    try:
-        for each in EXPERIMENTS:
-            small = replace(each, quick=replace(each.quick, **TINY[each.name]))
-            small.run(Context(torch.device("cpu")), folder, quick=True)
-    finally:
-        compare_hardware.GRID = grid
-    write(folder, timing_content(quick=True, like=IMAGINARY))
-    names, draw = [], page_module.draw
-
-    def noted(content):
-        figures = draw(content)
-        names.extend([content["experiment"], content["hardware"]["device"], figure.name] for figure in figures)
-        return figures
-
-    page_module.draw = noted
-    try:
-        html = page_module.make_page(collect([folder]))
-    finally:
-        page_module.draw = draw
-    page.parent.mkdir()
-    page.with_name("names.json").write_text(json.dumps(names))
-    page.write_text(html, encoding="utf-8")
+def made(tmp_path_factory):
+    """A page of quick runs, beside which committed results stand: its path and its results."""
+    folder = tmp_path_factory.mktemp("report")
+    write(folder, timing_content(quick=True, like=IMAGINARY), "imaginary.json")
+    small = {**timing_content(quick=True, like=SMALL, hardware="Small CPU"), "device": "cpu"}
+    for record in small["records"]:
+        for way in ("forward", "backward"):
+            del record[way]["graph"]
+    write(folder, small, "small.json")
+    results = collect([folder], [ROOT / "results"])
+    figure = Figure("flat", "A line", "fig. 3", "It is flat.", '<svg viewBox="0 0 2 1"><path d="M0 0H2"/></svg>')
+    path = folder / "report.html"
+    path.write_text(make_page(results, lambda result: [figure]), encoding="utf-8")
+    return path, results
 
 
 @pytest.fixture(scope="session")
@@ -159,11 +135,23 @@ class Page:
 
 
 @pytest.fixture
-def page(chromium, made):
-    page = Page(chromium, made[0])
+def open_page(chromium):
     chromium.get_log("browser"), chromium.get_log("performance")  # what earlier tests left
+    page = Page(chromium, COMMITTED)
     yield page
     assert page.severe() == []
+
+
+@pytest.fixture
+def page(open_page, made):
+    """Of quick runs."""
+    open_page.path = made[0]
+    return open_page
+
+
+@pytest.fixture
+def committed(open_page):
+    return open_page
 
 
 @pytest.fixture
@@ -182,8 +170,8 @@ def ratio_of(record, way, method, baseline):
     return min(record[way][baseline]["seconds"]) / min(record[way][method]["seconds"])
 
 
-def test_opens_without_an_error_and_asks_for_nothing(page):
-    page.open()
+def test_opens_without_an_error_and_asks_for_nothing(committed):
+    page = committed.open()
     assert page.find("h1").text == "DeepPCR: the paper's claims and our figures"
     events = [json.loads(entry["message"])["message"] for entry in page.browser.get_log("performance")]
     asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
@@ -195,11 +183,9 @@ def test_opens_without_an_error_and_asks_for_nothing(page):
     assert "url(http" not in page.path.read_text(encoding="utf-8")
 
 
-def test_every_figure_is_there_with_its_command_and_hardware(page, made):
-    _, results, names = made
-    assert {name for name, _, _ in names} == {each.name for each in EXPERIMENTS}
-    page.open()
-    shown = page.run("""return [...document.querySelectorAll('figure')].map(figure => {
+def test_every_figure_is_there_with_its_command_and_hardware(committed):
+    results = {each.name: each for each in collect([ROOT / "results"])}
+    shown = committed.open().run("""return [...document.querySelectorAll('figure')].map(figure => {
         const size = figure.querySelector('svg').getBoundingClientRect();
         return {name: figure.dataset.figure, section: figure.closest('section').id, width: size.width,
                 height: size.height, paths: figure.querySelectorAll('svg path').length,
@@ -207,27 +193,47 @@ def test_every_figure_is_there_with_its_command_and_hardware(page, made):
                 command: figure.querySelector('.made code').textContent, made: figure.querySelector('.made').textContent,
                 caption: figure.querySelector('figcaption').textContent};
     })""")
-    assert [(each["section"], each["name"]) for each in shown] == [(name, figure) for name, _, figure in names]
-    commands = {(result.name, result.content["hardware"]["device"]): result.command for result in results}
-    for each, (experiment, hardware, _) in zip(shown, names, strict=True):
+    assert {each["section"] for each in shown} == set(results) == {each.name for each in EXPERIMENTS} - {"hardware"}
+    for each in shown:
+        result = results[each["section"]]
         assert each["width"] > 300
         assert each["height"] > 100
         # Samples are pictures, all else is drawn.
         assert each["pictures"] >= 2 if each["name"].endswith("-images") else each["paths"] > 10
         assert len(each["caption"]) > len(each["made"]) + 20
-        assert hardware.replace("(R)", "").replace("(TM)", "") in each["made"]
+        assert result.hardware in each["made"]
         assert "torch" in each["made"]
         assert "commit" in each["made"]
-        assert each["command"] == commands[experiment, hardware]
+        assert each["command"] == result.command
 
 
-def test_names_are_unique_and_references_lead_somewhere(page):
-    page.open()
+@pytest.mark.parametrize("which", ["page", "committed"])
+def test_names_are_unique_and_references_lead_somewhere(which, request):
+    page = request.getfixturevalue(which).open()
     names = page.run("return [...document.querySelectorAll('[id]')].map(e => e.id)")
     assert len(names) == len(set(names))
     lost = page.run("""return [...document.querySelectorAll('[href^="#"]')].map(e => e.getAttribute('href').slice(1))
         .filter(name => !document.getElementById(name))""")
     assert lost == []
+
+
+def test_every_item_has_its_verdict_and_what_was_not_run_here_is_committed(page):
+    page.open()
+    items = page.run("""return [...document.querySelectorAll('table.summary > tbody')].map(item => ({
+        name: item.id, verdict: item.querySelector('.item .badge').textContent,
+        sources: [...item.querySelectorAll('.source')].map(each => each.innerText)}))""")
+    assert len(items) == 26
+    overview = page.run("return [...document.querySelectorAll('.overview .badge')].map(each => each.textContent)")
+    assert overview == [each["verdict"] for each in items]
+    sources = {each["name"]: each["sources"] for each in items}
+    first, second, third = sources["Figure-3"]
+    assert "Imaginary" in first and "Small CPU" in second  # noqa: PT018
+    assert "quick run: small sizes, at most L = 64" in second.replace("\u00a0", " ")
+    assert "NVIDIA H200, 2026-" in third and "committed result at full size" in third  # noqa: PT018
+    (training,) = sources["Figure-5"]
+    assert "committed result at full size" in training
+    (none,) = sources["Figure-12"]
+    assert none.startswith("not measured yet")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +297,7 @@ def test_arrow_keys_go_from_cell_to_cell(page):
     assert page.find("#map-readout").get_attribute("aria-live") == "polite"
 
 
-def test_every_selector_changes_the_map(page, made):
+def test_every_selector_changes_the_map(page):
     page.open()
 
     def cells():
@@ -345,22 +351,25 @@ def test_the_line_is_where_the_speedup_is_one(page, imaginary):
     assert page.find(".map-line path").get_attribute("d") != path
 
 
-def test_reads_well_on_a_phone(page, imaginary):
-    page.open(375)
+@pytest.mark.parametrize("which", ["page", "committed"])
+def test_reads_well_on_a_phone(which, request):
+    page = request.getfixturevalue(which).open(375)
     assert page.run("return document.documentElement.scrollWidth") <= 375
     page.run("window.scrollTo(200, 0)")
     assert page.run("return window.scrollX") == 0
-    beyond = page.run("""return [...document.querySelectorAll('main *, header *, footer *')].filter(e => !e.closest('svg'))
+    page.run("document.querySelectorAll('details').forEach(each => each.open = true)")  # a wide table scrolls by itself
+    beyond = page.run("""return [...document.querySelectorAll('main *, header *, footer *')]
+        .filter(e => !e.closest('svg') && !e.closest('.scroll table'))
         .filter(e => { const box = e.getBoundingClientRect(); return box.width > 1 && (box.right > 376 || box.left < -1); })
         .map(e => e.outerHTML.slice(0, 80))""")
     assert beyond == []
     sizes = page.run("""const size = selector => Math.min(...[...document.querySelectorAll(selector)].map(
-        e => parseFloat(getComputedStyle(e).fontSize))); return {text: size('p:not(.kicker)'), caption: size('figcaption'),
-        made: size('.made, .made *'), ours: size('.ours *'), map: size('.map-cell')}""")
+        e => parseFloat(getComputedStyle(e).fontSize))); return {text: size('p:not(.kicker):not(.summary p)'),
+        caption: size('figcaption'), made: size('.made, .made *'), checks: size('.summary > tbody > tr > *'), map: size('.map-cell')}""")
     assert sizes["text"] >= 16
     assert sizes["caption"] >= 15
     assert sizes["made"] >= 14
-    assert sizes["ours"] >= 14
+    assert sizes["checks"] >= 14
     assert sizes["map"] >= 11
     cells = page.run(
         "return [...document.querySelectorAll('.map-cell')].map(e => [e.offsetWidth, e.offsetHeight, e.scrollWidth])"
@@ -368,9 +377,14 @@ def test_reads_well_on_a_phone(page, imaginary):
     assert min(width for width, _, _ in cells) >= 24
     assert min(height for _, height, _ in cells) >= 24
     assert all(text <= width for width, _, text in cells)  # no number is cut off
-    smallest = page.run("""return Math.min(...[...document.querySelectorAll('figure svg text')].map(
-        text => parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a))""")
-    assert smallest >= 7
+    if which == "committed":
+        smallest = page.run("""return Math.min(...[...document.querySelectorAll('figure svg text')].map(
+            text => parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a))""")
+        assert smallest >= 7
+
+
+def test_the_map_answers_on_a_phone(page, imaginary):
+    page.open(375)
     page.click(1024, 16)
     assert "L = 1,024, w = 16" in page.readout()["title"]
     ratio = float(re.match(r"[\d.,]+", page.readout()["verdict"])[0])
@@ -404,7 +418,11 @@ def test_light_and_dark_can_be_read(page, scheme):
         ".tag",
         ".note",
         "nav a",
-        ".ours span",
+        ".badge.yes",
+        ".badge.no",
+        ".badge.open",
+        ".badge.agrees-in-part",
+        ".why td",
         ".map-head",
         "select",
     ):

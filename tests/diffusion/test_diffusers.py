@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr
-from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize
-from deeppcr.diffusion.diffusers import scheduler as read_scheduler
+from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize, read_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install deeppcr[diffusers]")
@@ -148,7 +147,7 @@ def conditional() -> nn.Module:
 # The numbers read from a scheduler, one step at a time: no solver, so nothing but the numbers can be wrong.
 
 
-@pytest.mark.parametrize("steps", [1, 2, 19])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.thorough), 19])
 @pytest.mark.parametrize("case", CASES, ids=label)
 @torch.no_grad()
 def test_steps_read_from_a_scheduler_are_its_own(case, steps):
@@ -236,7 +235,7 @@ def test_unet_with_default_clipping(unet, name):
     assert error(got.final, expected) <= 1e-9
 
 
-@pytest.mark.parametrize("guidance", [None, 4.0])
+@pytest.mark.parametrize("guidance", [pytest.param(None, marks=pytest.mark.thorough), 4.0])
 @pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
 @torch.no_grad()
 def test_conditional_unet_in_parallel(conditional, name, guidance):
@@ -359,7 +358,7 @@ def embeds(rows=2) -> dict[str, Tensor]:
 OPTIONS = {"solver": tight()}
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.thorough), 3.0])
 @pytest.mark.parametrize(
     "name",
     ["DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler",

@@ -58,7 +58,7 @@ def both(net, noise, length, step, conditional, device, **settings):
 
 @pytest.mark.parametrize("name", JACOBIANS)
 @pytest.mark.parametrize("samples", [1, 5])
-@pytest.mark.parametrize("length", [1, 2, 50, 200])
+@pytest.mark.parametrize("length", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 200)), 50])
 @pytest.mark.parametrize("step", [DDPM(), DDIM()], ids=["ddpm", "ddim"])
 def test_parallel_equals_the_loop_without_falling_back(net, name, samples, length, step, device):
     if length == 200 and name in ("dense", "diagonal") and samples == 5:

@@ -144,7 +144,15 @@ class Algebra(Structure):
 class Solving(Structure):
     @every_solver
     @either_way
-    @pytest.mark.parametrize(("length", "width"), [(1, 3), (2, 1), (3, 6), (63, 5), (64, 3), (65, 15)])
+    @pytest.mark.parametrize(
+        ("length", "width"),
+        [
+            (1, 3),
+            (3, 6),
+            (65, 15),
+            *(pytest.param(*size, marks=pytest.mark.thorough) for size in ((2, 1), (63, 5), (64, 3))),
+        ],
+    )
     def test_agrees_with_the_loop(self, length, width, solver, reverse):
         blocks, rhs, initial = self.system(length, (2,), width)
         for start in (None, initial):

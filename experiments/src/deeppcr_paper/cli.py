@@ -1,4 +1,4 @@
-"""The command ``deeppcr``: run the paper's experiments, and make a page of the results."""
+"""The command ``deeppcr-paper``: run the paper's experiments, and make a page of the results."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-except ImportError:
-    raise SystemExit(
-        "deeppcr-paper: something it needs is missing; in a clone: pip install -e . -e experiments -c constraints.txt"
-    ) from None
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 import deeppcr
 
@@ -42,6 +36,19 @@ app = typer.Typer(
 )
 
 
+def messages() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except PaperError as error:
+        messages().print(f"[bold red]deeppcr-paper:[/] {escape(str(error))}")
+        raise typer.Exit(BAD) from None
+
+
 @app.command()
 def version() -> None:
     """Print the versions of deeppcr and torch."""
@@ -56,83 +63,63 @@ def print_version(asked: bool) -> None:
 
 @app.callback()
 def root(
-    show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the versions of deeppcr and torch, and end."
-        ),
-    ] = False,
+    asked: bool = typer.Option(
+        False,
+        "--version",
+        callback=print_version,
+        is_eager=True,
+        help="Print the versions of deeppcr and torch, and end.",
+    ),
 ) -> None:
     pass
 
 
+# Options say their names: Typer 0.27 takes none from a parameter whose option has a metavar.
 @app.command()
 def reproduce(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The experiment; --list shows them. [bold]all[/]: one after the other."),
-    ] = "",
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE1 FILE2", help="For [bold]hardware[/] only: two result files of mlp-timing."),
-    ] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="List the experiments, and do nothing else.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, about 20 seconds on a laptop: shows that it works.")
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one."
-        ),
-    ] = "",
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir",
-            metavar="DIR",
-            help="Folder with the four files of MNIST as they are published, gzipped or not; diffusion also takes "
-            "cifar-10-batches-bin/ and celeba/ in it. Default: the folder in DEEPPCR_DATA, else MNIST is downloaded. Quick "
-            "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise.",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the result file.")] = Path("results"),
-    models: Annotated[
-        Path | None,
-        typer.Option(
-            "--models",
-            metavar="DIR",
-            help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of all random numbers.")
-    ] = 0,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Change a setting of the experiment, a list as depths=64,1024; may be given several times.",
-        ),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="NAME=VALUE",
-            help="Measure only the cells with this value, such as w=16,32 or part=training; may be given several times. "
-            "The file stays partial; the same command with other cells, or without --only, goes on.",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            "--time-limit",
-            metavar="MIN",
-            help="Stop after so many minutes; the same command goes on from there.",
-        ),
-    ] = None,
+    name: str = typer.Argument("", metavar="NAME", help="The experiment; --list shows them. [bold]all[/]: one by one."),
+    files: list[Path] = typer.Argument(
+        None, metavar="FILE1 FILE2", help="For [bold]hardware[/] only: two result files of mlp-timing."
+    ),
+    show_list: bool = typer.Option(False, "--list", help="List the experiments, and do nothing else."),
+    quick: bool = typer.Option(
+        False, "--quick", help="Small sizes, about 20 seconds on a laptop: shows that it works."
+    ),
+    device: str = typer.Option(
+        "", "--device", metavar="DEVICE", help="Where it runs: cpu, cuda, cuda:1. Default: a GPU if there is one."
+    ),
+    data_dir: Path = typer.Option(
+        None,
+        "--data-dir",
+        metavar="DIR",
+        help="Folder with the four files of MNIST as they are published, gzipped or not; diffusion also takes "
+        "cifar-10-batches-bin/ and celeba/ in it. Default: the folder in DEEPPCR_DATA, else MNIST is downloaded. Quick "
+        "runs use scikit-learn's digits unless it is given, those of diffusion unless --set data says otherwise.",
+    ),
+    out: Path = typer.Option("results", "--out", metavar="DIR", help="Folder for the result file."),
+    models: Path = typer.Option(
+        None,
+        "--models",
+        metavar="DIR",
+        help="Folder for the networks that the diffusion experiments train, which they share. Default: OUT/models.",
+    ),
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of all random numbers."),
+    changes: list[str] = typer.Option(
+        (),
+        "--set",
+        metavar="NAME=VALUE",
+        help="Change a setting of the experiment, a list as depths=64,1024; may be given several times.",
+    ),
+    only: list[str] = typer.Option(
+        (),
+        "--only",
+        metavar="NAME=VALUE",
+        help="Measure only the cells with this value, such as w=16,32 or part=training; may be given several times. "
+        "The file stays partial; the same command with other cells, or without --only, goes on.",
+    ),
+    time_limit: float = typer.Option(
+        None, "--time-limit", metavar="MIN", help="Stop after so many minutes; the same command goes on from there."
+    ),
 ) -> None:
     """Run one experiment of the paper and write its results to one JSON file.
 
@@ -159,11 +146,9 @@ def reproduce(
     if show_list:
         Console(width=None if sys.stdout.isatty() else 120).print(catalogue())
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    experiment = next((each for each in EXPERIMENTS if each.name == name), None)
-    watcher = Bars(console)
-    try:
-        if experiment is None and name != "all":
+    with errors_in_one_line():
+        chosen = [each for each in EXPERIMENTS if name in (each.name, "all")]
+        if not chosen:
             known = ", ".join([*(each.name for each in EXPERIMENTS), "all"])
             raise PaperError(f"{f'unknown experiment {name!r}' if name else 'which experiment?'}; there are: {known}")
         if files and name != "hardware":
@@ -172,63 +157,51 @@ def reproduce(
             raise PaperError("all: --set and --only are for one experiment; name it")
         if time_limit is not None and not time_limit > 0:  # nor NaN
             raise PaperError(f"--time-limit {time_limit:g}: expected more than 0 minutes")
-        for folder in (out, models):  # before anything is downloaded or trained
-            if folder is not None:
-                check_folder(folder)
-        where, deadline = find_device(device), None if time_limit is None else time.monotonic() + 60 * time_limit
+        for folder in (out, models or out):  # before anything is downloaded or trained
+            check_folder(folder)
+        where, bars = find_device(device), Bars(messages())
+        deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
 
         def context() -> Context:
-            watcher.clear()
-            return Context(where, data_dir, tuple(files or ()), deadline, watcher, models=models)
+            bars.begin(0, 0)
+            return Context(where, data_dir, tuple(files or ()), deadline, bars, models=models)
 
         torch.set_float32_matmul_precision("highest")
-        with watcher, warnings.catch_warnings():
-            # What a solve warns about is in the records; between the bars it would only be noise.
-            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-            if experiment is None:
-                code = everything(context, out, watcher, quick=quick, seed=seed)
-                raise typer.Exit(code)
-            path, summary = experiment.run(
-                context(), out, quick=quick, seed=seed, changes=changes or (), only=only or ()
-            )
-    except PaperError as error:
-        console.print(f"[bold red]deeppcr-paper:[/] {escape(str(error))}")
-        raise typer.Exit(BAD) from None
-    except (KeyboardInterrupt, OutOfTime) as stop:
-        why = "time limit reached" if isinstance(stop, OutOfTime) else "interrupted"
-        console.print(f"{why}; {watcher.finished} of {watcher.cells} cells are in {escape(str(out))}. To go on:")
-        console.print(f"  {escape(command_line())}")
-        raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
+        try:
+            with bars, warnings.catch_warnings():
+                # What a solve warns about is in the records; between the bars it would only be noise.
+                warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+                if name == "all":
+                    endings = set()
+                    for each, ended in run_all(chosen, context, out, quick=quick, seed=seed):
+                        endings.add(ended.partition(":")[0])
+                        print(f"{each}: {ended}", flush=True)
+                    # What fails needs somebody; what is out of time only the same command again.
+                    raise typer.Exit(BAD if "failed" in endings else AGAIN if "out of time" in endings else 0)
+                path, summary = chosen[0].run(context(), out, quick=quick, seed=seed, changes=changes, only=only)
+        except (KeyboardInterrupt, OutOfTime) as stop:
+            why = "time limit reached" if isinstance(stop, OutOfTime) else "interrupted"
+            console = messages()
+            console.print(f"{why}; {bars.finished} of {bars.cells} cells are in {escape(str(out))}. To go on:")
+            console.print(f"  {escape(shlex.join(['deeppcr-paper', *sys.argv[1:]]))}")
+            raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
     if path.name.endswith(PARTIAL):
-        print(f"{watcher.finished} cells as asked for by --only; without it the same command measures the others")
-        print(f"written to {path}")
-        return
-    for line in experiment.lines(summary):
-        print(line)
+        print(f"{bars.finished} cells as asked for by --only; without it the same command measures the others")
+    else:
+        for line in chosen[0].lines(summary):
+            print(line)
     print(f"written to {path}")
-
-
-def everything(context: Callable[[], Context], out: Path, watcher: Bars, *, quick: bool, seed: int) -> int:
-    """Run all experiments, with a line for each as it ends; the exit code."""
-    codes = {0}
-    for name, ended in run_all(EXPERIMENTS, context, out, quick=quick, seed=seed):
-        if ended == "out of time" and watcher.cells:
-            ended += f": {watcher.finished} of {watcher.cells} cells"
-        codes.add({"finished": 0, "failed": BAD}.get(ended.partition(":")[0], AGAIN))
-        print(f"{name}: {ended}", flush=True)
-    # What fails needs somebody; what is out of time only the same command again.
-    return next(code for code in (BAD, AGAIN, 0) if code in codes)
 
 
 @app.command()
 def report(
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--results", metavar="DIR", help="Folder with result files; may be given several times. Default: results."
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page that is written.")] = Path("report.html"),
+    results: list[Path] = typer.Option(
+        ["results"],
+        "--results",
+        metavar="DIR",
+        help="Folder with result files; may be given several times. Default: results.",
+    ),
+    out: Path = typer.Option("report.html", "--out", metavar="FILE", help="The page that is written."),
 ) -> None:
     """Build one HTML page from the results: the paper's claims and our figures, and a map of the speed-up.
 
@@ -237,32 +210,25 @@ def report(
     """
     from .report import build  # draws: what that needs takes long to import
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
-        with console.status("drawing the figures"):
-            path = build(results or [Path("results")], out)
-    except PaperError as error:
-        console.print(f"[bold red]deeppcr-paper:[/] {escape(str(error))}")
-        raise typer.Exit(BAD) from None
+    with errors_in_one_line(), messages().status("drawing the figures"):
+        path = build(results, out)
     print(f"written to {path}")
 
 
 def find_device(name: str) -> torch.device:
     """The device of that name, if it is there; by default a GPU if there is one."""
-    if not name:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if count else "cpu"))
     except RuntimeError:
         raise PaperError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:1") from None
     if device.type not in ("cpu", "cuda"):
         raise PaperError(f"--device {name}: the experiments run on cpu and cuda")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        found = f"{count} CUDA devices" if count else "no CUDA device"
-        raise PaperError(f"--device {name}: torch {torch.__version__} finds {found} on this machine")
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        if (device.index or 0) >= count:
+            found = f"{count} CUDA devices" if count else "no CUDA device"
+            raise PaperError(f"--device {name}: torch {torch.__version__} finds {found} on this machine")
+        torch.cuda.set_device(device.index or 0)
     return device
 
 
@@ -273,11 +239,6 @@ def catalogue() -> Table:
     for each in EXPERIMENTS:
         table.add_row(each.name, each.paper, each.what)
     return table
-
-
-def command_line() -> str:
-    """The command as it was given, to be given again."""
-    return shlex.join(["deeppcr-paper", *sys.argv[1:]])
 
 
 if __name__ == "__main__":  # python -m deeppcr_paper.cli must not end in silence

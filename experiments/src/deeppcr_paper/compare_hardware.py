@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import mlp_timing
-from .experiment import Cell, Context, Experiment, name_of
+from .experiment import Cell, Context, Experiment
 from .mlp_summary import foot, seconds
 from .store import PARTIAL, PaperError, read
 from .table import table
@@ -34,24 +34,22 @@ FULL = Settings()
 QUICK = Settings(threads=(1, 2))
 #: What a quick run measures.
 GRID = replace(mlp_timing.QUICK, depths=(32, 256), widths=(4,), activations=("relu",), budget=0.05)
+_NAMES = ("activation", "L", "w")
 
 
 def adapt(settings: Settings, context: Context) -> Settings:
     """Files that were given are compared, also by a quick run."""
-    if context.files:
-        changed = {
-            name
-            for content in load(context)
-            for name in mlp_timing.EXPERIMENT.changes(content["settings"], quick=content["quick"])
-        }
-        names = tuple(path.name for path in context.files)
-        return replace(settings, files=names, threads=(), changed=tuple(sorted(changed)))
-    return settings
+    if not context.files:
+        return settings
+    usual = mlp_timing.EXPERIMENT
+    changed = {name for each in load(context) for name in usual.changes(each["settings"], quick=each["quick"])}
+    names = tuple(path.name for path in context.files)
+    return replace(settings, files=names, threads=(), changed=tuple(sorted(changed)))
 
 
 def from_quick(context: Context) -> bool:
     """Two files are compared at the sizes that they have: of a quick run comes a quick comparison."""
-    return any(content["quick"] for content in load(context)) if context.files else False
+    return bool(context.files) and any(content["quick"] for content in load(context))
 
 
 def load(context: Context) -> list[dict[str, Any]]:
@@ -62,15 +60,16 @@ def load(context: Context) -> list[dict[str, Any]]:
             "deeppcr-paper reproduce hardware FILE1 FILE2"
         )
     if "compared" not in context.cache:
-        one, other = (_load(path) for path in context.files)
+        both = [_load(path) for path in context.files]
         if context.files[0].resolve() == context.files[1].resolve():
             raise PaperError(f"{context.files[0]}: given twice; hardware compares the results of two machines")
-        if shared := _machines(one) & _machines(other):
+        one, other = ({record["hardware"] for record in content["records"]} for content in both)
+        if shared := one & other:
             raise PaperError(
                 f"{' and '.join(map(str, context.files))}: both measured on {min(shared)}; "
                 "hardware compares the results of two machines"
             )
-        context.cache["compared"] = [one, other]
+        context.cache["compared"] = both
     return context.cache["compared"]
 
 
@@ -83,55 +82,42 @@ def _load(path: Path) -> dict[str, Any]:
     return {"quick": False, **content}
 
 
-def _machines(content: dict[str, Any]) -> set[str]:
-    return {record["hardware"] for record in content["records"]}
-
-
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
     if settings.threads:
         yield from mlp_timing.cells(GRID, context)
         return
-    one, other = (
-        {name_of({k: record[k] for k in ("activation", "L", "w")}): record for record in content["records"]}
-        for content in load(context)
-    )
-    shared = [record for name, record in one.items() if name in other]
+    one, other = ([{name: each[name] for name in _NAMES} for each in content["records"]] for content in load(context))
+    shared = [cell for cell in one if cell in other]
     if not shared:
         raise PaperError(f"{' and '.join(map(str, context.files))}: have no activation, depth and width in common")
-    for record in shared:
-        yield {name: record[name] for name in ("activation", "L", "w")}
+    yield from shared
 
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """For every direction and column: both times and their ratio, second machine over first."""
     if settings.threads:
-        records, names = (
-            _by_threads(cell, settings, context),
-            [f"{count} thread{'s' * (count > 1)}" for count in settings.threads],
-        )
+        records = [_with_threads(count, cell, settings, context) for count in settings.threads]
+        names = [f"{count} thread{'s' * (count > 1)}" for count in settings.threads]
     else:
-        both = load(context)
-        records = [next(r for r in each["records"] if all(r[k] == v for k, v in cell.items())) for each in both]
+        both = [content["records"] for content in load(context)]
+        records = [next(each for each in records if cell.items() <= each.items()) for records in both]
         names = [record["hardware"] for record in records]
     found: dict[str, Any] = {"machines": names}
     for way in mlp_timing.DIRECTIONS:
         found[way] = {}
         for column in records[0][way]:
-            times = [seconds(record, way, column) for record in records]
-            first, second = times
-            found[way][column] = {"seconds": times, "ratio": second / first if first and second else None}
+            first, second = both_seconds = [seconds(record, way, column) for record in records]
+            found[way][column] = {"seconds": both_seconds, "ratio": second / first if first and second else None}
     return found
 
 
-def _by_threads(cell: Cell, settings: Settings, context: Context) -> list[dict[str, Any]]:
-    records, before = [], torch.get_num_threads()
+def _with_threads(count: int, cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        for count in settings.threads:
-            torch.set_num_threads(count)
-            records.append(mlp_timing.measure_cell(cell, replace(GRID, seed=settings.seed), context))
+        return mlp_timing.measure_cell(cell, replace(GRID, seed=settings.seed), context)
     finally:
         torch.set_num_threads(before)
-    return records
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:

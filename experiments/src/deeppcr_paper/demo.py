@@ -7,45 +7,45 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 import deeppcr
 
+from .bars import Bars
 from .catalogue import EXPERIMENTS
-from .experiment import Context, Experiment
+from .experiment import Context
 from .mlp import Network, slope
-from .store import PARTIAL, PaperError, as_json, read
+from .store import PaperError
 from .timing import capture, hardware, measure, relative_error
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-except ImportError as error:
-    raise ImportError(
-        "the demo needs rich: run `make demo`, or in a clone pip install -e '.[paper]' -c constraints.txt"
-    ) from error
-
-from .bars import Bars
-
-#: (L, w): layers and width. The last one is there because the loop wins it on a CPU.
-NETWORKS = ((16_384, 2), (16_384, 4), (16_384, 8), (16_384, 16), (1_024, 64))
-QUICK = ((256, 4), (64, 16))
+#: Weights scaled by so much make layers that pass on an error larger than it was: Newton gives up.
+EXPANDING = 2.6
+#: Layers, width and the gain of the weights. The last ones are there because the loop wins them on a CPU.
+NETWORKS = ((16_384, 2, 1), (16_384, 4, 1), (16_384, 16, 1), (1_024, 64, 1), (4_096, 16, EXPANDING))
+QUICK = ((256, 4, 1), (64, 16, 1), (2_048, 16, EXPANDING))
 
 SOLVER = deeppcr.Newton(chunk=16, jacobian=deeppcr.GivenJacobian(slope, exact=True))
 SETTING = "Parallel: solver=Newton(chunk=16, jacobian=GivenJacobian(slope, exact=True))"
 
-#: What the report shows: quick runs that take about a minute together on two CPU cores.
-REPORTED = ("mlp-timing", "mlp-memory", "mlp-newton", "resnet-training")
-#: With --quick smaller still, and no others.
+#: What the report shows: quick runs, smaller still, that take about a minute together on two CPU cores.
+REPORTED = {
+    "mlp-timing": {"depths": (4, 64, 1024), "widths": (2, 8, 32), "activations": ("relu",)},
+    "mlp-memory": {"depths": (16, 256, 1024), "widths": (2, 8)},
+    "mlp-newton": {"depths": (4, 64, 1024), "samples": 2},
+    "resnet-training": {"depths": (32,), "seeds": 1},
+}
+#: With --quick there is nothing to be seen but that it works.
 TINY = {
     "mlp-timing": {"depths": (4, 64), "widths": (2, 8), "activations": ("relu",), "budget": 0.02},
     "mlp-newton": {"depths": (4, 64), "widths": (2, 8), "samples": 1},
@@ -61,8 +61,10 @@ class Row:
 
     length: int
     width: int
+    gain: float
     device: torch.device
     direction: str
+    result: deeppcr.Result | None = None
     iterations: int | None = None
     error: float | None = None
     failure: str = ""
@@ -70,7 +72,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.length:,} × {self.width} {self.direction} on {self.device.type}"
+        scaled = "" if self.gain == 1 else f" with weights × {self.gain}"
+        return f"{self.length:,} × {self.width}{scaled} {self.direction} on {self.device.type}"
+
+    @property
+    def label(self) -> str:
+        """In the table: what is there for another reason than its size says for which."""
+        why = "" if self.gain == 1 else f"\nweights × {self.gain}:\nno contraction"
+        return f"{self.length:,} × {self.width}{why}"
 
     def speedup(self, over: str | None = None) -> float:
         """How many times faster than the loop it is compared with, or than the fastest of them."""
@@ -81,9 +90,10 @@ class Row:
         """Check, then time."""
         try:
             network = Network.make(self.length, self.width, self.device)
+            network = replace(network, weights=self.gain * network.weights)
             contenders = self.forward(network) if self.direction == "forward" else self.backward(network)
             if not self.failure:
-                timings = measure(contenders, self.device, budget=budget, repeats=(7, 100))
+                timings = measure(contenders, self.device, budget=budget, repeats=(3, 100))
                 self.milliseconds = {name: 1e3 * timing.minimum for name, timing in timings.items()}
         except RuntimeError as error:  # of the solve, of a backward pass, of the device
             self.failure = f"{type(error).__name__}: {error}"
@@ -119,8 +129,8 @@ class Row:
         return {name: lambda loss=loss: gradients(loss) for name, loss in losses.items()}
 
     def check(self, solution: deeppcr.Solution, error: float) -> None:
-        self.error = error
-        if solution.result is not deeppcr.Result.CONVERGED:
+        self.result, self.error = solution.result, error
+        if self.gain == 1 and solution.result is not deeppcr.Result.CONVERGED:
             self.failure = f"{solution.result.name}: {solution.message}"
         elif not error <= TOLERANCE:
             self.failure = f"differs from the loop by {error:.1e}, more than {TOLERANCE:.0e}"
@@ -128,13 +138,14 @@ class Row:
 
 def as_table(rows: Sequence[Row]) -> Table:
     # Narrow enough for 80 columns, and for 100 with the columns of a GPU.
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("network\nL × w", "\ndevice", "\npass"):
-        table.add_column(name, no_wrap=True)
-    times = {"loop": "loop\nms", "graph": "CUDA graph\nms", "parallel": "parallel\nms"}
+    on_gpu = any("graph" in row.milliseconds for row in rows)
+    times = {"loop": "loop\nms", "graph": "graph\nms", "parallel": "parallel\nms"}
     over = {"loop": "\nspeed-up", "graph": "over\ngraph"}
-    if not any("graph" in row.milliseconds for row in rows):
+    if not on_gpu:
         del times["graph"], over["graph"]
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("network\nL × w", *(["\non"] if on_gpu else []), "\npass"):
+        table.add_column(name, no_wrap=True)
     for name in (*times.values(), *over.values(), "Newton\niterations", "\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -143,9 +154,10 @@ def as_table(rows: Sequence[Row]) -> Table:
         cells += [ratio(row.speedup(name)) if name in known else "" for name in over]
         if row.failure:
             cells[0] = "[bold red]FAILED[/]"
-        cells.append("–" if row.iterations is None else str(row.iterations))
+        ended = "" if row.result in (None, deeppcr.Result.CONVERGED) else f"\n{row.result.name}"
+        cells.append("–" if row.iterations is None else f"{row.iterations}{ended}")
         cells.append("–" if row.error is None else f"{row.error:.0e}")
-        table.add_row(f"{row.length:,} × {row.width}", row.device.type, row.direction, *cells)
+        table.add_row(row.label, *([row.device.type] if on_gpu else []), row.direction, *cells)
     return table
 
 
@@ -168,8 +180,9 @@ def conditions(devices: Sequence[torch.device]) -> str:
         "Measured: ReLU layers with PyTorch's default initialisation, batch 1, float32; the shortest of repeated calls, "
         "taken in turn. Forward: without gradients. Backward (one linear solve): from the last state to weights, biases "
         "and input, without the forward pass before it. Error: largest difference over largest value, forward against the "
-        f"loop in float64, backward against the loop's gradients. {names}; torch {torch.__version__}; CPU threads: "
-        f"{torch.get_num_threads()}."
+        f"loop in float64, backward against the loop's gradients. Weights × {EXPANDING}: layers that enlarge an error "
+        "instead of damping it. Newton takes many iterations there, or gives up and the loop computes the rest "
+        f"(FINISHED_BY_LOOP): the same answer, later than by the loop alone. {names}; torch {torch.__version__}; CPU threads: {torch.get_num_threads()}."
     )
 
 
@@ -179,30 +192,25 @@ def report(folder: Path, device: torch.device, console: Console, *, tiny: bool) 
 
     page = folder / "report.html"
     since = page.stat().st_mtime if page.exists() else 0.0
-    experiments = [each for each in EXPERIMENTS if each.name in (TINY if tiny else REPORTED)]
+    sizes = TINY if tiny else REPORTED
+    experiments = [
+        replace(each, quick=replace(each.quick, **sizes[each.name])) for each in EXPERIMENTS if each.name in sizes
+    ]
     for number, experiment in enumerate(experiments, 1):
-        if tiny:
-            experiment = replace(experiment, quick=replace(experiment.quick, **TINY[experiment.name]))
-        console.print(f"experiment {number} of {len(experiments)}: {experiment.name} --quick", highlight=False)
-        with Bars(console) as bars, warnings.catch_warnings():
-            # What a solve warns about is in the records.
-            warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-            context = Context(device, None, (), None, bars)
-            if not is_finished(experiment, context, folder, since):
+        console.print(f"experiment {number} of {len(experiments)}: {experiment.name}, small: {experiment.what}")
+        with Bars(console) as bars:
+            context = Context(device, watcher=bars)
+            there = experiment.finished(context, folder, quick=True)
+            if there is None or there.stat().st_mtime <= since:
                 experiment.run(context, folder, quick=True)
-    with console.status("drawing the figures"):
-        return build([folder], page)
+    console.print("drawing the figures of the page")
+    return build([folder], page, fallback=committed())
 
 
-def is_finished(experiment: Experiment, context: Context, folder: Path, since: float) -> bool:
-    """A run with these settings has ended since then."""
-    wanted = as_json(asdict(experiment.settings(context, quick=True, seed=0))), context.device.type
-    for path in folder.glob(f"{experiment.name}-*.json"):
-        if path.stat().st_mtime > since and not path.name.endswith(PARTIAL):
-            content = read(path)
-            if (content["settings"], content["device"]) == wanted:
-                return True
-    return False
+def committed() -> tuple[Path, ...]:
+    """The results of the repository, where this is a clone of it: the page shows them for what was not run here."""
+    root = Path(__file__).resolve().parents[3]
+    return (root / "results",) if (root / "experiments" / "pyproject.toml").is_file() else ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,46 +231,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--threads: at least 1, got {options.threads}")
     names = ["cpu", "cuda"] if options.device == "all" and torch.cuda.is_available() else [options.device]
     devices = [torch.device("cpu" if name == "all" else name) for name in names]
-    networks, budget = (QUICK, 0.05) if options.quick else (NETWORKS, 2.0)
     torch.set_float32_matmul_precision("highest")
     # At these sizes more threads gain little, and where cores are shared, threads that wait for each other lose much.
     torch.set_num_threads(options.threads)
-
-    rows = [Row(*network, device, way) for device in devices for network in networks for way in ("forward", "backward")]
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # Redrawn between cases only: a thread that does it all the time would take its share of what is measured.
-    errors = Console(stderr=True, soft_wrap=True)
-    try:
-        with Progress(*columns, console=errors, auto_refresh=False, transient=True) as progress:
-            task = progress.add_task("", total=len(rows))
-            for row in rows:
-                progress.update(task, description=row.name, refresh=True)
-                row.examine(budget)
-                progress.update(task, advance=1, refresh=True)
-    except KeyboardInterrupt:
-        errors.print("interrupted; the table is measured in one go, and nothing of it is kept")
-        return 130
-
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(as_table(rows))
-    console.print(SETTING, verdict(rows), conditions(devices), sep="\n", highlight=False)
-    failed = [row for row in rows if row.failure]
-    for row in failed:
-        console.print(f"[bold red]FAILED[/] {row.name}: {escape(row.failure)}", highlight=False)
-    if failed:  # what is wrong there would be wrong in the experiments, too
-        return 1
-    try:
-        path = report(options.out, devices[-1], errors, tiny=options.quick)
-    except PaperError as error:
-        errors.print(f"[bold red]no report:[/] {escape(str(error))}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        errors.print(
-            f"interrupted; what is finished is in {escape(str(options.out))}, the same command goes on from there"
-        )
-        return 130
+    begun = time.monotonic()
+    messages = Console(stderr=True, soft_wrap=True, highlight=False)
+    with warnings.catch_warnings():
+        # How a solve ended is in the table and in the records.
+        warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+        try:
+            rows = measured(devices, messages, tiny=options.quick)
+        except KeyboardInterrupt:
+            messages.print("interrupted; the table is measured in one go, and nothing of it is kept")
+            return 130
+        console = Console(width=None if sys.stdout.isatty() else 100)
+        console.print(as_table(rows))
+        console.print(SETTING, verdict(rows), conditions(devices), sep="\n", highlight=False)
+        failed = [row for row in rows if row.failure]
+        for row in failed:
+            console.print(f"[bold red]FAILED[/] {row.name}: {escape(row.failure)}", highlight=False)
+        if failed:  # what is wrong there would be wrong in the experiments, too
+            return 1
+        try:
+            path = report(options.out, devices[-1], messages, tiny=options.quick)
+        except PaperError as error:
+            messages.print(f"[bold red]no report:[/] {escape(str(error))}")
+            return 1
+        except KeyboardInterrupt:
+            kept = f"what is finished is in {escape(str(options.out))}, the same command goes on from there"
+            messages.print(f"interrupted; {kept}")
+            return 130
+    messages.print(f"done after {time.monotonic() - begun:.0f} s")
     print(f"The page of these results, for a browser:\n{path.resolve()}")
     return 0
+
+
+def measured(devices: Sequence[torch.device], console: Console, *, tiny: bool) -> list[Row]:
+    """Every case of the table, checked and timed."""
+    networks, budget = (QUICK, 0.05) if tiny else (NETWORKS, 1.0)
+    rows = [
+        Row(length, width, gain, device, way)
+        for device in devices
+        for length, width, gain in networks
+        for way in ("forward", "backward")[: 2 if gain == 1 else 1]  # Newton runs forward only
+    ]
+    console.print(f"a table of {len(rows)} cases, each by the loop and in parallel: checked, then timed")
+    with Bars(console) as bars:
+        bars.begin(len(rows), 0)
+        for row in rows:
+            bars.cell(row.name)
+            row.examine(budget)
+            bars.end()
+    return rows
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from torch.nn import functional
 from . import models
 from .experiment import Context
 from .pictures import Pictures, pictures
+from .settings import setting
 from .store import PaperError, as_json
 from .trainer import Trainer, adamw
+
+T = TypeVar("T")
 
 EPOCH = 60_000
 #: Weights of the divergence to the normal distribution and of the discriminator in the autoencoder's loss (appendix E).
@@ -96,6 +100,7 @@ class Model:
         train, test: [N, *shape], the states of the images
         labels: [N], of ``train``
         classes: how many the network takes; None where it takes none
+        white: whether the states have mean 0 and covariance 1
         decode: states to images [N, channels, side, side] in [-1, 1]
         training: what is to be known of the training: curves and seconds, by network
     """
@@ -105,6 +110,7 @@ class Model:
     labels: Tensor
     test: Tensor
     classes: int | None
+    white: bool
     decode: Callable[[Tensor], Tensor]
     training: dict[str, Any]
 
@@ -125,13 +131,19 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What models are trained on, and how: the same for all cells of an experiment."""
+class TrainingSettings:
+    """What models are trained on, and how: settings of every experiment that samples them.
 
-    training: str
-    seed: int
+    Attributes:
+        training: "paper" trains as long as the paper does, more than an hour in all; "short" under a minute a network, on a GPU;
+            "quick" seconds on a CPU
+        train, test: how many images; None for all
+    """
+
+    training: str = setting("short", choices=PRESETS)
     train: int | None = None
     test: int | None = None
+    seed: int = 0
 
     @property
     def preset(self) -> Preset:
@@ -139,70 +151,58 @@ class Source:
 
     def pictures(self, data: str, context: Context) -> Pictures:
         """On the device; read once a run."""
-        key = f"pictures {data}"
-        if key not in context.cache:
-            context.cache[key] = pictures(data, context.data_dir).first(self.train, self.test).to(context.device)
-        return context.cache[key]
+
+        def read() -> Pictures:
+            return pictures(data, context.data_dir).first(self.train, self.test).to(context.device)
+
+        return _once(context, f"pictures {data}", read)
 
 
-def latent_model(source: Source, data: str, width: int, context: Context) -> Model:
+def latent_model(settings: TrainingSettings, data: str, width: int, context: Context) -> Model:
     """The residual MLP on latents of so many numbers."""
-    key = f"latent {data} {width}"
-    if key not in context.cache:
-        images, preset = source.pictures(data, context), source.preset
-        about = _about(source, data, images, width=width)
+
+    def make() -> Model:
+        images, preset, seed = settings.pictures(data, context), settings.preset, settings.seed
+        about = _about(settings, data, images, width=width)
         sizes = {"channels": images.channels, "side": images.side, "base": preset.base, "hidden": preset.code}
         autoencoder, first = _trained(
-            Autoencoding(images, preset, lambda: models.Autoencoder(width, **sizes)),
+            lambda: Autoencoding(models.Autoencoder(width, **sizes).to(context.device), images.train, preset),
             {**about, "kind": "autoencoder"},
             context,
         )
-        assert isinstance(autoencoder, models.Autoencoder)
-        train, test = (_encode(autoencoder, each, source.seed) for each in (images.train, images.test))
+        train, test = (_encode(autoencoder, each, seed) for each in (images.train, images.test))
+        rates = (preset.latent_batch, preset.latent_epochs, preset.latent_rate)
+        hidden, embedding = preset.hidden, min(256, preset.hidden)
         network, second = _trained(
-            Denoising(
-                train,
-                None,
-                None,
-                lambda: models.ResidualMLP(width, hidden=preset.hidden, embedding=min(256, preset.hidden)),
-                (preset.latent_batch, preset.latent_epochs, preset.latent_rate),
-            ),
+            lambda: Denoising(models.ResidualMLP(width, hidden=hidden, embedding=embedding), train, *rates),
             {**about, "kind": "latent"},
             context,
         )
-        context.cache[key] = Model(
-            network,
-            train,
-            images.train_labels,
-            test,
-            None,
-            torch.no_grad()(autoencoder.decode),
-            {"autoencoder": first, "denoiser": second},
-        )
-    return context.cache[key]
+        decode, training = torch.no_grad()(autoencoder.decode), {"autoencoder": first, "denoiser": second}
+        return Model(network, train, images.train_labels, test, None, True, decode, training)
+
+    return _once(context, f"latent {data} {width}", make)
 
 
-def pixel_model(source: Source, data: str, side: int, conditional: bool, context: Context) -> Model:
+def pixel_model(settings: TrainingSettings, data: str, side: int, conditional: bool, context: Context) -> Model:
     """The UNet on images pooled to so many pixels a side."""
-    key = f"pixel {data} {side} {conditional}"
+
+    def make() -> Model:
+        images, preset = settings.pictures(data, context).pooled(side), settings.preset
+        train, labels, classes = images.train, images.train_labels, images.classes if conditional else None
+        about = _about(settings, data, images, side=side, conditional=conditional, kind="pixel")
+        unet = partial(models.UNet, images.channels, base=preset.channels, classes=classes)
+        rates = (preset.pixel_batch, preset.pixel_epochs, preset.pixel_rate)
+        network, training = _trained(lambda: Denoising(unet(), train, *rates, labels, classes), about, context)
+        return Model(network, train, labels, images.test, classes, False, lambda z: z, {"denoiser": training})
+
+    return _once(context, f"pixel {data} {side} {conditional}", make)
+
+
+def _once(context: Context, key: str, make: Callable[[], T]) -> T:
+    """What cells share is made for the first that asks for it."""
     if key not in context.cache:
-        images, preset = source.pictures(data, context).pooled(side), source.preset
-        classes = images.classes if conditional else None
-        about = _about(source, data, images, side=side, conditional=conditional)
-        network, training = _trained(
-            Denoising(
-                images.train,
-                images.train_labels,
-                classes,
-                lambda: models.UNet(images.channels, base=preset.channels, classes=classes),
-                (preset.pixel_batch, preset.pixel_epochs, preset.pixel_rate),
-            ),
-            {**about, "kind": "pixel"},
-            context,
-        )
-        context.cache[key] = Model(
-            network, images.train, images.train_labels, images.test, classes, lambda z: z, {"denoiser": training}
-        )
+        context.cache[key] = make()
     return context.cache[key]
 
 
@@ -211,21 +211,17 @@ class Autoencoding:
 
     losses = ("reconstruction", "divergence", "score", "discriminator")
 
-    def __init__(self, images: Pictures, preset: Preset, make: Callable[[], models.Autoencoder]):
-        self.images, self.preset, self.make = images.train, preset, make
-        self.steps = max(round(preset.autoencoder_epochs * EPOCH / preset.autoencoder_batch), 1)
-
-    def prepare(self, device: torch.device) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
-        self.autoencoder = self.make().to(device)
-        self.autoencoder.begin_at(self.images)
-        adversary = models.Discriminator(channels=self.images.shape[1], base=self.preset.base)
-        self.adversary, rate = adversary.to(device), self.preset.autoencoder_rate
-        self.optimisers = {"generator": adamw(self.autoencoder, 2 * rate), "discriminator": adamw(self.adversary, rate)}
-        return {"network": self.autoencoder, "discriminator": self.adversary}, self.optimisers
+    def __init__(self, autoencoder: models.Autoencoder, images: Tensor, preset: Preset):
+        self.autoencoder, self.images, self.batch = autoencoder, images, preset.autoencoder_batch
+        autoencoder.begin_at(images)
+        self.adversary = models.Discriminator(channels=images.shape[1], base=preset.base).to(images.device)
+        self.modules: dict[str, nn.Module] = {"network": autoencoder, "discriminator": self.adversary}
+        rate = preset.autoencoder_rate
+        self.optimisers = {"generator": adamw(autoencoder, 2 * rate), "discriminator": adamw(self.adversary, rate)}
+        self.number_of_steps = _steps(preset.autoencoder_epochs, self.batch)
 
     def step(self, generator: torch.Generator) -> Tensor:
-        x = _batch(len(self.images), self.preset.autoencoder_batch, generator)
-        x = self.images[x]
+        x = self.images[_batch(len(self.images), self.batch, generator)]
         mean, log_variance = self.autoencoder.encoder(x)
         noise = torch.randn(mean.shape, generator=generator, device=x.device)
         found = self.autoencoder.decoder(mean + torch.exp(log_variance / 2) * noise)
@@ -253,30 +249,24 @@ class Autoencoding:
 
 
 class Denoising:
-    """Training of a network to find the noise in states, at all noise levels.
-
-    Args:
-        sizes: of a batch, in epochs, and the rate
-    """
+    """Training of a network to find the noise in states, at all noise levels; with classes, where it takes them."""
 
     losses = ("noise",)
 
     def __init__(
         self,
+        network: nn.Module,
         states: Tensor,
-        labels: Tensor | None,
-        classes: int | None,
-        make: Callable[[], nn.Module],
-        sizes: tuple[int, float, float],
+        batch: int,
+        epochs: float,
+        rate: float,
+        labels: Tensor | None = None,
+        classes: int | None = None,
     ):
-        self.states, self.labels, self.classes, self.make = states, labels, classes, make
-        self.batch, epochs, self.rate = sizes
-        self.steps = max(round(epochs * EPOCH / self.batch), 1)
-
-    def prepare(self, device: torch.device) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
-        self.network = self.make().to(device)
-        self.optimiser = adamw(self.network, self.rate)
-        return {"network": self.network}, {"network": self.optimiser}
+        self.network, self.states, self.batch = network.to(states.device), states, batch
+        self.labels, self.classes = labels, classes
+        self.modules, self.optimisers = {"network": self.network}, {"network": adamw(self.network, rate)}
+        self.number_of_steps = _steps(epochs, batch)
 
     def step(self, generator: torch.Generator) -> Tensor:
         picked = _batch(len(self.states), self.batch, generator)
@@ -289,34 +279,26 @@ class Denoising:
             more = (self.labels[picked].masked_fill(dropped, self.classes),)
         signal = models.signal_at(times).reshape(-1, *[1] * (z.ndim - 1))
         loss = functional.mse_loss(self.network(signal.sqrt() * z + (1 - signal).sqrt() * noise, times, *more), noise)
-        _descend(self.optimiser, loss)
+        _descend(self.optimisers["network"], loss)
         return loss.detach().unsqueeze(0)
 
     def finish(self, generator: torch.Generator) -> None:
         """There is nothing left to do."""
 
 
-def _trained(
-    task: Autoencoding | Denoising, about: dict[str, Any], context: Context
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The network, ready to be used, and the record of its training."""
+def _trained(make: Callable[[], Any], about: dict[str, Any], context: Context) -> tuple[Any, dict[str, Any]]:
+    """The network of what is made, Autoencoding or Denoising, ready to be used, and the record of its training."""
     about, seed = as_json(about), about["seed"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # on the CPU: the same network on every device
-        modules, optimisers = task.prepare(context.device)
+        task = make()
     generator = torch.Generator(context.device).manual_seed(seed)
+    step, finish = partial(task.step, generator), partial(task.finish, generator)
     trainer = Trainer(
-        about,
-        modules,
-        optimisers,
-        generator,
-        task.losses,
-        lambda: task.step(generator),
-        task.steps,
-        finish=lambda: task.finish(generator),
+        about, task.modules, task.optimisers, generator, task.losses, step, task.number_of_steps, finish=finish
     )
     record = trainer.run(context, _path(context.models, about))
-    return modules["network"].eval().requires_grad_(False), record
+    return task.modules["network"].eval().requires_grad_(False), record
 
 
 def _path(folder: Path | None, about: dict[str, Any]) -> Path | None:
@@ -328,14 +310,18 @@ def _path(folder: Path | None, about: dict[str, Any]) -> Path | None:
     return folder / f"{re.sub(r'[^a-z0-9-]+', '-', '-'.join(words))}-{digest}.safetensors"
 
 
-def _about(source: Source, data: str, images: Pictures, **more: Any) -> dict[str, Any]:
-    return {"data": data, "images": len(images.train), "seed": source.seed, **more, **asdict(source.preset)}
+def _about(settings: TrainingSettings, data: str, images: Pictures, **more: Any) -> dict[str, Any]:
+    return {"data": data, "images": len(images.train), "seed": settings.seed, **more, **asdict(settings.preset)}
 
 
 @torch.no_grad()
 def _encode(autoencoder: models.Autoencoder, images: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(images.device).manual_seed(seed)
     return torch.cat([autoencoder.encode(part, generator) for part in images.split(4096)])
+
+
+def _steps(epochs: float, batch: int) -> int:
+    return max(round(epochs * EPOCH / batch), 1)
 
 
 def _batch(images: int, count: int, generator: torch.Generator) -> Tensor:

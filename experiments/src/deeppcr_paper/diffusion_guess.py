@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, median
+from functools import partial
+from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,21 +18,19 @@ import torch
 from deeppcr.diffusion.start import CoarseStart, GaussianStart, MeanStart
 from deeppcr.runtime import full_precision
 
-from .denoisers import PRESETS, Model, pixel_model
-from .diffusion_timing import Settings as Shared
-from .diffusion_timing import certificate
+from .denoisers import Model, TrainingSettings, pixel_model
+from .diffusion_timing import cost
 from .experiment import Cell, Context, Experiment
-from .pixel_diffusion import CONDITIONAL, pixel_sampling
-from .sampling import WARM_UP, Draw, Sampling, timed
+from .pixel_diffusion import CONDITIONAL, check_sides
+from .sampling import WARM_UP, Draw, Sampling, check_and_time, timed
 from .settings import setting
-from .store import PaperError
-from .table import table, times
+from .table import shown, table, times
 
 GUESSES = ("mean", "class-mean", "zeros", "prior", "coarse")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TrainingSettings):
     """Sizes, and what is compared.
 
     Attributes:
@@ -40,7 +40,7 @@ class Settings:
         budget: seconds for the paper's method; at least one run
         printed_sides: of the images that it is run on: on larger ones it takes half a minute a sample, from any start
         stride, sweeps: of the coarse sampler: it evaluates every so manyth step, so often
-        data, sides, conditional, steps, training, train, test, tolerance: see pixel-diffusion
+        data, sides, conditional, steps, tolerance: see pixel-diffusion
     """
 
     data: str = setting("mnist", choices=("mnist", "cifar10", "digits"))
@@ -55,16 +55,6 @@ class Settings:
     stride: int = setting(8, least=2)
     sweeps: int = 4
     tolerance: float = 1e-3
-    training: str = setting("short", choices=PRESETS)
-    train: int | None = None
-    test: int | None = None
-    seed: int = 0
-
-    @property
-    def shared(self) -> Shared:
-        return Shared(
-            training=self.training, train=self.train, test=self.test, seed=self.seed, tolerance=self.tolerance
-        )
 
 
 FULL = Settings()
@@ -72,49 +62,42 @@ QUICK = Settings(data="digits", sides=(4, 8), steps=(64,), runs=3, loop_runs=2, 
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    side = settings.shared.source.pictures(settings.data, context).side
-    wrong = [each for each in settings.sides if side % each or each % 4]
-    if wrong:
-        raise PaperError(f"sides: expected divisors of {side}, the side of the images, that 4 divides; got {wrong[0]}")
-    for each in settings.sides:
-        for conditional in settings.conditional:
-            for length in settings.steps:
-                for guess in settings.guesses:
-                    if guess != "class-mean" or conditional == "yes":
-                        yield {"side": each, "conditional": conditional, "L": length, "guess": guess}
+    check_sides(settings, settings.data, settings.sides, context)
+    for side, conditional, length, guess in product(
+        settings.sides, settings.conditional, settings.steps, settings.guesses
+    ):
+        if guess != "class-mean" or conditional == "yes":
+            yield {"side": side, "conditional": conditional, "L": length, "guess": guess}
 
 
 @torch.no_grad()
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """Seconds, iterations and errors of both methods from this start, and the seconds of the loop."""
-    model = pixel_model(settings.shared.source, settings.data, cell["side"], cell["conditional"] == "yes", context)
-    sampling = pixel_sampling(model, cell["L"], settings.shared)
+    model = pixel_model(settings, settings.data, cell["side"], cell["conditional"] == "yes", context)
+    sampling = Sampling(model, cell["L"], settings.tolerance)
     start = start_of(cell["guess"], model, settings)
     with full_precision(sampling.device):
-        single, reference, loop = looped(sampling, cell, settings, context)
-        timed(lambda draw: sampling.parallel(draw, start=start), single[:WARM_UP], context.device)
-        parallel, found = timed(lambda draw: sampling.parallel(draw, start=start), single[WARM_UP:], context.device)
-        record = {
-            "loop": {"seconds": loop},
-            "auto": {"seconds": parallel, **certificate(found, reference)},
-        }
+        before, counted, reference, loop = looped(sampling, cell, settings, context)
+        parallel = partial(sampling.parallel, start=start)
+        timed(parallel, before, context.device)
+        record = {"loop": {"seconds": loop}, "auto": check_and_time(parallel, counted, reference)}
         if cell["side"] in settings.printed_sides:
-            runs = sampling.time_printed(single[WARM_UP:], settings.budget, start)
-            record["printed"] = {"seconds": runs.seconds, **runs.remark, **certificate(runs.found, reference)}
+            record["printed"] = sampling.time_printed(counted, reference, settings.budget, start)
+            del record["printed"]["phases"]
     return record
 
 
 def looped(
     sampling: Sampling, cell: Cell, settings: Settings, context: Context
-) -> tuple[list[Draw], torch.Tensor, list[float]]:
-    """Noise, the loop's samples of it and its seconds: the next cell, with another start, has the same."""
+) -> tuple[list[Draw], list[Draw], torch.Tensor, list[float]]:
+    """Noise to set up with and to count, the loop's samples of it and its seconds: the next cell, with another start, has the same."""
     key = (cell["side"], cell["conditional"], cell["L"])
     kept = context.cache.get("looped")
     if kept is None or kept[0] != key:
         draws = sampling.draw(settings.runs + WARM_UP, settings.seed)
         reference, single = sampling.loop(draws)[WARM_UP:], draws.split(1)
         seconds, _ = timed(sampling.loop, single[WARM_UP:][: settings.loop_runs], context.device)
-        kept = context.cache["looped"] = key, (single, reference, seconds)
+        kept = context.cache["looped"] = key, (single[:WARM_UP], single[WARM_UP:], reference, seconds)
     return kept[1]
 
 
@@ -134,20 +117,9 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every cell: iterations, evaluations in units of L, error, and the speed-up over the eager loop."""
     found = []
     for record in records:
-        entry: dict[str, Any] = {name: record[name] for name in ("side", "conditional", "L", "guess")}
         loop = median(record["loop"]["seconds"])
-        for method in ("printed", "auto"):
-            mine = record.get(method)
-            if mine is None:
-                continue
-            entry[method] = {
-                "samples": len(mine["iterations"]),
-                "iterations": fmean(mine["iterations"]),
-                "evaluations": fmean(mine["evaluations"]) / record["L"],
-                "error": max(map(float, mine["error"])),
-                "over_loop": loop / median(mine["seconds"]),
-                "not_converged": sum(name != "CONVERGED" for name in mine["results"]),
-            }
+        entry: dict[str, Any] = {name: record[name] for name in ("side", "conditional", "L", "guess")}
+        entry |= {name: cost(record[name], record["L"], loop) for name in ("printed", "auto") if name in record}
         found.append(entry)
     return found
 
@@ -160,7 +132,7 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
                 "classes": entry["conditional"],
                 "L": entry["L"],
                 "start": entry["guess"],
-                "Newton's iterations": f"{entry['printed']['iterations']:.1f}" if "printed" in entry else None,
+                "Newton's iterations": shown(entry.get("printed", {}).get("iterations"), ".1f"),
                 "with the prior": f"{entry['auto']['iterations']:.1f}",
                 "evaluations / L": f"{entry['auto']['evaluations']:.1f}",
                 "over eager loop": times(entry["auto"]["over_loop"]),

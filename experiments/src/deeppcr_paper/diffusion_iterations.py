@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,13 +16,11 @@ import torch
 import deeppcr
 from deeppcr.runtime import full_precision
 
-from . import latent_diffusion, pixel_diffusion
-from .denoisers import PRESETS, latent_model, pixel_model
-from .diffusion_timing import Settings as Shared
+from .denoisers import TrainingSettings, latent_model, pixel_model
 from .experiment import Cell, Context, Experiment
+from .pixel_diffusion import check_sides
 from .sampling import Draw, Sampling, errors, paper_newton
 from .settings import setting
-from .store import PaperError
 from .table import table
 
 SPACES = ("latent", "pixel")
@@ -32,7 +31,7 @@ SETTLED = 1e-5
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TrainingSettings):
     """Sizes, and how many iterations.
 
     Attributes:
@@ -44,7 +43,6 @@ class Settings:
         iterations: so many at most
         samples: each by itself; the largest error of them counts
         patience: a cell that takes more seconds than this takes no further sample
-        training, train, test: see latent-diffusion
     """
 
     spaces: tuple[str, ...] = setting(SPACES, choices=SPACES)
@@ -55,14 +53,6 @@ class Settings:
     iterations: int = 30
     samples: int = 3
     patience: float = 5.0
-    training: str = setting("short", choices=PRESETS)
-    train: int | None = None
-    test: int | None = None
-    seed: int = 0
-
-    @property
-    def shared(self) -> Shared:
-        return Shared(training=self.training, train=self.train, test=self.test, seed=self.seed)
 
 
 FULL = Settings()
@@ -70,28 +60,22 @@ QUICK = Settings(data="digits", widths=(4, 8), sides=(4,), steps=(32, 128), iter
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    side = settings.shared.source.pictures(settings.data, context).side
-    wrong = [each for each in settings.sides if side % each or each % 4]
-    if wrong:
-        raise PaperError(f"sides: expected divisors of {side}, the side of the images, that 4 divides; got {wrong[0]}")
+    check_sides(settings, settings.data, settings.sides, context)
+    sizes = {"latent": ("w", settings.widths), "pixel": ("side", settings.sides)}
     for space in settings.spaces:
-        sizes = {"w": settings.widths} if space == "latent" else {"side": settings.sides}
-        for name, values in sizes.items():
-            for value in values:
-                for length in settings.steps:
-                    yield {"space": space, name: value, "L": length}
+        name, values = sizes[space]
+        for value, length in product(values, settings.steps):
+            yield {"space": space, name: value, "L": length}
 
 
 @torch.no_grad()
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """For both methods and every sample, the error after 0, 1, 2, ... iterations."""
-    shared = settings.shared
     if cell["space"] == "latent":
-        model = latent_model(shared.source, settings.data, cell["w"], context)
-        sampling = latent_diffusion.latent_sampling(model, cell["L"], shared)
+        model = latent_model(settings, settings.data, cell["w"], context)
     else:
-        model = pixel_model(shared.source, settings.data, cell["side"], False, context)
-        sampling = pixel_diffusion.pixel_sampling(model, cell["L"], shared)
+        model = pixel_model(settings, settings.data, cell["side"], False, context)
+    sampling = Sampling(model, cell["L"])
     found: dict[str, list[list[float]]] = {"printed": [], "auto": []}
     begun = time.monotonic()
     with full_precision(sampling.device):

@@ -10,37 +10,22 @@ from .experiment import Context, Experiment, OutOfTime
 from .store import PaperError, make_folder
 
 #: What an interruption leaves should say the most: first the paper's main figures, last what extends it. Experiments that
-#: train the same networks follow each other.
+#: train the same networks follow each other. ``hardware`` measures nothing itself.
 ORDER = (
-    "mlp-timing",
-    "resnet-training",
-    "latent-diffusion",
-    "diffusion-iterations",
-    "pixel-diffusion",
-    "diffusion-guess",
-    "mlp-newton",
-    "mlp-memory",
-    "resnet-iterations",
-    "resnet-guess",
-    "mlp-gain",
+    *(
+        "mlp-timing",
+        "resnet-training",
+        "latent-diffusion",
+        "diffusion-iterations",
+        "pixel-diffusion",
+        "diffusion-guess",
+    ),
+    *("mlp-newton", "mlp-memory", "resnet-iterations", "resnet-guess", "mlp-gain"),
 )
 
 
-def in_order(experiments: Sequence[Experiment]) -> list[Experiment]:
-    """All but the one that measures nothing itself and compares two files."""
-    return sorted(
-        (each for each in experiments if each.name != "hardware"),
-        key=lambda each: ORDER.index(each.name) if each.name in ORDER else len(ORDER),
-    )
-
-
 def run_all(
-    experiments: Sequence[Experiment],
-    context: Callable[[], Context],
-    out: Path,
-    *,
-    quick: bool,
-    seed: int,
+    experiments: Sequence[Experiment], context: Callable[[], Context], out: Path, *, quick: bool, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Run them all; those that are finished in ``out`` are not run again, and one that fails does not stop the others.
 
@@ -51,18 +36,23 @@ def run_all(
         for each its name and how it ended: "finished", "out of time" or "failed", with more words after a colon
     """
     make_folder(out)  # where there can be none, no experiment need find out for itself
-    for experiment in in_order(experiments):
+    for experiment in sorted(
+        (each for each in experiments if each.name in ORDER), key=lambda each: ORDER.index(each.name)
+    ):
         here = context()
         try:
-            there = experiment.finished(here, out, quick=quick, seed=seed)
-            if there is not None:
+            if there := experiment.finished(here, out, quick=quick, seed=seed):
                 yield experiment.name, f"finished: {there}, from before"
                 continue
             here.check_time()
             path, _ = experiment.run(here, out, quick=quick, seed=seed)
             yield experiment.name, f"finished: {path}"
         except OutOfTime:
-            yield experiment.name, "out of time"
+            watcher = here.watcher
+            yield (
+                experiment.name,
+                "out of time" + (f": {watcher.finished} of {watcher.cells} cells" if watcher.cells else ""),
+            )
         except PaperError as error:
             yield experiment.name, f"failed: {error}"
         except Exception as error:  # a bug or a broken device: the others may still run

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
+import io
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .lock import only_run
 from .settings import override, show
-from .store import PaperError, Store, as_json, checkpoint_path, disk_error, finished, read_checkpoint
+from .store import PaperError, Store, as_json, checkpoint_path, finished, read_checkpoint, write_bytes
 from .timing import single_thread
 
 #: What is measured at a time: names with values, such as {"L": 256, "w": 4}.
@@ -29,28 +29,24 @@ class OutOfTime(Exception):
     """The time limit has come; what is finished is on disk."""
 
 
-class Watcher(Protocol):
-    """Who is told how far the work has come."""
+class Watcher:
+    """Is told how far the work has come, and counts; `Bars` show it, too."""
 
-    def begin(self, cells: int, finished: int) -> None: ...
+    cells = finished = 0
 
-    def cell(self, name: str) -> None: ...
+    def begin(self, cells: int, finished: int) -> None:
+        """So many cells, some of which are there already."""
+        self.cells, self.finished = cells, finished
 
-    def part(self, fraction: float) -> None: ...
+    def cell(self, name: str) -> None:
+        """This one is next."""
 
-    def end(self, name: str) -> None: ...
+    def part(self, fraction: float) -> None:
+        """So much of it is done."""
 
-
-class Silent:
-    """Nobody watches."""
-
-    def begin(self, cells: int, finished: int) -> None: ...
-
-    def cell(self, name: str) -> None: ...
-
-    def part(self, fraction: float) -> None: ...
-
-    def end(self, name: str) -> None: ...
+    def end(self) -> None:
+        """It is finished."""
+        self.finished += 1
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Context:
     data_dir: Path | None = None
     files: Sequence[Path] = ()
     deadline: float | None = None
-    watcher: Watcher = field(default_factory=Silent)
+    watcher: Watcher = field(default_factory=Watcher)
     checkpoint: Path | None = None
     models: Path | None = None
     cache: dict[str, Any] = field(default_factory=dict)
@@ -83,17 +79,10 @@ class Context:
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Keep the state of a long cell, in one step like the results."""
-        if self.checkpoint is None:
-            return
-        temporary = self.checkpoint.with_suffix(".tmp")
-        try:
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, temporary)
-            os.replace(temporary, self.checkpoint)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            temporary.unlink(missing_ok=True)
-            cause = error if isinstance(error, OSError) else OSError(None, str(error).splitlines()[0])
-            raise disk_error(self.checkpoint, cause) from error
+        if self.checkpoint is not None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            write_bytes(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The state that ``save_checkpoint`` kept; None where there is none that can be read."""
@@ -176,34 +165,27 @@ class Experiment:
                 self._measure_all(wanted, settings, context, store)
             names = [name_of(cell) for cell in cells]
             if not store.done.issuperset(names):
-                store.save()
                 return store.path, None
-            others = [name for name in store.done if name not in names]
-            if others:
+            if others := store.done.difference(names):
                 left_out = f"cells that this version does not measure are left out: {', '.join(sorted(others))}"
                 warnings.warn(f"{store.path.name}: {left_out}", stacklevel=2)
-                store.keep(names)
-            store.records.sort(key=lambda record: names.index(record["key"]))  # whoever measured them, and when
+            by_name = {record["key"]: record for record in store.records}
+            store.content["records"] = [by_name[name] for name in names]  # whoever measured them, and when
             try:
                 summary = self.summarise(store.records)
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                store.save()
-                why = f"{type(error).__name__}: {error}"
-                raise PaperError(
-                    f"{store.path}: damaged: its records cannot be summed up ({why}); move it away"
-                ) from error
+                why = f"damaged: its records cannot be summed up ({type(error).__name__}: {error})"
+                raise PaperError(f"{store.path}: {why}; move it away") from error
             return store.finish(summary), summary
 
     def finished(self, context: Context, folder: Path, *, quick: bool = False, seed: int = 0) -> Path | None:
         """The whole result that ``run`` would make, where the folder has it already."""
-        settings = self.settings(context, quick=quick, seed=seed)
-        found = finished(folder, self.name, asdict(settings), context.device)
-        return found[0] if found is not None else None
+        settings = asdict(self.settings(context, quick=quick, seed=seed))
+        return finished(folder, self.name, settings, context.device)
 
     def _measure_all(self, cells: list[Cell], settings: Any, context: Context, store: Store) -> None:
         done = store.done
-        # Before hours of work: the folder takes what is written.
-        store.save()
+        store.save()  # before hours of work: the folder takes what is written
         context.watcher.begin(len(cells), sum(name_of(cell) in done for cell in cells))
         try:
             for cell in cells:
@@ -215,10 +197,9 @@ class Experiment:
                 context.checkpoint = checkpoint_path(store.path, name)
                 store.add(name, {**cell, **self.measure(cell, settings, context)})
                 context.checkpoint.unlink(missing_ok=True)
-                context.watcher.end(name)
-        except BaseException:
-            store.save()
-            raise
+                context.watcher.end()
+        finally:
+            store.save()  # whatever ends it
 
 
 def choose_cells(cells: list[Cell], only: Sequence[str]) -> list[Cell]:

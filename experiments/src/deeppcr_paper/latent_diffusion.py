@@ -11,21 +11,19 @@ import torch
 from deeppcr.runtime import full_precision
 
 from . import frechet
-from .denoisers import Model, latent_model
-from .diffusion_timing import Settings as Shared
-from .diffusion_timing import row, show_images, summarise, time_columns
+from .denoisers import latent_model
+from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record
 from .experiment import Cell, Context, Experiment
 from .pictures import SOURCES
 from .sampling import Draw, Sampling
 from .settings import setting
-from .table import table
 
 #: Images in colour need wider latents.
 COLOUR = ("cifar10", "celeba")
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(TimingSettings):
     """What else is measured of latent models.
 
     Attributes:
@@ -60,7 +58,7 @@ QUICK = Settings(
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
     for data in settings.data:
-        settings.source.pictures(data, context)  # bad data is found before anything else is done
+        settings.pictures(data, context)  # bad data is found before anything else is done
     for data, width in models_of(settings):
         yield {"data": data, "w": width, "part": "training"}
         for length in settings.steps:
@@ -74,19 +72,11 @@ def models_of(settings: Settings) -> Iterator[tuple[str, int]]:
 
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
-    model = latent_model(settings.source, cell["data"], cell["w"], context)
+    model = latent_model(settings, cell["data"], cell["w"], context)
     if "part" in cell:
-        return {"training": model.training, "images": {"train": len(model.train), "test": len(model.test)}}
-    sampling = latent_sampling(model, cell["L"], settings)
-    context.watcher.part(0.2)
-    record = time_columns(sampling, settings, context)
-    context.watcher.part(0.7)
-    return {**record, "frechet": distances(sampling, settings), "pictures": show_images(sampling, settings)}
-
-
-def latent_sampling(model: Model, length: int, settings: Shared) -> Sampling:
-    """The latents are whitened: the prior is a scalar."""
-    return Sampling(model, length, scalar=True, tolerance=settings.tolerance)
+        return training_record(model)
+    sampling = Sampling(model, cell["L"], settings.tolerance)
+    return {**sampling_record(sampling, settings, context), "frechet": distances(sampling, settings)}
 
 
 def distances(sampling: Sampling, settings: Settings) -> dict[str, Any]:
@@ -100,19 +90,6 @@ def distances(sampling: Sampling, settings: Settings) -> dict[str, Any]:
         sequential = sampling.loop(Draw.together(draws))
         parallel = torch.cat([sampling.parallel(draw).final for draw in draws])
     return frechet.compare(sampling.model.test, sequential, parallel, draws=settings.draws, seed=settings.seed)
-
-
-def lines(summary: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for entry in summary:
-        found = row(entry)
-        distance = entry["frechet"]
-        low, high = distance["difference_interval"]
-        found["distance, loop"] = f"{distance['sequential']:.3f}"
-        found["in parallel"] = f"{distance['parallel']:.3f}"
-        found["difference, 95 %"] = f"{low:+.1e} to {high:+.1e}"
-        rows.append(found)
-    return table(rows)
 
 
 EXPERIMENT = Experiment(

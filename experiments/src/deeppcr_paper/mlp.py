@@ -6,7 +6,7 @@ Shapes: L layers of width w.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ import deeppcr
 from deeppcr.nn.base import ACTIVATIONS
 from deeppcr.nn.networks import MLP
 
+from .experiment import free_memory
+
 #: Networks with more weights than this are drawn on the device itself: on a CPU that takes up to a minute.
 _MANY = 2**20
 #: Weights that are converted to float64 at a time.
 _CONVERTED = 2**24
-_TENSORS = ("z0", "weights", "biases")
 
 
 def layer(z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
@@ -72,9 +73,13 @@ class Network:
     activation: str = "relu"
 
     @staticmethod
-    def make(length: int, width: int, device: torch.device, seed: int = 0, activation: str = "relu") -> Network:
+    def make(length: int, width: int, device: torch.device | str, seed: int = 0, activation: str = "relu") -> Network:
+        """PyTorch's default; MemoryError where a CPU cannot hold it with its blocks: the system would end the process."""
+        there = torch.device(device)
+        if there.type == "cpu" and 8 * 4 * length * width**2 > free_memory(there):
+            raise MemoryError("out of memory")
         # On the CPU, so that every device sees the same network.
-        where = torch.device("cpu") if length * width**2 <= _MANY else device
+        where = torch.device("cpu") if length * width**2 <= _MANY else there
         generator = torch.Generator(where).manual_seed(seed)
         bound = width**-0.5
         weights = torch.empty(length, width, width, device=where).uniform_(-bound, bound, generator=generator)
@@ -92,10 +97,10 @@ class Network:
         return self.z0, self.weights, self.biases
 
     def double(self) -> Network:
-        return replace(self, **{name: getattr(self, name).detach().double() for name in _TENSORS})
+        return Network(*(each.detach().double() for each in self.tensors), activation=self.activation)
 
     def trainable(self) -> Network:
-        return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in _TENSORS})
+        return Network(*(each.detach().requires_grad_() for each in self.tensors), activation=self.activation)
 
     def loop(self) -> list[Tensor]:
         """All states, one after the other. The parameters are unbound once: indexing them costs more."""
@@ -121,11 +126,10 @@ class Network:
     @torch.no_grad()
     def exact_states(self) -> Tensor:
         """By the loop in float64, [L, 1, w]."""
-        step, z, states = LAYERS[self.activation][0], self.z0.double(), []
+        z, states = self.z0, []
         for part in self.parts():
-            for x in zip(self.weights[part].double().unbind(), self.biases[part].double().unbind(), strict=True):
-                z = step(z, x)
-                states.append(z)
+            states += Network(z, self.weights[part], self.biases[part], self.activation).double().loop()
+            z = states[-1]
         return torch.stack(states)
 
     def parts(self) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +31,7 @@ from .experiment import Cell, Context, Experiment
 from .mlp import Network
 from .mlp_timing import solver
 from .settings import setting
-from .table import table
+from .table import shown, table
 
 #: Weights of PyTorch's default have variance 1 / (3 w). Where the signal keeps its size: by theory, for wide networks.
 MARKS: dict[str, dict[str, float]] = {
@@ -57,29 +58,25 @@ QUICK = Settings(gains=(0.5, 1.0, 1.4, 2.0, 2.4, 2.8, 4.0), depths=(16, 64, 256)
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    for activation in settings.activations:
-        for depth in settings.depths:
-            for gain in settings.gains:
-                yield {"activation": activation, "gain": gain, "L": depth, "w": settings.width}
+    for activation, depth, gain in product(settings.activations, settings.depths, settings.gains):
+        yield {"activation": activation, "gain": gain, "L": depth, "w": settings.width}
 
 
 @torch.no_grad()
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {"exponents": []}
-    for name in ("paper", "default"):
-        found[name] = {"iterations": [], "results": []}
-    for sample in range(settings.seed, settings.seed + settings.samples):
-        network = Network.make(cell["L"], cell["w"], context.device, sample, cell["activation"])
+    for seed in range(settings.seed, settings.seed + settings.samples):
+        network = Network.make(cell["L"], cell["w"], context.device, seed, cell["activation"])
         network = replace(network, weights=cell["gain"] * network.weights)
-        found["exponents"].append(exponent(network, sample))
+        found["exponents"].append(exponent(network, seed))
         # After L iterations the last step is exact: so many always suffice.
         patient = replace(solver(network, "printed", capture=False), max_iterations=max(cell["L"], 15))
         for name, newton in (("paper", patient), ("default", solver(network, "auto", capture=False))):
-            solution = network.parallel(newton)
-            found[name]["iterations"].append(int(solution.iterations.max()))
-            found[name]["results"].append(solution.result.name)
+            solution, runs = network.parallel(newton), found.setdefault(name, {"iterations": [], "results": []})
+            runs["iterations"].append(int(solution.iterations.max()))
+            runs["results"].append(solution.result.name)
             if name == "default":
-                found[name]["chunk"] = solution.plan.chunk
+                runs["chunk"] = solution.plan.chunk
     return found
 
 
@@ -114,12 +111,17 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for activation in dict.fromkeys(record["activation"] for record in records):
-        mine = [record for record in records if record["activation"] == activation]
-        deepest = max(record["L"] for record in mine)
-        deep = sorted((record for record in mine if record["L"] == deepest), key=lambda record: record["gain"])
-        exponents = {record["gain"]: value for record in deep if (value := mean_exponent(record)) is not None}
-        overflowed = [record["gain"] for record in deep if "NON_FINITE" in record["paper"]["results"]]
+        mine = sorted(
+            (record for record in records if record["activation"] == activation),
+            key=lambda record: (record["L"], record["gain"]),
+        )
+        deepest = mine[-1]["L"]
+        deep = {record["gain"]: record for record in mine if record["L"] == deepest}
+        exponents = {gain: value for gain, record in deep.items() if (value := mean_exponent(record)) is not None}
+        overflowed = (gain for gain, record in deep.items() if "NON_FINITE" in record["paper"]["results"])
         usual = [count for record in mine if record["gain"] == 1 for count in record["paper"]["iterations"]]
+        means = {gain: value for gain, each in deep.items() if (value := mean_iterations(each, "paper")) is not None}
+        worst = max(means, key=lambda gain: means[gain]) if means else None
         found.append(
             {
                 "activation": activation,
@@ -127,31 +129,23 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "exponent_by_gain": exponents,
                 "most_iterations_at_default": max(usual, default=None),
                 "positive_from_gain": next((gain for gain, value in exponents.items() if value > 0), None),
-                "worst": _worst(mine, deep, exponents),
+                "worst": None if worst is None else _at_gain(worst, mine, exponents.get(worst)),
                 "deepest": deepest,
-                "overflow_from_gain": overflowed[0] if overflowed else None,
+                "overflow_from_gain": next(overflowed, None),
             }
         )
     return found
 
 
-def _worst(
-    records: list[dict[str, Any]], deep: list[dict[str, Any]], exponents: dict[float, float]
-) -> dict[str, Any] | None:
-    """The gain that takes the most iterations; None where no network converged."""
-    known = [(count, record["gain"]) for record in deep if (count := mean_iterations(record, "paper")) is not None]
-    if not known:
-        return None
-    gain = max(known, key=lambda pair: pair[0])[1]
-    there = sorted((record for record in records if record["gain"] == gain), key=lambda record: record["L"])
-    results = [name for record in there for name in record["default"]["results"]]
+def _at_gain(gain: float, records: list[dict[str, Any]], exponent: float | None) -> dict[str, Any]:
+    there = {record["L"]: record for record in records if record["gain"] == gain}
+    means = {depth: mean_iterations(record, "paper") for depth, record in there.items()}
+    results = [name for record in there.values() for name in record["default"]["results"]]
     return {
         "gain": gain,
-        "exponent": exponents.get(gain),
-        "mean_iterations_by_depth": {
-            record["L"]: count for record in there if (count := mean_iterations(record, "paper")) is not None
-        },
-        "most_iterations": max(count for record in there for count in converged(record, "paper")),
+        "exponent": exponent,
+        "mean_iterations_by_depth": {depth: count for depth, count in means.items() if count is not None},
+        "most_iterations": max(count for record in there.values() for count in converged(record, "paper")),
         "not_converged_by_default": sum(name != "CONVERGED" for name in results),
         "solved": len(results),
     }
@@ -180,17 +174,15 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
     for entry in summary:
         worst = entry["worst"] or {}
         counts = [f"{count:.0f} at L = {depth}" for depth, count in worst.get("mean_iterations_by_depth", {}).items()]
-        exponent = worst.get("exponent")
+        left = f"{worst['not_converged_by_default']} of {worst['solved']}" if worst else None
         rows.append(
             {
                 "activation": entry["activation"],
                 "most at gain 1": entry["most_iterations_at_default"],
                 "gain that takes most": worst.get("gain"),
-                "exponent": None if exponent is None else f"{exponent:+.2f}",
+                "exponent": shown(worst.get("exponent"), "+.2f"),
                 "mean iterations there": ", ".join(counts) or None,
-                "left to the loop by the defaults": (
-                    f"{worst['not_converged_by_default']} of {worst['solved']}" if worst else None
-                ),
+                "left to the loop by the defaults": left,
                 "exponent positive from gain": entry["positive_from_gain"],
                 "overflow from gain": entry["overflow_from_gain"],
             }

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
-import deeppcr
-
-from .experiment import Cell, Context, Experiment, is_out_of_memory
+from .experiment import Cell, Context, Experiment
 from .memory import peak_bytes
 from .mlp import LAYERS, Network
 from .mlp_summary import foot
-from .mlp_timing import check_room, release, solver
+from .mlp_timing import solver
 from .patience import note, too_long
+from .room import OUT_OF_MEMORY, release, within_memory
 from .settings import setting
-from .table import table
+from .table import shown, table
 from .timing import clocked
 
 
@@ -43,53 +44,45 @@ QUICK = Settings(depths=(16, 128, 1024, 4096), widths=(2, 8, 32))
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    for width in settings.widths:
-        for depth in settings.depths:
-            yield {"L": depth, "w": width}
+    for width, depth in product(settings.widths, settings.depths):
+        yield {"L": depth, "w": width}
 
 
 @torch.no_grad()
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """Bytes of the network, and for every way to run it the peak beyond them."""
     depth, width, device = cell["L"], cell["w"], context.device
-    network_bytes = 4 * (depth * (width**2 + width) + width)
     names = ["loop", "printed", *(f"chunk {chunk}" for chunk in settings.chunks)]
-    try:
-        check_room(depth, width, device)
-        network = Network.make(depth, width, device, settings.seed, settings.activation)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"network_bytes": network_bytes, "peaks": {name: {"status": "out of memory"} for name in names}}
-    runs: dict[str, Callable[[], Any]] = {"loop": network.loop}
-    # Not as a CUDA graph, which keeps copies of its inputs: what a solve itself takes.
-    runs["printed"] = lambda: network.parallel(solver(network, "printed", capture=False))
-    for chunk in settings.chunks:
-        newton = deeppcr.Newton(chunk=chunk, jacobian=network.jacobian, capture=False)  # pyright: ignore[reportArgumentType]
-        runs[f"chunk {chunk}"] = lambda newton=newton: network.parallel(newton)
-    peaks: dict[str, Any] = {}
-    for name, run in runs.items():
-        why = too_long(context, ("mlp-memory", width, name), depth, settings.patience)
-        if why:
-            peaks[name] = {"status": f"not measured: it took {why}"}
-            continue
-        if device.type == "cuda":
-            release(device)
-        try:
-            seconds: list[float] = []
+    found: dict[str, Any] = {"network_bytes": 4 * (depth * (width**2 + width) + width)}
+    network = within_memory(lambda: Network.make(depth, width, device, settings.seed, settings.activation), device)
+    if network is None:
+        return {**found, "peaks": dict.fromkeys(names, OUT_OF_MEMORY)}
+    # Not as CUDA graphs, which keep copies of their inputs: what a solve itself takes.
+    usual = solver(network, "auto", capture=False)
+    solvers = [solver(network, "printed", capture=False), *(replace(usual, chunk=chunk) for chunk in settings.chunks)]
+    runs: list[Callable[[], Any]] = [network.loop, *(partial(network.parallel, each) for each in solvers)]
+    peaks = {name: _peak(name, run, network, cell, settings, context) for name, run in zip(names, runs, strict=True)}
+    return {**found, "peaks": peaks}
 
-            def clocked_run(run: Callable[[], Any] = run, seconds: list[float] = seconds) -> Any:
-                found, took = clocked(run, device)
-                seconds.append(took)
-                return found
 
-            peaks[name] = {"status": "ok", "bytes": peak_bytes(clocked_run, device, *network.tensors)}
-            note(context, ("mlp-memory", width, name), depth, min(seconds))  # the first call sets up
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            peaks[name] = {"status": "out of memory"}
-    return {"network_bytes": network_bytes, "peaks": peaks}
+def _peak(
+    name: str, run: Callable[[], Any], network: Network, cell: Cell, settings: Settings, context: Context
+) -> dict[str, Any]:
+    place, device, seconds = ("mlp-memory", cell["w"], name), context.device, []
+    if why := too_long(context, place, cell["L"], settings.patience):
+        return {"status": f"not measured: it took {why}"}
+    if device.type == "cuda":
+        release(device)
+
+    def clocked_run() -> None:
+        _, took = clocked(run, device)
+        seconds.append(took)
+
+    peak = within_memory(lambda: peak_bytes(clocked_run, device, *network.tensors), device)
+    if peak is None:
+        return OUT_OF_MEMORY
+    note(context, place, cell["L"], min(seconds))  # the first call sets up
+    return {"status": "ok", "bytes": peak}
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,8 +114,8 @@ def lines(summary: dict[str, Any]) -> list[str]:
         rows.append(
             {
                 "memory of the loop over that of": name,
-                "least": f"{min(ratios):.2f}" if ratios else None,
-                "most": f"{max(ratios):.2f}" if ratios else None,
+                "least": shown(min(ratios, default=None), ".2f"),
+                "most": shown(max(ratios, default=None), ".2f"),
                 "cells": f"{len(ratios)} of {len(entries)}",
             }
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
-from .table import table, times
+from .table import shown, table, times
 
 #: Sequential code, from the slowest to the strongest.
 BASELINES = ("loop", "graph", "fused")
@@ -59,29 +59,24 @@ def break_even(ratios: dict[int, float]) -> float | None:
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
     """Where the time stops being independent of the width: for each depth w²L of the width that takes twice as long, read
     off between measured ones on log axes. ``widths`` are those widths by depth, where they vary less than w²L does."""
-    times: dict[int, dict[int, float]] = {}
+    by_depth: dict[int, dict[int, float]] = {}
     for record in records:
         found = seconds(record, way, column)
         if found is not None:
-            times.setdefault(record["L"], {})[record["w"]] = found
-    crossed: dict[int, float] = {}
-    for depth, by_width in times.items():
-        least = by_width[min(by_width)]
-        every, limit = sorted(by_width), SLOWED * least
-        for low, high in pairwise(every):
+            by_depth.setdefault(record["L"], {})[record["w"]] = found
+    crossed: dict[int, float] = {}  # the widths
+    for depth, by_width in by_depth.items():
+        limit = SLOWED * by_width[min(by_width)]
+        for low, high in pairwise(sorted(by_width)):
             if by_width[high] > limit:
                 part = math.log(limit / by_width[low]) / math.log(by_width[high] / by_width[low])
-                crossed[depth] = (low * (high / low) ** part) ** 2 * depth
+                crossed[depth] = low * (high / low) ** part
                 break
     if not crossed:
         return {"by_depth": {}, "w2L": None, "widths": None}
-    sizes, widths = [*crossed.values()], [math.sqrt(size / depth) for depth, size in crossed.items()]
-    by_width = len(crossed) > 1 and (max(widths) / min(widths)) ** 2 < max(sizes) / min(sizes)  # squared as in w²L
-    return {
-        "by_depth": crossed,
-        "w2L": median(sizes),
-        "widths": dict(zip(crossed, widths, strict=True)) if by_width else None,
-    }
+    sizes = {depth: width**2 * depth for depth, width in crossed.items()}
+    vary_less = (max(crossed.values()) / min(crossed.values())) ** 2 < max(sizes.values()) / min(sizes.values())
+    return {"by_depth": sizes, "w2L": median(sizes.values()), "widths": crossed if vary_less else None}
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,25 +84,23 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     found = []
     for activation in sorted({record["activation"] for record in records}):
         mine = [record for record in records if record["activation"] == activation]
-        for way in ("forward", "backward"):
-            for column in ("printed", "auto"):
-                entry: dict[str, Any] = {"activation": activation, "direction": way, "column": column}
-                for over in BASELINES:
-                    ratios = [(speedup(record, way, column, over), record) for record in mine]
-                    known = [(ratio, record) for ratio, record in ratios if ratio is not None]
-                    if not known:
-                        continue
-                    best, where = max(known, key=lambda pair: pair[0])
-                    by_width: dict[int, dict[int, float]] = {}
-                    for ratio, record in known:
-                        by_width.setdefault(record["w"], {})[record["L"]] = ratio
-                    depths = {width: break_even(each) for width, each in sorted(by_width.items())}
-                    entry[f"over_{over}"] = {
-                        "best": {"speedup": best, "L": where["L"], "w": where["w"]},
-                        "break_even_depth": depths,
-                    }
-                entry["threshold"] = threshold(mine, way, column)
-                found.append(entry)
+        for way, column in product(("forward", "backward"), ("printed", "auto")):
+            entry: dict[str, Any] = {"activation": activation, "direction": way, "column": column}
+            for over in BASELINES:
+                ratios = {(each["w"], each["L"]): speedup(each, way, column, over) for each in mine}
+                known = {size: ratio for size, ratio in ratios.items() if ratio is not None}
+                if not known:
+                    continue
+                width, depth = max(known, key=lambda size: known[size])
+                entry[f"over_{over}"] = {
+                    "best": {"speedup": known[width, depth], "L": depth, "w": width},
+                    "break_even_depth": {
+                        each: break_even({depth: ratio for (width, depth), ratio in known.items() if width == each})
+                        for each in sorted({width for width, _ in known})
+                    },
+                }
+            entry["threshold"] = threshold(mine, way, column)
+            found.append(entry)
     reasons = Counter(
         f"{way} {column}: {entry['status']}"
         for record in records
@@ -120,19 +113,15 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def foot(columns: Iterable[str]) -> list[str]:
     """Below a table: what its columns are."""
-    shown = set(columns)
-    return [f"{column}: {meaning}" for column, meaning in MEANINGS.items() if column in shown]
+    there = set(columns)
+    return [f"{column}: {meaning}" for column, meaning in MEANINGS.items() if column in there]
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
     rows = []
-    for entry in summary["entries"]:
-        for over in BASELINES:
-            against = entry.get(f"over_{over}")
-            if against is None:
-                continue
-            best = against["best"]
-            even = [depth for depth in against["break_even_depth"].values() if depth is not None]
+    for entry, over in product(summary["entries"], BASELINES):
+        if against := entry.get(f"over_{over}"):
+            best, even = against["best"], against["break_even_depth"].values()
             rows.append(
                 {
                     "activation": entry["activation"],
@@ -142,12 +131,9 @@ def lines(summary: dict[str, Any]) -> list[str]:
                     "speed-up": times(best["speedup"]),
                     "at L": best["L"],
                     "and w": best["w"],
-                    "break-even from L": f"{min(even):.0f}" if even else None,
+                    "break-even from L": shown(min((each for each in even if each is not None), default=None), ".0f"),
                 }
             )
-    below = foot(str(row[which]) for row in rows for which in ("method", "over"))
-    return (
-        table(rows)
-        + below
-        + [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
-    )
+    below = foot(row[which] for row in rows for which in ("method", "over"))
+    not_timed = [f"not timed in {count} cells: {reason}" for reason, count in summary["not_timed"].items()]
+    return table(rows) + below + not_timed

@@ -5,16 +5,15 @@ MNIST, CIFAR-10 in its binary version, a folder of images such as CelebA, or sci
 
 from __future__ import annotations
 
-import hashlib
-import lzma
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from .data import digits_pixels, mnist_folder, mnist_pixels
+from .data import Images, data_folder, digits_pixels, find, mnist_pixels, unpacked
 from .store import PaperError
 
 #: What a diffusion model can be trained on.
@@ -30,7 +29,7 @@ HELD_OUT = 10
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Pictures(Images):
     """Images to train and to test with.
 
     Attributes:
@@ -39,10 +38,6 @@ class Pictures:
         classes: how many, where the images have labels
     """
 
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
     classes: int | None
 
     @property
@@ -53,24 +48,12 @@ class Pictures:
     def side(self) -> int:
         return self.train.shape[-1]
 
-    def first(self, train: int | None, test: int | None) -> Pictures:
-        """The first images only."""
-        return Pictures(
-            self.train[:train], self.train_labels[:train], self.test[:test], self.test_labels[:test], self.classes
-        )
-
     def pooled(self, side: int) -> Pictures:
         """Averages of squares of pixels: fewer, larger ones."""
         if self.side % side:
             raise PaperError(f"sides: expected divisors of {self.side}, the side of the images; got {side}")
         train, test = (functional.avg_pool2d(each, self.side // side) for each in (self.train, self.test))
-        return Pictures(train, self.train_labels, test, self.test_labels, self.classes)
-
-    def to(self, device: torch.device) -> Pictures:
-        train, train_labels, test, test_labels = (
-            each.to(device) for each in (self.train, self.train_labels, self.test, self.test_labels)
-        )
-        return Pictures(train, train_labels, test, test_labels, self.classes)
+        return replace(self, train=train, test=test)
 
 
 def pictures(source: str, data_dir: Path | None) -> Pictures:
@@ -79,11 +62,9 @@ def pictures(source: str, data_dir: Path | None) -> Pictures:
         return mnist(data_dir)
     if source == "digits":
         return digits()
-    folder = mnist_folder(data_dir)
+    folder = data_folder(data_dir)
     if folder is None:
         raise PaperError(f"{source}: give the folder that holds it with --data-dir, or in DEEPPCR_DATA")
-    if not folder.is_dir():
-        raise PaperError(f"data folder {folder}: there is no such folder")
     return cifar10(folder) if source == "cifar10" else celeba(folder)
 
 
@@ -105,14 +86,14 @@ def digits() -> Pictures:
 
 def cifar10(folder: Path) -> Pictures:
     """CIFAR-10 from its binary batches, as many as there are; every tenth image is for testing where test_batch is missing."""
-    if not any(_find(folder, name) for name in _CIFAR_TRAIN) and (folder / "cifar-10-batches-bin").is_dir():
+    if not any(_batch_path(folder, name) for name in _CIFAR_TRAIN) and (folder / "cifar-10-batches-bin").is_dir():
         folder = folder / "cifar-10-batches-bin"
-    names = [name for name in _CIFAR_TRAIN if _find(folder, name)]
-    if not names:
+    batches = [_cifar_batch(path, name) for name in _CIFAR_TRAIN if (path := _batch_path(folder, name))]
+    if not batches:
         raise PaperError(f"data folder {folder}: lacks CIFAR-10's data_batch_1.bin ... data_batch_5.bin (or .bin.xz)")
-    images, labels = _together([_cifar_batch(folder, name) for name in names])
-    if _find(folder, _CIFAR_TEST):
-        return Pictures(images, labels, *_cifar_batch(folder, _CIFAR_TEST), 10)
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    if test := _batch_path(folder, _CIFAR_TEST):
+        return Pictures(images, labels, *_cifar_batch(test, _CIFAR_TEST), 10)
     return _hold_out(images, labels, 10)
 
 
@@ -125,20 +106,12 @@ def celeba(folder: Path) -> Pictures:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
     if len(paths) < HELD_OUT:
         raise PaperError(f"{folder}: expected a folder with images (.jpg, .png), found {len(paths)}")
-    images = torch.empty(len(paths), 3, SIDE, SIDE, dtype=torch.uint8)
-    for number, path in enumerate(paths):
-        images[number] = read_image(path)
+    images = torch.stack([read_image(path) for path in paths])
     return _hold_out(images.float() / 127.5 - 1, torch.zeros(len(paths), dtype=torch.long), None)
 
 
 def read_image(path: Path) -> Tensor:
     """The square in the middle at 32 x 32 pixels, [3, 32, 32] bytes."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise PaperError(
-            "a folder of images needs Pillow; in a clone: pip install -e '.[paper]' -c constraints.txt"
-        ) from None
     try:
         with Image.open(path) as image:
             square = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), Image.Resampling.BOX)
@@ -152,34 +125,15 @@ def _hold_out(images: Tensor, labels: Tensor, classes: int | None) -> Pictures:
     return Pictures(images[~test], labels[~test], images[test], labels[test], classes)
 
 
-def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+def _batch_path(folder: Path, name: str) -> Path | None:
+    return find(folder, f"{name}.bin", ".xz")
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    for path in (folder / f"{name}.bin", folder / f"{name}.bin.xz"):
-        if path.is_file():
-            return path
-    return None
-
-
-def _cifar_batch(folder: Path, name: str) -> tuple[Tensor, Tensor]:
-    path = _find(folder, name)
-    assert path is not None
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".xz":
-            content = lzma.decompress(content)
-    except lzma.LZMAError as error:
-        raise PaperError(f"{path}: corrupt: {error}; download it again") from None
-    except OSError as error:
-        raise PaperError(f"{path}: cannot be read: {error.strerror or error}") from None
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if name in CIFAR_MD5 and found != CIFAR_MD5[name]:
-        raise PaperError(f"{path}: corrupt: expected md5 {CIFAR_MD5[name]}, found {found}; download it again")
+def _cifar_batch(path: Path, name: str) -> tuple[Tensor, Tensor]:
+    content = unpacked(path, CIFAR_MD5.get(name))
     if len(content) != _CIFAR_BYTES:
         raise PaperError(f"{path}: corrupt: expected {_CIFAR_BYTES:,} bytes, found {len(content):,}; download it again")
-    rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 1 + _CIFAR_IMAGE)
+    rows = content.reshape(-1, 1 + _CIFAR_IMAGE)
     labels = rows[:, 0].long()
     if int(labels.max()) > 9:
         raise PaperError(f"{path}: corrupt: a label of {int(labels.max())}, expected 0 to 9; download it again")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from .denoisers import Model, pixel_model
-from .diffusion_timing import Settings as Shared
-from .diffusion_timing import row, show_images, summarise, time_columns
+from .denoisers import TrainingSettings, pixel_model
+from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record
 from .experiment import Cell, Context, Experiment
 from .sampling import Sampling
 from .settings import setting
 from .store import PaperError
-from .table import table
 
 CONDITIONAL = ("no", "yes")
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(TimingSettings):
     """What else is measured of pixel models.
 
     Attributes:
@@ -47,33 +46,27 @@ QUICK = Settings(
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    side = settings.source.pictures(settings.data, context).side
-    wrong = [each for each in settings.sides if side % each or each % 4]
-    if wrong:
-        raise PaperError(f"sides: expected divisors of {side}, the side of the images, that 4 divides; got {wrong[0]}")
-    for each in settings.sides:
-        for conditional in settings.conditional:
-            yield {"data": settings.data, "side": each, "conditional": conditional, "part": "training"}
-            for length in settings.steps:
-                yield {"data": settings.data, "side": each, "conditional": conditional, "L": length}
+    check_sides(settings, settings.data, settings.sides, context)
+    for side, conditional in product(settings.sides, settings.conditional):
+        model = {"data": settings.data, "side": side, "conditional": conditional}
+        yield {**model, "part": "training"}
+        for length in settings.steps:
+            yield {**model, "L": length}
+
+
+def check_sides(settings: TrainingSettings, data: str, sides: tuple[int, ...], context: Context) -> None:
+    """Bad data, and sides that images cannot be pooled to, are found before anything else is done."""
+    whole = settings.pictures(data, context).side
+    for side in sides:
+        if whole % side or side % 4:
+            raise PaperError(f"sides: expected divisors of {whole}, the side of the images, that 4 divides; got {side}")
 
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
-    model = pixel_model(settings.source, cell["data"], cell["side"], cell["conditional"] == "yes", context)
+    model = pixel_model(settings, cell["data"], cell["side"], cell["conditional"] == "yes", context)
     if "part" in cell:
-        return {"training": model.training, "images": {"train": len(model.train), "test": len(model.test)}}
-    sampling = pixel_sampling(model, cell["L"], settings)
-    context.watcher.part(0.2)
-    return {**time_columns(sampling, settings, context), "pictures": show_images(sampling, settings)}
-
-
-def pixel_sampling(model: Model, length: int, settings: Shared) -> Sampling:
-    """The prior is that of the training set's covariance: pixels are anything but alike."""
-    return Sampling(model, length, scalar=False, tolerance=settings.tolerance)
-
-
-def lines(summary: list[dict[str, Any]]) -> list[str]:
-    return table([row(entry) for entry in summary])
+        return training_record(model)
+    return sampling_record(Sampling(model, cell["L"], settings.tolerance), settings, context)
 
 
 EXPERIMENT = Experiment(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import fmean, median
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import fmean
 from typing import Any
 
 from .experiment import Cell, Context, Experiment
-from .resnet import Runner, Settings, adapt, images, last, newton, train
-from .table import table
+from .resnet import Settings, adapt, images, last, middle, newton
+from .resnet_runner import Runner, train
+from .table import shown, table
 
 COUNTS = (0, 1, 2, 3, 5, 8, 13)
 
@@ -17,28 +21,15 @@ ITERATIONS = Settings(steps=2000, seeds=1, iterations=COUNTS)
 ITERATIONS_QUICK = Settings(
     depths=(64,), epochs=2, rate=0.02, seeds=1, data="digits", train=400, test=200, window=10, iterations=COUNTS
 )
-GUESS = Settings(depths=(1024,), steps=2000, seeds=1, iterations=COUNTS, guesses=("batch-mean", "random", "zeros"))
-GUESS_QUICK = Settings(
-    depths=(64,),
-    epochs=2,
-    rate=0.02,
-    seeds=1,
-    data="digits",
-    train=240,
-    test=200,
-    window=10,
-    iterations=(0, 1, 3, 5),
-    guesses=GUESS.guesses,
-)
+GUESS = replace(ITERATIONS, depths=(1024,), guesses=("batch-mean", "random", "zeros"))
+GUESS_QUICK = replace(ITERATIONS_QUICK, train=240, iterations=(0, 1, 3, 5), guesses=GUESS.guesses)
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
     images(settings, context)  # bad data is found before anything else is done
-    for depth in settings.depths:
-        for guess in settings.guesses:
-            for count in settings.iterations:
-                for number in range(settings.seeds):
-                    yield {"L": depth, "guess": guess, "iterations": count, "seed": settings.seed + number}
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    for depth, guess, count, seed in product(settings.depths, settings.guesses, settings.iterations, seeds):
+        yield {"L": depth, "guess": guess, "iterations": count, "seed": seed}
 
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
@@ -57,69 +48,57 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         run = record["runs"]["parallel"]
         curves = run["curves"]
-        seconds = median(curves["forward_seconds"]) if curves.get("forward_seconds") else None
-        entry = {
-            **{name: record[name] for name in ("L", "guess", "iterations", "seed")},
-            "loss": last(curves["loss"]) if curves else None,
-            "accuracy": last(curves["accuracy"]) if curves else None,
-            "test_accuracy": run["test_accuracy"],
-            "diverged": run["diverged"],
-            "forward_seconds": seconds,
-            "mean_iterations": fmean(curves["iterations"]) if curves else None,
-        }
-        found.append(entry)
+        found.append(
+            {
+                **{name: record[name] for name in ("L", "guess", "iterations", "seed")},
+                **{name: last(curves[name]) if curves else None for name in ("loss", "accuracy")},
+                "test_accuracy": run["test_accuracy"],
+                "diverged": run["diverged"],
+                "forward_seconds": middle(curves.get("forward_seconds")),
+                "mean_iterations": fmean(curves["iterations"]) if curves else None,
+            }
+        )
+    tested = {
+        _like(entry): seconds for entry in found if not entry["iterations"] and (seconds := entry["forward_seconds"])
+    }
     for entry in found:
-        same = ("L", "guess", "seed")
-        tested = [e for e in found if not e["iterations"] and all(e[name] == entry[name] for name in same)]
-        seconds = [e["forward_seconds"] for e in tested if e["forward_seconds"]]
-        known = seconds and entry["forward_seconds"]
-        entry["speedup_over_tested"] = seconds[0] / entry["forward_seconds"] if known else None
+        mine, other = entry["forward_seconds"], tested.get(_like(entry))
+        entry["speedup_over_tested"] = other / mine if mine and other else None
     return found
+
+
+def _like(entry: dict[str, Any]) -> tuple:
+    return entry["L"], entry["guess"], entry["seed"]
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
     rows = []
     for entry in summary:
-        count, ratio, loss = entry["iterations"], entry["speedup_over_tested"], entry["loss"]
+        count, mean = entry["iterations"], entry["mean_iterations"]
         rows.append(
             {
                 "L": entry["L"],
                 "guess": entry["guess"],
-                "iterations": count
-                or (f"{entry['mean_iterations']:.1f} by the test" if entry["mean_iterations"] else None),
-                "loss": "diverged" if entry["diverged"] is not None else None if loss is None else f"{loss:.3f}",
-                "speed-up over the test": f"{ratio:.2g}x" if ratio and count else None,
+                "iterations": count or (f"{mean:.1f} by the test" if mean else None),
+                "loss": "diverged" if entry["diverged"] is not None else shown(entry["loss"], ".3f"),
+                "speed-up over the test": shown(entry["speedup_over_tested"] if count else None, "{:.2g}x".format),
             }
         )
     return table(rows)
 
 
-def _experiment(name: str, paper: str, what: str, full: Settings, quick: Settings) -> Experiment:
-    return Experiment(
-        name=name,
-        paper=paper,
-        what=what,
-        full=full,
-        quick=quick,
-        cells=cells,
-        measure=measure,
-        summarise=summarise,
-        lines=lines,
-        adapt=adapt,
-    )
-
-
+_experiment = partial(Experiment, cells=cells, measure=measure, summarise=summarise, lines=lines, adapt=adapt)
 ITERATIONS_EXPERIMENT = _experiment(
-    "resnet-iterations",
-    "fig. 19",
-    "training with 1, 2, 3, 5, 8, 13 Newton iterations a pass, against the paper's test",
-    ITERATIONS,
-    ITERATIONS_QUICK,
+    name="resnet-iterations",
+    paper="fig. 19",
+    what="training with 1, 2, 3, 5, 8, 13 Newton iterations a pass, against the paper's test",
+    full=ITERATIONS,
+    quick=ITERATIONS_QUICK,
 )
 GUESS_EXPERIMENT = _experiment(
-    "resnet-guess",
-    "fig. 22",
-    "training with Newton started from the last step's batch mean, from random numbers, from zeros",
-    GUESS,
-    GUESS_QUICK,
+    name="resnet-guess",
+    paper="fig. 22",
+    what="training with Newton started from the last step's batch mean, from random numbers, from zeros",
+    full=GUESS,
+    quick=GUESS_QUICK,
 )

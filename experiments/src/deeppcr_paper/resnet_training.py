@@ -6,19 +6,16 @@ every point without being stored. Long cells keep checkpoints, so little is lost
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
-from torch import nn
-
 from .experiment import Cell, Context, Experiment
-from .resnet import Runner, Settings, adapt, images, last, newton, train
+from .resnet import Settings, adapt, images, last, middle, newton
+from .resnet_runner import WARM_UP, Runner, train
 from .store import PaperError
-from .table import table, times
-from .timing import synchronise
+from .table import shown, table, times
 
 # Trained with the library's defaults; the paper's own method is timed beside the eager loop.
 FULL = Settings(solver="default", eager_steps=100)
@@ -55,39 +52,27 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
 
 
 def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
-    data, depth = images(settings, context), cell["L"]
     if "timing" in cell:
-        return time_forward(depth, cell["timing"], settings, context)
-    timed = cell["seed"] < settings.seed + settings.timed_seeds
+        return time_forward(cell["L"], cell["timing"], settings, context)
+    data, seed = images(settings, context), cell["seed"]
+    timed = seed < settings.seed + settings.timed_seeds
     runners = {
-        "sequential": Runner(settings, depth, cell["seed"], data, "sequential", timed=timed),
-        "parallel": Runner(settings, depth, cell["seed"], data, "parallel", newton(settings), timed=timed),
+        "sequential": Runner(settings, cell["L"], seed, data, "sequential", timed=timed),
+        "parallel": Runner(settings, cell["L"], seed, data, "parallel", newton(settings), timed=timed),
     }
-    return train(runners, data, settings, cell["seed"], context)
+    return train(runners, data, settings, seed, context)
 
 
 def time_forward(depth: int, method: str, settings: Settings, context: Context) -> dict[str, Any]:
     """Seconds of each forward pass in training by the plain loop, launched layer by layer, or as the paper prints it."""
-    data, seconds, iterations = images(settings, context), [], []
-    if method == "eager":
-        runner = Runner(settings, depth, settings.seed, data, "eager")
-    else:
-        runner = Runner(settings, depth, settings.seed, data, "parallel", newton(replace(settings, solver="paper")))
-    for number in range(settings.eager_steps + 3):
+    data = images(settings, context)
+    mode, solver = ("eager", None) if method == "eager" else ("parallel", newton(replace(settings, solver="paper")))
+    runner = Runner(settings, depth, settings.seed, data, mode, solver)
+    for number in range(settings.eager_steps + WARM_UP):
         start = number * settings.batch % (len(data.train_labels) - settings.batch + 1)
-        x, labels = (each[start : start + settings.batch] for each in (data.train, data.train_labels))
-        synchronise(context.device)
-        begun = time.perf_counter()
-        scores = runner.forward(x)
-        synchronise(context.device)
-        seconds.append(time.perf_counter() - begun)
-        if runner.network.solution is not None:
-            iterations.append(runner.network.solution.iterations.float().mean().item())
-        runner.optimiser.zero_grad(set_to_none=True)
-        nn.functional.cross_entropy(scores, labels).backward()
-        runner.optimiser.step()
-    found = {"forward_seconds": seconds[3:]}  # the first ones set up
-    return found | ({"iterations": iterations[3:]} if iterations else {})
+        batch = slice(start, start + settings.batch)
+        runner.take_step(data.train[batch], data.train_labels[batch], number)
+    return {name: runner.window[name][WARM_UP:] for name in ("forward_seconds", "iterations") if name in runner.window}
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,73 +87,72 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for depth in sorted({record["L"] for record in records}):
         mine = [record for record in records if record["L"] == depth]
         timed = {record["timing"]: record for record in mine if "timing" in record}
-        runs = [record for record in mine if "runs" in record]
-        entry: dict[str, Any] = {"L": depth}
-        for name in ("eager", "printed"):
-            entry[f"{name}_forward_seconds"] = median(timed[name]["forward_seconds"]) if name in timed else None
-        entry["loop"] = next((run["runs"]["sequential"].get("method") for run in runs), None)
-        entry["printed_iterations"] = fmean(timed["printed"]["iterations"]) if "printed" in timed else None
-        for mode in ("sequential", "parallel"):
-            curves = [run["runs"][mode]["curves"] for run in runs]
-            entry[mode] = {
-                "forward_seconds": _middle(curves, "forward_seconds"),
-                "replayed_seconds": _middle(curves, "replayed_seconds"),
-                "loss": [last(curve["loss"]) for curve in curves if curve],
-                "accuracy": [last(curve["accuracy"]) for curve in curves if curve],
-                "test_accuracy": [run["runs"][mode]["test_accuracy"] for run in runs],
-                "diverged": sum(run["runs"][mode]["diverged"] is not None for run in runs),
-            }
-        eager, printed = entry["eager_forward_seconds"], entry["printed_forward_seconds"]
-        entry["printed_speedup_over_eager"] = eager / printed if eager and printed else None
-        parallel = entry["parallel"]["forward_seconds"]
-        for name, other in (
-            ("eager", eager),
-            ("fastest_loop", entry["sequential"]["forward_seconds"]),
-        ):
-            entry[f"speedup_over_{name}"] = other / parallel if other and parallel else None
-        counts = [run["runs"]["parallel"]["curves"].get("iterations") for run in runs]
+        both = [record for record in mine if "runs" in record]
+        by_mode = {mode: [record["runs"][mode] for record in both] for mode in ("sequential", "parallel")}
+        eager, printed = (middle(timed.get(name, {}).get("forward_seconds")) for name in ("eager", "printed"))
+        entry: dict[str, Any] = {
+            "L": depth,
+            "eager_forward_seconds": eager,
+            "printed_forward_seconds": printed,
+            "loop": next((run.get("method") for run in by_mode["sequential"]), None),
+            "printed_iterations": fmean(counts) if (counts := timed.get("printed", {}).get("iterations")) else None,
+            **{mode: _end_of(runs) for mode, runs in by_mode.items()},
+        }
+        loop, parallel = (entry[mode]["forward_seconds"] for mode in by_mode)
+        entry["printed_speedup_over_eager"] = _ratio(eager, printed)
+        entry["speedup_over_eager"] = _ratio(eager, parallel)
+        entry["speedup_over_fastest_loop"] = _ratio(loop, parallel)
+        counts = [run["curves"].get("iterations") for run in by_mode["parallel"]]
         entry["iterations"] = [fmean(each) for each in counts if each]
-        entry["parameter_distance"] = [run["parameter_distance"][-1] for run in runs if run["parameter_distance"]]
-        entry["loss_difference"] = [max(run["loss_distance"]) for run in runs if run.get("loss_distance")]
+        entry["parameter_distance"] = [run["parameter_distance"][-1] for run in both if run["parameter_distance"]]
+        entry["loss_difference"] = [max(run["loss_distance"]) for run in both if run.get("loss_distance")]
         found.append(entry)
     return found
 
 
-def _middle(curves: list[dict[str, Any]], name: str) -> float | None:
-    """The median over seeds of the median over points; None where nothing was timed."""
-    found = [median(curve[name]) for curve in curves if curve.get(name)]
-    return median(found) if found else None
+def _end_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of trainings from several seeds: times are medians over seeds of medians over points."""
+    curves = [run["curves"] for run in runs]
+    middles = {
+        name: [median(curve[name]) for curve in curves if curve.get(name)]
+        for name in ("forward_seconds", "replayed_seconds")
+    }
+    return {
+        **{name: middle(each) for name, each in middles.items()},
+        **{name: [last(curve[name]) for curve in curves if curve] for name in ("loss", "accuracy")},
+        "test_accuracy": [run["test_accuracy"] for run in runs],
+        "diverged": sum(run["diverged"] is not None for run in runs),
+    }
+
+
+def _ratio(slow: float | None, fast: float | None) -> float | None:
+    return slow / fast if slow and fast else None
 
 
 def lines(summary: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for entry in summary:
-        over = {name: entry[f"speedup_over_{name}"] for name in ("eager", "fastest_loop")}
-        rows.append(
+    return table(
+        [
             {
                 "L": entry["L"],
                 "iterations": f"{fmean(entry['iterations']):.1f}" if entry["iterations"] else None,
-                "as printed over eager loop": times(printed)
-                if (printed := entry["printed_speedup_over_eager"])
-                else None,
-                "forward over eager loop": times(over["eager"]) if over["eager"] else None,
-                "over fastest loop": times(over["fastest_loop"]) if over["fastest_loop"] else None,
+                "as printed over eager loop": shown(entry["printed_speedup_over_eager"], times),
+                "forward over eager loop": shown(entry["speedup_over_eager"], times),
+                "over fastest loop": shown(entry["speedup_over_fastest_loop"], times),
                 "loss at the end": end_loss(entry, "sequential"),
                 "in parallel": end_loss(entry, "parallel"),
-                "losses of a step differ by at most": f"{max(apart):.1e}"
-                if (apart := entry["loss_difference"])
-                else None,
+                "losses of a step differ by at most": shown(max(entry["loss_difference"], default=None), ".1e"),
             }
-        )
-    return table(rows)
+            for entry in summary
+        ]
+    )
 
 
 def end_loss(entry: dict[str, Any], mode: str) -> str | None:
     """The mean over the seeds, as it is shown, with how many diverged; None where every training ended before its first point."""
     known = [loss for loss in entry[mode]["loss"] if loss is not None]
-    shown = f"{fmean(known):.4f}" if known else None
+    mean = f"{fmean(known):.4f}" if known else None
     diverged = entry[mode].get("diverged")  # which files of earlier versions do not have
-    return f"{diverged} diverged, {shown or 'at once'}" if diverged else shown
+    return f"{diverged} diverged, {mean or 'at once'}" if diverged else mean
 
 
 EXPERIMENT = Experiment(

@@ -1,16 +1,16 @@
 """One trained denoiser with one number of steps: sampled by the loop, as the paper prints it, and in parallel.
 
-Shapes: L steps, B samples, R runs, each of one sample.
+Shapes: L steps, B samples.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from deeppcr.jacobian import DenseJacobian
 from deeppcr_paper.models import AtSteps, time_of
 
 from .denoisers import Model
-from .timing import capture, clocked, synchronise
+from .timing import capture, clocked
 
 #: Calls before the clock starts: libraries set themselves up, and graphs are captured.
 WARM_UP = 4
@@ -33,63 +33,53 @@ SET_UP = 10.0
 
 @dataclass(frozen=True)
 class Draw:
-    """Noise and classes of B samples; the classes are None for an unconditional network."""
+    """What B samples are made from.
 
-    noise: Noise
+    Attributes:
+        initial: [B, *shape], the noise that sampling starts from
+        added: [L, B, *shape], the noise that each step adds
+        classes: [B]; None for an unconditional network
+    """
+
+    initial: Tensor
+    added: Tensor
     classes: Tensor | None
 
-    def __len__(self) -> int:
-        return self.noise.samples
+    @property
+    def told(self) -> tuple[Tensor, ...]:
+        """What the network is told beside states and times."""
+        return () if self.classes is None else (self.classes,)
 
     def split(self, size: int) -> list[Draw]:
         """Parts of so many samples; what is left over makes a smaller one."""
-        assert self.noise.steps is not None
-        initial, steps = self.noise.initial.split(size), self.noise.steps.split(size, 1)
-        classes: Sequence[Tensor | None] = [None] * len(initial)
-        if self.classes is not None:
-            classes = self.classes.split(size)
-        return [Draw(Noise(a.contiguous(), b.contiguous()), c) for a, b, c in zip(initial, steps, classes, strict=True)]
+        found = []
+        for start in range(0, len(self.initial), size):
+            part = slice(start, start + size)
+            classes = None if self.classes is None else self.classes[part]
+            found.append(Draw(self.initial[part], self.added[:, part].contiguous(), classes))
+        return found
 
     @staticmethod
     def together(draws: Sequence[Draw]) -> Draw:
         """All their samples in one."""
-        steps = [draw.noise.steps for draw in draws if draw.noise.steps is not None]
-        classes = [draw.classes for draw in draws if draw.classes is not None]
-        noise = Noise(torch.cat([draw.noise.initial for draw in draws]), torch.cat(steps, 1))
-        return Draw(noise, torch.cat(classes) if classes else None)
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs of the paper's method.
-
-    Attributes:
-        seconds: of each run
-        found: its sample
-        phases: seconds of one run in Jacobians and values, in linear systems, and in all
-        remark: fields of a record that say why there is but one run; empty where there was time for more
-    """
-
-    seconds: list[float]
-    found: list[Samples]
-    phases: dict[str, float]
-    remark: dict[str, str]
+        classes = [each for draw in draws for each in draw.told]
+        initial, added = torch.cat([draw.initial for draw in draws]), torch.cat([draw.added for draw in draws], 1)
+        return Draw(initial, added, torch.cat(classes) if classes else None)
 
 
 class Sampling:
     """DDPM in L steps of the linear schedule, rescaled to L.
 
     Args:
-        scalar: whether the states are whitened, so that the prior on the Jacobian is a scalar; else it is that of the
-            training set's covariance
         tolerance: of the final sample in parallel; all else of the window is as the library has it
     """
 
-    def __init__(self, model: Model, length: int, *, scalar: bool, tolerance: float):
+    def __init__(self, model: Model, length: int, tolerance: float = 1e-3):
         self.model, self.length, self.device = model, length, model.train.device
         self.schedule = Schedule.linear(length)
         self.denoiser = AtSteps(model.network, self.schedule.alphas_bar).eval()
-        self.prior = GaussianPrior() if scalar else GaussianPrior.from_data(model.train)
+        # Of whitened states the prior on the Jacobian is a scalar; pixels are anything but alike.
+        self.prior = GaussianPrior() if model.white else GaussianPrior.from_data(model.train)
         self.window = Window(tolerance=tolerance)
         steps = DDPM().steps(self.schedule)
         assert steps.deviation is not None
@@ -101,36 +91,32 @@ class Sampling:
     def draw(self, samples: int, seed: int) -> Draw:
         generator = torch.Generator(self.device).manual_seed(seed)
         noise = Noise.draw((samples, *self.model.shape), steps=self.length, generator=generator)
-        classes = None
-        if self.model.classes is not None:
-            classes = torch.arange(samples, device=self.device) % self.model.classes
-        return Draw(noise, classes)
+        assert noise.steps is not None
+        classes = self.model.classes
+        told = None if classes is None else torch.arange(samples, device=self.device) % classes
+        return Draw(noise.initial, noise.steps, told)
 
     @torch.no_grad()
     def loop(self, draw: Draw) -> Tensor:
         """The loop as anyone would write it, with the fewest kernels a step: [B, *shape]."""
-        z, added, more = draw.noise.initial, draw.noise.steps, () if draw.classes is None else (draw.classes,)
-        assert added is not None
+        z, told, network = draw.initial, draw.told, self.model.network
         for l in range(self.length):
-            predicted = self.model.network(z, self.times[l].expand(len(z)), *more)
+            predicted = network(z, self.times[l].expand(len(z)), *told)
             z = torch.add(self.keep[l] * z, predicted, alpha=self.gain[l])
             if self.deviation[l]:
-                z = z.add_(added[l], alpha=self.deviation[l])
+                z = z.add_(draw.added[l], alpha=self.deviation[l])
         return z
 
     def captured_loop(self, like: Draw) -> Callable[[Draw], Tensor]:
         """The same loop in a CUDA graph, for draws of that many samples."""
-        assert like.noise.steps is not None
-        initial, added = like.noise.initial.clone(), like.noise.steps.clone()
-        classes = None if like.classes is None else like.classes.clone()
-        replay, found = capture(lambda: self.loop(Draw(Noise(initial, added), classes)))
+        mine = Draw.together([like])  # a copy
+        replay, found = capture(lambda: self.loop(mine))
 
         def run(draw: Draw) -> Tensor:
-            assert draw.noise.steps is not None
-            initial.copy_(draw.noise.initial)
-            added.copy_(draw.noise.steps)
-            if classes is not None and draw.classes is not None:
-                classes.copy_(draw.classes)
+            mine.initial.copy_(draw.initial)
+            mine.added.copy_(draw.added)
+            for kept, each in zip(mine.told, draw.told, strict=True):
+                kept.copy_(each)
             replay()
             return found
 
@@ -144,8 +130,7 @@ class Sampling:
     @torch.no_grad()
     def printed(self, draw: Draw, newton: deeppcr.Newton | None = None, start: Any = None, **more: Any) -> Samples:
         """The paper's method: dense Jacobians, its test, at most 30 iterations, from the training set's mean."""
-        solver = newton if newton is not None else paper_newton()
-        start = self.mean if start is None else start
+        solver, start = newton or paper_newton(), self.mean if start is None else start
         return self._sample(draw, solver=solver, start=start, on_failure="return", **more)
 
     @torch.no_grad()
@@ -154,28 +139,31 @@ class Sampling:
         return self._sample(draw, **{"solver": self.window, "jacobian": self.prior, **more})
 
     def _sample(self, draw: Draw, **more: Any) -> Samples:
-        return sample(self.denoiser, self.schedule, draw.noise, classes=draw.classes, **more)
+        return sample(self.denoiser, self.schedule, Noise(draw.initial, draw.added), classes=draw.classes, **more)
 
     @torch.no_grad()
     def network_seconds(self, repeats: int = 5) -> float:
         """One call of the network on all L steps of a sample; the least of some."""
         z = torch.randn(self.length, *self.model.shape, device=self.device)
-        more = () if self.model.classes is None else (torch.zeros(self.length, dtype=torch.long, device=self.device),)
-        calls = [lambda: self.model.network(z, self.times.squeeze(1), *more)] * (repeats + WARM_UP)
-        return min(timed(lambda call: call(), calls, self.device)[0][WARM_UP:])
+        told = () if self.model.classes is None else (torch.zeros(self.length, dtype=torch.long, device=self.device),)
+        times = self.times.squeeze(1)
+        seconds, _ = timed(lambda _: self.model.network(z, times, *told), range(repeats + WARM_UP), self.device)
+        return min(seconds[WARM_UP:])
 
     def phases(self, draw: Draw, start: Any = None) -> tuple[dict[str, float], Samples]:
         """One run of the paper's method: its seconds in Jacobians and values, in linear systems, and in all; what it found."""
         clock = Clock(self.device)
-        newton = paper_newton(jacobian=TimedJacobian(clock), linear=TimedPCR(clock))
+        newton = paper_newton(jacobian=TimedJacobian(clock=clock), linear=TimedPCR(clock=clock))
         samples, total = clocked(lambda: self.printed(draw, newton, start), self.device)
         return {**clock.seconds, "total": total}, samples
 
-    def time_printed(self, draws: Sequence[Draw], budget: float, start: Any = None) -> Runs:
-        """The paper's method on these samples one by one, within so many seconds.
+    def time_printed(
+        self, draws: Sequence[Draw], reference: Tensor, budget: float, start: Any = None
+    ) -> dict[str, Any]:
+        """The paper's method on these samples one by one, within so many seconds; with the phases of one run.
 
-        A run that takes longer than all of that is the only one. It is a second run, for the first one sets up what is not
-        set up yet, unless the first took so long that the second would, too.
+        A run that takes longer than all of that is the only one, and ``repeats`` says so. It is a second run, for the first one
+        sets up what is not set up yet, unless the first took so long that the second would, too.
         """
         phases, first = self.phases(draws[0], start)
         remark = "none: the first run took far too long; what is set up once is included"
@@ -183,10 +171,11 @@ class Sampling:
             phases, first = self.phases(draws[0], start)
             remark = "none: the second run took too long, too"
         if phases["total"] > budget:
-            return Runs([phases["total"]], [first], phases, {"repeats": remark})
-        seconds, found = timed(lambda draw: self.printed(draw, start=start), draws, self.device, budget=budget)
+            found = certificate([first], reference)
+            return {"seconds": [phases["total"]], "phases": phases, "repeats": remark, **found}
+        found = check_and_time(partial(self.printed, start=start), draws, reference, budget)
         phases, _ = self.phases(draws[0], start)
-        return Runs(seconds, found, phases, {})
+        return {**found, "phases": phases}
 
 
 def paper_newton(**more: Any) -> deeppcr.Newton:
@@ -207,44 +196,33 @@ class Clock:
         self.device, self.seconds = device, {}
 
     def time(self, phase: str, call: Callable[[], Any]) -> Any:
-        synchronise(self.device)
-        begun = time.perf_counter()
-        found = call()
-        synchronise(self.device)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begun
+        found, took = clocked(call, self.device)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + took
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class TimedJacobian(DenseJacobian):
     """Dense Jacobians, under a clock."""
 
-    def __init__(self, clock: Clock):
-        super().__init__()
-        object.__setattr__(self, "clock", clock)
+    clock: Clock = field(compare=False)
 
-    def evaluate(self, sequence: Any, previous: Tensor, steps: range) -> Any:
-        clock: Clock = self.clock  # pyright: ignore[reportAttributeAccessIssue]
-        return clock.time("jacobian", lambda: DenseJacobian.evaluate(self, sequence, previous, steps))
+    def evaluate(self, *arguments: Any, **more: Any) -> Any:
+        return self.clock.time("jacobian", partial(super().evaluate, *arguments, **more))
 
 
+@dataclass(frozen=True, kw_only=True)
 class TimedPCR(deeppcr.PCR):
     """Cyclic reduction, under a clock."""
 
-    def __init__(self, clock: Clock):
-        object.__setattr__(self, "clock", clock)
+    clock: Clock = field(compare=False)
 
     def solve_coupled(self, *arguments: Any, **more: Any) -> Any:
-        clock: Clock = self.clock  # pyright: ignore[reportAttributeAccessIssue]
-        return clock.time("linear", lambda: deeppcr.PCR.solve_coupled(self, *arguments, **more))
+        return self.clock.time("linear", partial(super().solve_coupled, *arguments, **more))
 
 
 def timed(
-    call: Callable[[Any], Any],
-    inputs: Sequence[Any],
-    device: torch.device,
-    *,
-    budget: float = math.inf,
-    fewest: int = 1,
+    call: Callable[[Any], Any], inputs: Sequence[Any], device: torch.device, budget: float = math.inf, fewest: int = 1
 ) -> tuple[list[float], list[Any]]:
     """Call it on every input: the seconds of each call, and what each returned.
 
@@ -253,12 +231,31 @@ def timed(
     """
     seconds, found = [], []
     for each in inputs:
-        result, took = clocked(lambda each=each: call(each), device)
+        result, took = clocked(partial(call, each), device)
         seconds.append(took)
         found.append(result)
         if len(seconds) >= fewest and sum(seconds) >= budget:
             break
     return seconds, found
+
+
+def check_and_time(
+    call: Callable[[Draw], Samples], draws: Sequence[Draw], reference: Tensor, budget: float = math.inf
+) -> dict[str, Any]:
+    """Runs of one sample each, as a record has them: the seconds of every run, what it took and how far off it is."""
+    seconds, found = timed(call, draws, reference.device, budget)
+    return {"seconds": seconds, **certificate(found, reference)}
+
+
+def certificate(found: list[Samples], reference: Tensor) -> dict[str, Any]:
+    """Of runs of one sample each: iterations, evaluations of the network, how they ended, and the error of the sample."""
+    finals = torch.cat([each.final for each in found])
+    return {
+        "iterations": [int(each.iterations.max()) for each in found],
+        "evaluations": [int(each.evaluations.max()) for each in found],
+        "results": [each.result.name for each in found],
+        "error": errors(finals, reference[: len(finals)]),
+    }
 
 
 def errors(found: Tensor, reference: Tensor) -> list[float]:

@@ -9,8 +9,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from .store import PaperError
 
-_KINDS = {int: "whole number", float: "number", str: "word"}
-
 
 def setting(default: Any, *, choices: Iterable[str] = (), least: int = 1) -> Any:
     """A field of a settings dataclass.
@@ -54,26 +52,23 @@ def _parse(text: str, kind: Any, about: Any) -> Any:
         if twice:
             raise ValueError(f"{show(twice[0])} is there twice")
         return found
-    if get_args(kind):  # a union: what is no number may be a word, or none
-        options = get_args(kind)
-        if type(None) in options and text == "none":
-            return None
-        numbers = [each for each in options if each in (int, float)]
-        if str in options and not _is_number(text):
-            return _parse(text, str, about)
-        return _parse(text, numbers[0], about)
-    if kind is str:
+    options = get_args(kind) or (kind,)
+    if type(None) in options and text == "none":
+        return None
+    number = next((each for each in (int, float) if each in options), None)
+    if number is None or (str in options and not _is_number(text)):  # what is no number may be a word
         choices = about.get("choices", ())
         if choices and text not in choices:
             raise ValueError(f"expected {' or '.join(choices)}, got {text!r}")
         return text
+    word = {int: "whole number", float: "number"}[number]
     try:
-        value = kind(text)
+        value = number(text)
     except ValueError:
-        raise ValueError(f"expected a {_KINDS[kind]}, got {text!r}") from None
-    least = about.get("least", 1) if kind is int else 0
+        raise ValueError(f"expected a {word}, got {text!r}") from None
+    least = about.get("least", 1) if number is int else 0
     if not (math.isfinite(value) and value >= least):
-        raise ValueError(f"expected a {_KINDS[kind]} of at least {least}, got {text}")
+        raise ValueError(f"expected a {word} of at least {least}, got {text}")
     return value
 
 

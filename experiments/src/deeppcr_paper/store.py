@@ -8,22 +8,20 @@ there; where several machines have each done a part, their partial files become 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
-import platform
 import re
 import subprocess
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -33,14 +31,12 @@ from .timing import hardware, machine
 
 #: Raised when the meaning of a field changes; files of another version are not read.
 SCHEMA = 1
-#: Files are written anew at most this often, in seconds; what is finished in between is kept in memory.
-INTERVAL = 2.0
-#: And so much less often than it takes: a file of some megabytes takes a second.
-SHARE = 20.0
+#: Files are written anew at most this often, in seconds, since one of some megabytes takes a second; what is finished in
+#: between is kept in memory.
+INTERVAL = 10.0
 PARTIAL = ".partial.json"
 #: What the state of a long cell is kept in ends so.
 CHECKPOINT = ".checkpoint.partial"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PaperError(Exception):
@@ -50,24 +46,19 @@ class PaperError(Exception):
 def read(path: Path) -> dict[str, Any]:
     """A result file, whole or partial, checked to be one that this version understands."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except FileNotFoundError:
         raise PaperError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PaperError(f"{path}: cannot be read: {error}") from None
-    try:
-        content = json.loads(text, parse_constant=_refuse)
     except ValueError as error:
         raise PaperError(f"{path}: not a whole JSON file ({error}); move it away and run again") from None
     if not isinstance(content, dict) or "schema" not in content:
-        raise PaperError(
-            f"{path}: not a result file of `deeppcr-paper reproduce`: it has no schema version; move it away"
-        )
+        what = "not a result file of `deeppcr-paper reproduce`: it has no schema version"
+        raise PaperError(f"{path}: {what}; move it away")
     if content["schema"] != SCHEMA:
-        raise PaperError(
-            f"{path}: written in version {content['schema']} of the format, this deeppcr reads version {SCHEMA}; "
-            "move it away and run again"
-        )
+        what = f"written in version {content['schema']} of the format, this deeppcr reads version {SCHEMA}"
+        raise PaperError(f"{path}: {what}; move it away and run again")
     missing = [key for key in ("experiment", "settings", "device", "complete", "records") if key not in content]
     if missing:
         raise PaperError(f"{path}: the result file lacks {', '.join(missing)}")
@@ -90,27 +81,24 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All or nothing, as ``replacing`` has it."""
-    with replacing(path) as file:
-        file.write(text.encode())
+    write_bytes(path, text.encode())
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` in one step, once its content has reached the disk; or not at all."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """All or nothing: the file is replaced in one step, once its new content has reached the disk."""
+    make_folder(path.parent)
     temporary = None
     try:
-        make_folder(path.parent)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            yield file
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        temporary.chmod(0o644)
         os.replace(temporary, path)
     except BaseException as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise disk_error(path, error) from error
         raise
@@ -129,18 +117,15 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in _FULL:
-            raise disk_error(folder, error) from error
-        raise PaperError(f"{folder}: no folder can be made there: {error.strerror or error}") from error
+        raise disk_error(folder, error, "no folder can be made there") from error
 
 
-def disk_error(path: Path, error: OSError) -> PaperError:
+def disk_error(path: Path, error: OSError, what: str = "cannot be written") -> PaperError:
     """The message for a disk that does not take what is written."""
-    if error.errno in _FULL:
-        return PaperError(
-            f"{path}: no space left on the disk; nothing was overwritten. Free some space and run the same command again"
-        )
-    return PaperError(f"{path}: cannot be written: {error.strerror or error}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "no space left on the disk; nothing was overwritten. Free some space and run the same command again"
+        return PaperError(f"{path}: {what}")
+    return PaperError(f"{path}: {what}: {error.strerror or error}")
 
 
 def as_json(value: Any) -> Any:
@@ -160,19 +145,15 @@ def now() -> str:
 
 def current_commit() -> str:
     """The commit of this checkout, marked where files differ from it; ``DEEPPCR_COMMIT`` where there is no repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
     if os.environ.get("DEEPPCR_COMMIT"):
         return os.environ["DEEPPCR_COMMIT"]
+    # Untracked files (results, mostly) do not change what was run.
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty"]
     try:
-        # Untracked files (results, mostly) do not change what was run.
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return found.stdout.strip()
 
 
 def session(device: torch.device) -> dict[str, Any]:
@@ -181,7 +162,7 @@ def session(device: torch.device) -> dict[str, Any]:
     return {
         "hardware": {"device": about["hardware"], "cpu": hardware(torch.device("cpu"))},
         "machine": about,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "deeppcr": deeppcr.__version__},
+        "versions": {"python": about["python"], "torch": about["torch"], "deeppcr": deeppcr.__version__},
         "commit": current_commit(),
         "start": now(),
         "end": None,
@@ -190,13 +171,8 @@ def session(device: torch.device) -> dict[str, Any]:
 
 def file_name(experiment: str, device_name: str, date: str, commit: str, *, quick: bool) -> str:
     """``<experiment>-<hardware>-<date>-<commit>[-quick]``, without what file systems dislike."""
-    parts = [
-        experiment,
-        device_name.replace("(R)", "").replace("(TM)", ""),
-        date,
-        commit,
-        *(["quick"] if quick else []),
-    ]
+    device_name = device_name.replace("(R)", "").replace("(TM)", "")
+    parts = [experiment, device_name, date, commit, *(["quick"] if quick else [])]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
 
 
@@ -211,8 +187,7 @@ class Store:
 
     path: Path
     content: dict[str, Any]
-    _saved: float = field(default=0.0, repr=False)
-    _took: float = field(default=0.0, repr=False)
+    _saved: float = field(default=-math.inf, repr=False)
 
     @staticmethod
     def open(
@@ -222,15 +197,10 @@ class Store:
 
         Times of two kinds of hardware do not belong in one file: another kind begins its own.
         """
-        settings, here = as_json(settings), session(device)
-        name = here["hardware"]["device"]
-        mine = []
-        for path in sorted(folder.glob(f"{experiment}-*{PARTIAL}")):
-            content = read(path)
-            if _is_of(content, experiment, settings, device, name):
-                mine.append(Store(path, content))
+        here = session(device)
+        mine = _files_of(folder, experiment, settings, device, partial=True)
         if mine:
-            first, *others = mine
+            first, *others = (Store(path, content) for path, content in mine)
             for other in others:
                 first.take_in(other)
             first.content["sessions"].append(here)
@@ -242,12 +212,8 @@ class Store:
             "quick": quick,
             "complete": False,
             "device": device.type,
-            "hardware": here["hardware"],
-            "versions": here["versions"],
-            "commit": here["commit"],
-            "start": here["start"],
-            "end": None,
-            "settings": settings,
+            **{key: here[key] for key in ("hardware", "versions", "commit", "start", "end")},
+            "settings": as_json(settings),
             "sessions": [here],
             "summary": None,
             "records": [],
@@ -255,23 +221,17 @@ class Store:
         return Store(_free(folder, _stem(content), PARTIAL), content)
 
     def take_in(self, other: Store) -> None:
-        """The records of another partial file of the same run, and its checkpoints; that file is then gone.
-
-        Of two checkpoints of a cell the one that has come further is kept; of a cell that either has finished, none.
-        """
+        """The records of another partial file of the same run, and its checkpoints; that file is then gone."""
         first, done = len(self.content["sessions"]), self.done
         self.content["sessions"] += other.content["sessions"]
         for record in other.records:
             if record["key"] not in done:
-                self.content["records"].append({**record, "session": first + record["session"]})
+                self.records.append({**record, "session": first + record["session"]})
         write(self.path, self.content)  # not ``save``: the last session is another's, and ended when it did
-        mine, theirs = (each.path.name.removesuffix(PARTIAL) for each in (self, other))
-        for path in other.path.parent.glob(f"{theirs}.*{CHECKPOINT}"):
-            here = path.with_name(mine + path.name.removeprefix(theirs))
-            if here.exists() and _step_of(here) >= _step_of(path):
-                path.unlink()
-            else:
-                os.replace(path, here)
+        for path in other.path.parent.glob(f"{_run_name(other.path)}.*{CHECKPOINT}"):
+            here = self.path.with_name(_run_name(self.path) + path.name.removeprefix(_run_name(other.path)))
+            os.replace(max(path, here, key=_step_of), here)  # the one that has come further
+            path.unlink(missing_ok=True)
         for key in self.done:
             checkpoint_path(self.path, key).unlink(missing_ok=True)
         other.path.unlink()
@@ -279,12 +239,10 @@ class Store:
     def warn_of_versions(self) -> None:
         """Times of two commits, or of two versions of PyTorch, need not belong together: the file says so, and so do we."""
         sessions = self.content["sessions"]
-        busy = sorted(
-            {record["session"] for record in self.records} | {len(sessions) - 1}
-        )  # in which cells were measured
+        measured = sorted({record["session"] for record in self.records} | {len(sessions) - 1})
         found = dict.fromkeys(
             f"commit {each.get('commit')} on torch {each.get('versions', {}).get('torch')}"
-            for each in (sessions[number] for number in busy)
+            for each in (sessions[number] for number in measured)
         )
         if len(found) > 1:
             warnings.warn(f"{self.path.name}: cells of several versions in one file: {'; '.join(found)}", stacklevel=4)
@@ -292,7 +250,7 @@ class Store:
     @property
     def done(self) -> set[str]:
         """The keys of the cells that are finished."""
-        return {record["key"] for record in self.content["records"]}
+        return {record["key"] for record in self.records}
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -302,26 +260,18 @@ class Store:
         """Keep the record of a cell, and write the file unless that was done a moment ago."""
         number = len(self.content["sessions"]) - 1
         device_name = self.content["sessions"][number]["hardware"]["device"]
-        self.content["records"].append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
-        if time.monotonic() - self._saved >= max(INTERVAL, SHARE * self._took):
+        self.records.append({"key": key, "hardware": device_name, "session": number, **as_json(record)})
+        if time.monotonic() - self._saved >= INTERVAL:
             self.save()
-
-    def keep(self, keys: Sequence[str]) -> None:
-        """Of the records those of these cells."""
-        self.content["records"] = [record for record in self.records if record["key"] in keys]
 
     def save(self) -> None:
         self.content["sessions"][-1]["end"] = now()
-        begun = time.monotonic()
         write(self.path, self.content)
         self._saved = time.monotonic()
-        self._took = self._saved - begun
 
     def finish(self, summary: Any = None) -> Path:
         """Every cell is there: give the file its final name. An existing file is never replaced."""
-        self.content["summary"] = as_json(summary)
-        self.content["end"] = now()
-        self.content["complete"] = True
+        self.content |= {"summary": as_json(summary), "end": now(), "complete": True}
         self.save()
         final = _free(self.path.parent, _stem(self.content), ".json")  # whatever a part was called on its way
         try:
@@ -332,31 +282,39 @@ class Store:
         return final
 
 
-def finished(
-    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device
-) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole result of the same experiment, settings and hardware, and its content; None where there is none."""
-    settings, name = as_json(settings), hardware(device)
+def finished(folder: Path, experiment: str, settings: dict[str, Any], device: torch.device) -> Path | None:
+    """The newest whole result of the same experiment, settings and hardware; None where there is none."""
+    found = _files_of(folder, experiment, settings, device, partial=False)
+    whole = [(str(content.get("end")), path) for path, content in found if content["complete"]]
+    return max(whole)[1] if whole else None
+
+
+def _files_of(
+    folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, partial: bool
+) -> list[tuple[Path, dict[str, Any]]]:
+    """The partial or the whole files of a run and their contents; the header has the hardware of all records."""
+    wanted = (experiment, as_json(settings), device.type, hardware(device))
+    paths = (path for path in sorted(folder.glob(f"{experiment}-*.json")) if path.name.endswith(PARTIAL) == partial)
     found = []
-    for path in sorted(folder.glob(f"{experiment}-*.json")):
-        if path.name.endswith(PARTIAL):
-            continue
-        content = read(path)
-        if content["complete"] and _is_of(content, experiment, settings, device, name):
+    for path, content in ((path, read(path)) for path in paths):
+        there = (content.get("hardware") or {}).get("device")
+        if (content["experiment"], content["settings"], content["device"], there) == wanted:
             found.append((path, content))
-    return max(found, key=lambda pair: str(pair[1].get("end")), default=None)
+    return found
 
 
 def checkpoint_path(partial: Path, name: str) -> Path:
     """Of a cell, beside the partial file, and ending as it does not: it is never taken for results."""
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)
-    return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.{slug}{CHECKPOINT}")
+    return partial.with_name(f"{_run_name(partial)}.{slug}{CHECKPOINT}")
+
+
+def _run_name(partial: Path) -> str:
+    return partial.name.removesuffix(PARTIAL)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
     """The state of a long cell; one that cannot be read is as good as none."""
-    if not path.exists():
-        return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # spoilt bytes make the unpickler raise anything, an IndexError for one
@@ -369,13 +327,6 @@ def _step_of(checkpoint: Path) -> int:
     return found.get("step", -1) if isinstance(found, dict) else -1
 
 
-def _is_of(content: dict[str, Any], experiment: str, settings: Any, device: torch.device, name: str) -> bool:
-    """Whether a file is of this run: the header has the hardware of all its records."""
-    here = (experiment, settings, device.type, name)
-    there = content.get("hardware") or {}
-    return (content["experiment"], content["settings"], content["device"], there.get("device")) == here
-
-
 def _stem(content: dict[str, Any]) -> str:
     about = (content["experiment"], content["hardware"]["device"], content["start"][:10], content["commit"])
     return file_name(*about, quick=content["quick"])
@@ -383,10 +334,8 @@ def _stem(content: dict[str, Any]) -> str:
 
 def _free(folder: Path, name: str, ending: str) -> Path:
     """A path that is not taken, whole or partial: a second run on the same day gets ``-2``."""
-    number = 1
-    while True:
-        stem = name if number == 1 else f"{name}-{number}"
-        others = [PARTIAL, ".json"] if ending == PARTIAL else [".json"]
-        if not any((folder / f"{stem}{other}").exists() for other in others):
-            return folder / f"{stem}{ending}"
-        number += 1
+    stems = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    taken = {".json", ending}
+    return next(
+        folder / f"{stem}{ending}" for stem in stems if not any((folder / f"{stem}{each}").exists() for each in taken)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 #: Where there is nothing to say.
 NOTHING = "–"
@@ -15,6 +15,17 @@ def times(ratio: float) -> str:
     ('52×', '3.1×', '0.042×')
     """
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
+
+
+def shown(value: float | None, form: str | Callable[[float], str]) -> str | None:
+    """A number as Python formats it, or as a function such as `times` writes it; None where there is none.
+
+    >>> shown(2.25, ".1f"), shown(2.25, times), shown(None, ".1f")
+    ('2.2', '2.2×', None)
+    """
+    if value is None:
+        return None
+    return format(value, form) if isinstance(form, str) else form(value)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> list[str]:

@@ -67,21 +67,18 @@ class Trainer:
         Returns:
             the curves of the losses, the steps and the seconds that they took
         """
-        if path is not None and path.exists():
-            tensors, record = self._read(path)
-            self._load(path, tensors)
-            return record
         unfinished = None if path is None else path.with_suffix(".training.safetensors")
+        if path is not None and path.exists():
+            self._load(path)
+            return self.record
         if unfinished is not None and unfinished.exists():
-            tensors, record = self._read(unfinished)
-            self._load(unfinished, tensors)
-            self.done, self.seconds, self.curves = record["steps"], record["seconds"], record["curves"]
+            self._load(unfinished)
         # Ten bits of mantissa do for training, and are several times as fast.
         with torch.enable_grad(), _reproducible(), full_precision(context.device, tf32=True):
             self._train(context, unfinished)
             self.finish()
         if path is not None and unfinished is not None:
-            tensor_files.save(path, dict(self._parameters()), self._texts())
+            tensor_files.save(path, self._parameters(), self._texts())
             unfinished.unlink(missing_ok=True)
         return self.record
 
@@ -110,7 +107,7 @@ class Trainer:
             if self.done < self.steps and (late or time.monotonic() - saved > CHECKPOINT):
                 self.seconds += time.monotonic() - begun
                 if unfinished is not None:
-                    tensor_files.save(unfinished, dict(self._state()), self._texts())
+                    tensor_files.save(unfinished, self._state(), self._texts())
                 saved = begun = time.monotonic()
                 if late:
                     raise OutOfTime
@@ -119,7 +116,23 @@ class Trainer:
     def _texts(self) -> dict[str, str]:
         return {"about": json.dumps(self.about), "record": json.dumps(self.record)}
 
-    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _parameters(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": tensor
+            for name, module in self.modules.items()
+            for key, tensor in module.state_dict().items()
+        }
+
+    def _state(self) -> dict[str, Tensor]:
+        moments = {
+            f"optimiser.{name}.{number}.{key}": tensor
+            for name, optimiser in self.optimisers.items()
+            for number, entries in optimiser.state_dict()["state"].items()
+            for key, tensor in entries.items()
+        }
+        return self._parameters() | moments | {"generator": self.generator.get_state()}
+
+    def _load(self, path: Path) -> None:
         tensors, texts = tensor_files.load(path)
         try:
             about, record = json.loads(texts["about"]), json.loads(texts["record"])
@@ -128,35 +141,18 @@ class Trainer:
         if about != self.about:
             wrong = [name for name in {**about, **self.about} if about.get(name) != self.about.get(name)]
             raise PaperError(f"{path}: of other settings ({', '.join(wrong)}); move it away and run again")
-        return tensors, record
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, module in self.modules.items():
-            for key, tensor in module.state_dict().items():
-                yield f"{name}.{key}", tensor
-
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._parameters()
-        for name, optimiser in self.optimisers.items():
-            for number, entries in optimiser.state_dict()["state"].items():
-                for key, tensor in entries.items():
-                    yield f"optimiser.{name}.{number}.{key}", tensor
-        yield "generator", self.generator.get_state()
-
-    def _load(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        self.done, self.seconds, self.curves = record["steps"], record["seconds"], record["curves"]
         states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in self.optimisers}
         try:
             for name, module in self.modules.items():
-                mine = {key: tensors[f"{name}.{key}"] for key in module.state_dict()}
-                module.load_state_dict(mine)
+                module.load_state_dict({key: tensors[f"{name}.{key}"] for key in module.state_dict()})
             for name, tensor in tensors.items():
                 if name.startswith("optimiser."):
                     _, optimiser, number, key = name.split(".")
                     states[optimiser].setdefault(int(number), {})[key] = tensor
             for name, optimiser in self.optimisers.items():
                 if states[name]:
-                    groups = optimiser.state_dict()["param_groups"]
-                    optimiser.load_state_dict({"state": states[name], "param_groups": groups})
+                    optimiser.load_state_dict({**optimiser.state_dict(), "state": states[name]})
             if "generator" in tensors:
                 self.generator.set_state(tensors["generator"])
         except (LookupError, ValueError, RuntimeError) as error:

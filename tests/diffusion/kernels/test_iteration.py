@@ -19,6 +19,7 @@ from deeppcr.diffusion.samplers import Steps
 from deeppcr.diffusion.window import iteration, window
 from deeppcr.diffusion.window.iteration import NOISE, Iteration
 from deeppcr.diffusion.window.iteration import _least_squares as least_squares
+from kernel_support import Calls, thorough
 
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 from deeppcr.diffusion.window import by_kernels as fused_iteration
 from deeppcr.diffusion.window.by_kernels import FusedIteration
 
-LENGTHS, SAMPLES, WIDTHS = (1, 2, 50, 257), (1, 3), (1, 5, 16, 130)
+SAMPLES = (1, 3)
 
 
 def made(
@@ -158,9 +159,9 @@ def compare(pair, network=network, *, rounds=2, leave=True, padding=0, tolerance
     return reference.prefix.tolist()
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [1, 5, 130, *thorough(16)])
 @pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [1, 50, *thorough(2, 257)])
 def test_every_shape(length, samples, width, device, poisoned_memory, monkeypatch):
     if length * width > 5_000:  # fewer and larger programs: the interpreter takes its time for each
         monkeypatch.setattr(fused_iteration, "_TILE", 8192)
@@ -176,18 +177,19 @@ def test_every_setting(noise, accelerate, leave, device, poisoned_memory):
         compare(pair, leave=leave, padding=4)
 
 
+@pytest.mark.parametrize(("length", "size"), [(70, 24), *thorough((257, 40))])
 @pytest.mark.parametrize("freeze", [1e-6, 4.0, 1e9])
-def test_steps_leave(freeze, device):
+def test_steps_leave(freeze, length, size, device):
     """None but the first, some, or the whole window at once."""
-    pair = made(257, 3, 16, device, size=40, freeze=freeze)
+    pair = made(length, 3, 16, device, size=size, freeze=freeze)
     for each in pair:
         each.used.fill_(1)
     before = pair[0].prefix.tolist()
     after = compare(pair, rounds=1)
     gone = [new - old for old, new in zip(before, after, strict=True)]
     assert gone[2] == 0
-    assert gone[:2] == {1e-6: [1, 1], 1e9: [min(40, 257 - before[0]), 40]}.get(freeze, gone[:2])
-    assert freeze != 4.0 or 1 < gone[1] < 40
+    assert gone[:2] == {1e-6: [1, 1], 1e9: [min(size, length - before[0]), size]}.get(freeze, gone[:2])
+    assert freeze != 4.0 or 1 < gone[1] < size
 
 
 def test_a_step_that_was_evaluated_once_stays(device):
@@ -210,16 +212,19 @@ def test_scaled_inputs_times_of_another_kind_and_a_basis(device):
         compare(pair, padding=3)
 
 
-def test_more_samples_than_are_read_at_once(device):
-    compare(made(20, 37, 3, device, size=6), padding=5)
+@pytest.mark.parametrize(("samples", "at_once"), [(9, 4), *thorough((37, 16))])
+def test_more_samples_than_are_read_at_once(samples, at_once, device, monkeypatch):
+    monkeypatch.setattr(fused_iteration, "_SAMPLES", at_once)
+    compare(made(20, samples, 3, device, size=6), padding=5)
 
 
-def test_a_row_wider_than_a_tile_and_more_steps_than_a_block(device, monkeypatch):
+@pytest.mark.parametrize(("length", "width"), [(20, 20), *thorough((40, 40))])
+def test_a_row_wider_than_a_tile_and_more_steps_than_a_block(length, width, device, monkeypatch):
     monkeypatch.setattr(fused_iteration, "_COLUMNS", 16)
     monkeypatch.setattr(fused_iteration, "_BLOCK", 16)
     monkeypatch.setattr(fused_iteration, "_TILE", 64)
-    compare(made(40, 3, 40, device, freeze=1e9), rounds=1)
-    compare(made(40, 1, 40, device))
+    compare(made(length, 3, width, device, freeze=1e9), rounds=1)
+    compare(made(length, 1, width, device))
 
 
 def test_samples_go_back(device, monkeypatch):
@@ -284,26 +289,29 @@ def test_rows_are_filled_up_with_the_last_state_of_the_first_sample(device):
     assert set(who[active:].tolist()) == {0}
 
 
-def test_the_same_again_bit_by_bit(device):
-    _, fused = made(257, 2, 5, device, size=100)
+@pytest.mark.parametrize(("length", "size"), [(40, 20), *thorough((257, 100))])
+def test_the_same_again_bit_by_bit(length, size, device):
+    _, fused = made(length, 2, 5, device, size=size)
     again = copy.deepcopy(fused)
     for each in (fused, again):
         for _ in range(3):
-            each.run(network, 200, True)
+            each.run(network, 2 * size, True)
     assert torch.equal(fused.states, again.states)
     assert torch.equal(fused.counters, again.counters)
 
 
-@pytest.mark.parametrize(("size", "tf32"), [(8, None), (40, 0.5)])
-def test_whole_samples(size, tf32, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "size", "tf32"), [(16, 6, None), (16, 16, 0.5), *thorough((40, 8, None), (40, 40, 0.5))]
+)
+def test_whole_samples(length, size, tf32, device, monkeypatch):
     """As by the loop, in as many iterations and evaluations as by the reference."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(12, 12, generator=generator) / 4).to(device)
-    noise = Noise.draw((3, 12), 40, generator=generator)
+    noise = Noise.draw((3, 12), length, generator=generator)
     noise = Noise(noise.initial.to(device), noise.steps.to(device))
     classes = torch.tensor([0.0, 0.3, 1.0], device=device)
 
-    spread = (1 - Schedule.linear(40).alphas_bar).sqrt().float().to(device)
+    spread = (1 - Schedule.linear(length).alphas_bar).sqrt().float().to(device)
 
     def denoiser(z, t, classes):
         return spread[t, None] * z + 0.2 * torch.tanh(z @ weight + classes[:, None])
@@ -311,10 +319,10 @@ def test_whole_samples(size, tf32, device, monkeypatch):
     def run(kind):
         monkeypatch.setattr(window, "kind_for", lambda problem: kind)
         solver = Window(size=size, tf32=tf32, freeze=0.1)
-        return sample(denoiser, Schedule.linear(40), noise, classes=classes, solver=solver)
+        return sample(denoiser, Schedule.linear(length), noise, classes=classes, solver=solver)
 
     with torch.no_grad():
-        loop = sample(denoiser, Schedule.linear(40), noise, classes=classes, solver=deeppcr.Loop())
+        loop = sample(denoiser, Schedule.linear(length), noise, classes=classes, solver=deeppcr.Loop())
         plain, fused = run(Iteration), run(FusedIteration)
     assert fused.result is Result.CONVERGED
     assert (fused.final - loop.final).abs().max() <= 1e-3
@@ -341,8 +349,6 @@ def test_which_problems_have_kernels(gpu):
 
 def test_launches(uncomputed, device):
     """Five kernels, and PyTorch's part: memory, and the scan."""
-    from kernel_support import Calls
-
     _, fused = made(50, 1, 5, device)
     fused.coupling.spread = lambda residuals: residuals
     for _ in range(2):

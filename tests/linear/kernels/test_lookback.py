@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import misaligned, offset, strided
+from kernel_support import misaligned, offset, strided, thorough
 from scan_problems import LENGTHS, assert_right, either_way, expected, system
 
 # Where products overflow, NumPy says so.
@@ -63,7 +63,7 @@ def test_every_length(structure, length, reverse, device):
 
 @unrepaired
 @either_way
-@pytest.mark.parametrize("length", [1, 128, 129, 1100])
+@pytest.mark.parametrize("length", [1, 129, *thorough(128, 1100)])
 def test_as_planned(length, reverse, device):
     couplings, rhs = system(linear.Diagonal, length, (5,), 7, device=device, reverse=reverse)
     assert_right(lookback.run(couplings, rhs, reverse, lookback.Tiling()), couplings, rhs, reverse)
@@ -71,14 +71,15 @@ def test_as_planned(length, reverse, device):
 
 @unrepaired
 @either_way
-def test_a_long_system(reverse, device):
-    couplings, rhs = system(linear.Diagonal, 16_384, (), 3, device=device, reverse=reverse)
+@pytest.mark.parametrize("length", [5000, *thorough(16_384)])
+def test_a_long_system(length, reverse, device):
+    couplings, rhs = system(linear.Diagonal, length, (), 3, device=device, reverse=reverse)
     assert_right(lookback.run(couplings, rhs, reverse, TALL), couplings, rhs, reverse)
 
 
 @unrepaired
 @either_way
-@pytest.mark.parametrize("channels", [1, 2, 3, 5, 16, 17, 64])
+@pytest.mark.parametrize("channels", [1, 5, 17, *thorough(2, 3, 16, 64)])
 def test_every_number_of_channels(channels, reverse, device):
     couplings, rhs = system(linear.Diagonal, 75, (), channels, device=device, reverse=reverse)
     assert_right(lookback.run(couplings, rhs, reverse, SMALL), couplings, rhs, reverse)
@@ -126,8 +127,7 @@ def test_no_memory_is_read_before_it_is_written(plan, reverse, device, poisoned_
 
 
 @every_plan
-@either_way
-@pytest.mark.parametrize("hole", [1, 140])
+@pytest.mark.parametrize(("hole", "reverse"), [(1, False), (140, True), *thorough((1, True), (140, False))])
 def test_products_may_overflow(hole, reverse, plan, device):
     # From a coupling of 0 and no terms the state is 0, and stays 0 while the product of 1e10s overflows.
     couplings, rhs = system(linear.Diagonal, 300, (3,), device=device)
@@ -140,6 +140,16 @@ def test_products_may_overflow(hole, reverse, plan, device):
         couplings, rhs = linear.Diagonal(couplings.data.flip(0)), rhs.flip(0)
     assert torch.isfinite(expected(couplings, rhs, reverse)).all()
     assert_right(lookback.run(couplings, rhs, reverse, plan), couplings, rhs, reverse)
+
+
+def test_many_tiles(device):
+    """More than the repair looks at in one go, and more words than one program clears."""
+    couplings, rhs = system(linear.Diagonal, 140, (), 17, device=device)
+    couplings.data[131] = 0
+    couplings.data[132:137] = 1e30
+    rhs[132:138] = 0
+    plan = lookback.Tiling(steps=2, groups=1, channels=32, run=4, warps=1)
+    assert_right(lookback.run(couplings, rhs, False, plan), couplings, rhs, False)
 
 
 @every_plan

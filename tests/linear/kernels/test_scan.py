@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import offset, strided
+from kernel_support import offset, strided, thorough
 from scan_problems import LENGTHS, assert_right, either_way, expected, system
 
 # Where products overflow, NumPy says so.
@@ -74,7 +74,7 @@ def test_every_length(structure, length, reverse, device):
     [
         (linear.Diagonal, 1),
         (linear.Diagonal, 65),
-        (linear.Diagonal, 1000),
+        *thorough((linear.Diagonal, 1000)),
         (linear.Scalar, 65),
         (linear.BlockDiagonal, 40),
     ],
@@ -96,7 +96,7 @@ def test_a_long_system(structure, reverse, device):
 
 
 @either_way
-@pytest.mark.parametrize("channels", [1, 2, 3, 5, 16, 17, 64])
+@pytest.mark.parametrize("channels", [1, 5, 17, *thorough(2, 3, 16, 64)])
 def test_every_number_of_channels(channels, reverse, device):
     couplings, rhs = system(linear.Diagonal, 35, (), channels, device=device, reverse=reverse)
     assert_right(diagonal.solve_coupled(couplings, rhs, reverse=reverse), couplings, rhs, reverse)
@@ -104,7 +104,9 @@ def test_every_number_of_channels(channels, reverse, device):
 
 
 @either_way
-@pytest.mark.parametrize(("size", "count"), [*((size, 3) for size in range(1, 9)), (2, 1), (3, 17)])
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, 3), (2, 1), (3, 17), (8, 3), *thorough(*((size, 3) for size in range(2, 8)))]
+)
 def test_every_size_of_block(size, count, reverse, device):
     couplings, rhs = system(linear.BlockDiagonal, 12, (), size * count, size, device=device, reverse=reverse)
     plan = block_diagonal.Tiling(chunk=8)  # short chunks; lanes, warps and stages as in every plan of the library
@@ -180,17 +182,18 @@ def test_the_same_system_has_the_same_solution(structure, device):
 
 
 @either_way
-@pytest.mark.parametrize("length", [33, 64, 65, 97, 500])
-@pytest.mark.parametrize("channels", [1, 3, 17])
+@pytest.mark.parametrize("length", [33, 97, *thorough(64, 65, 500)])
+@pytest.mark.parametrize("channels", [1, 3, *thorough(17)])
 def test_chunks_of_a_diagonal_system(length, channels, between_chunks, reverse, device, poisoned_memory):
     couplings, rhs = system(linear.Diagonal, length, (channels,), device=device, reverse=reverse)
     assert_right(in_small_chunks(couplings, rhs, reverse), couplings, rhs, reverse)
 
 
-@pytest.mark.parametrize("hole", [1, 40, 70, 100])
-def test_chunks_whose_products_overflow(hole, between_chunks, device, poisoned_memory):
+@pytest.mark.parametrize("rows", [4, *thorough(17)])
+@pytest.mark.parametrize("hole", [1, 70, *thorough(40, 100)])
+def test_chunks_whose_products_overflow(hole, rows, between_chunks, device, poisoned_memory):
     """The last program to arrive does them again, from the first chunk that is marked; channels have their own."""
-    couplings, rhs = system(linear.Diagonal, 150, (17,), device=device)
+    couplings, rhs = system(linear.Diagonal, 150, (rows,), device=device)
     couplings.data[hole, 3:] = 0
     couplings.data[hole + 1 : hole + 21, 3:] = 1e10
     rhs[hole + 1 : hole + 22, 3:] = 0
@@ -280,6 +283,19 @@ def test_products_may_overflow(structure, hole, small, reverse, device):
     assert torch.isfinite(expected(couplings, rhs, reverse)).all()
     actual = Kernel(small).solve_coupled(couplings, rhs, reverse=reverse)
     assert_right(actual, couplings, rhs, reverse)
+
+
+@either_way
+def test_many_chunks_of_blocks(reverse, device):
+    """More than the repair looks at in one go; and their starts are a system that is cut into chunks, too."""
+    couplings, rhs = system(linear.BlockDiagonal, 200, (), 4, device=device)
+    couplings.data[150] = 0
+    couplings.data[151:171] = 1e30
+    rhs[151:172] = 0
+    if reverse:
+        couplings, rhs = linear.BlockDiagonal(couplings.data.flip(0)), rhs.flip(0)
+    found = block_diagonal.run(couplings, rhs, reverse, block_diagonal.Tiling(chunk=2))
+    assert_right(found, couplings, rhs, reverse)
 
 
 def test_a_product_may_overflow_within_a_tile_and_not_up_to_its_end(device):

@@ -16,11 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.nn import adjoint
-from deeppcr.nn import forward as fused
+from deeppcr.nn import adjoint, forward
 from deeppcr.nn.base import Network
 from deeppcr.nn.layers import Layers
-from nn.kernels.test_fused import assert_states_and_gradients, loop, network
+from nn.kernels.test_forward import assert_states_and_gradients, loop, network
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_the_last_state_alone(width, chunk, compiled, device):
     layers = Layers(1, False, "tanh", chunk=chunk)
     for _ in range(2 if width < 66 else 1):
         leaves = [each.requires_grad_() for each in network(3, width, 2, device=device)]
-        last, states = fused.apply(*leaves, None, layers, [], True), fused.apply(*leaves, None, layers, [])
+        last, states = forward.apply(*leaves, None, layers, [], True), forward.apply(*leaves, None, layers, [])
         assert torch.equal(last, states[-1])
         gradient = torch.randn_like(last)
         found = torch.autograd.grad(last, leaves, gradient)
@@ -74,7 +73,7 @@ def test_one_gradient_alone(wanted, compiled, device):
     layers, problem = Layers(1, False, "tanh", chunk=2), network(3, 3, 2, device=device)
     leaves = [each.clone().requires_grad_(k == wanted) for k, each in enumerate(problem)]
     all_leaves = [each.clone().requires_grad_() for each in problem]
-    found, right = (fused.apply(*each, None, layers, []).square().sum() for each in (leaves, all_leaves))
+    found, right = (forward.apply(*each, None, layers, []).square().sum() for each in (leaves, all_leaves))
     (found,), right = torch.autograd.grad(found, [leaves[wanted]]), torch.autograd.grad(right, all_leaves)
     assert torch.equal(found, right[wanted])
 
@@ -86,7 +85,7 @@ def test_guesses_for_all_rows_and_for_each(compiled, device):
         problem = network(5, 3, 2, device=device)
         exact = loop(*problem, layers)
         for guess in (None, exact, exact[:, 1], exact.transpose(1, 2).contiguous().transpose(1, 2)):
-            x, report = fused.run(*problem, guess, layers)
+            x, report = forward.run(*problem, guess, layers)
             assert error(x[1:], exact) <= 2e-5
             assert report is not None
             if guess is exact:
@@ -101,7 +100,7 @@ def test_a_hard_pass_makes_the_next_look_later_and_report_the_same(compiled, dev
     exact = loop(*problem, layers)[:, 0]
 
     def rounds(guess):
-        x, report = fused.run(*problem, guess, layers)
+        x, report = forward.run(*problem, guess, layers)
         assert error(x[1:, 0], exact) <= 2e-5
         solution = report.solution()
         return report.rounds, solution.iterations.tolist(), solution.updates.shape
@@ -116,12 +115,12 @@ def test_one_tensor_in_two_places_is_not_taken_for_two(compiled, device):
     """The loop alone has nothing to find and is given the states there; what measures it has a tensor of its own."""
     layers, problem = Layers(1, False, "relu", chunk=8), network(8, 3, device=device)
     for _ in range(2):
-        x, _ = fused.run(*problem, None, layers)
+        x, _ = forward.run(*problem, None, layers)
     weight, bias, initial = problem
-    plan = fused.plan_for(weight, len(initial), None, layers)
+    plan = forward.plan_for(weight, len(initial), None, layers)
     own, found = torch.full_like(x, math.nan), torch.zeros_like(x)
     for _ in range(2):
-        fused.network_of(weight, bias, own, layers, plan).whole(initial, 0, found, 0)
+        forward.network_of(weight, bias, own, layers, plan).whole(initial, 0, found, 0)
         assert torch.equal(own, x)
         assert not found.any()
 
@@ -133,7 +132,7 @@ def settled(uncomputed, by_kernels, monkeypatch):
         report.found[: 2 * report.rounds].tolist()
         return [2] * report.found.shape[-1]
 
-    monkeypatch.setattr(fused.Report, "passes_taken", passes_taken)
+    monkeypatch.setattr(forward.Report, "passes_taken", passes_taken)
 
 
 def counted(function):

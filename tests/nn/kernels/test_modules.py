@@ -14,16 +14,14 @@ import torch
 
 from deeppcr import ConvergenceWarning, Newton, PaperTest, Result, Zeros
 from deeppcr.nn import MLP, ResNet
-from kernel_support import error
+from kernel_support import error, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.linear.kernels import dense
-from deeppcr.nn import adjoint, calibrate, cost
-from deeppcr.nn import base as network
-from deeppcr.nn import forward as fused
+from deeppcr.nn import adjoint, base, calibrate, cost, forward
 from deeppcr.nn.base import Network, choose
 
 TOLERANCE = 5e-5
@@ -73,7 +71,7 @@ def assert_like_float64(net, x, tolerance=TOLERANCE):
 
 @pytest.mark.parametrize("room", [False, True])
 def test_wide_layers_need_a_device_with_room(room, monkeypatch):
-    monkeypatch.setattr(network, "has_room", lambda device: room)
+    monkeypatch.setattr(base, "has_room", lambda device: room)
     hidden = SimpleNamespace(shape=(1, 0), is_cuda=True, device=torch.device("cuda", 0))
     assert build("mlp", 9, "cpu", width=64)._covered(hidden, True) == (True, True)
     assert build("mlp", 9, "cpu", width=65)._covered(hidden, True) == (room, room)
@@ -148,8 +146,8 @@ def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels, monkeypatch):
     """They are averaged before it is known whether there is more to do: of one chunk, in two rounds, or by the loop."""
-    monkeypatch.setattr(fused, "_ROUNDS", rounds)
-    monkeypatch.setattr(fused, "_plans", {})  # nobody knows how many rounds it will take
+    monkeypatch.setattr(forward, "_ROUNDS", rounds)
+    monkeypatch.setattr(forward, "_plans", {})  # nobody knows how many rounds it will take
     newton = Newton(chunk=chunk)
     net = build("mlp", 6, by_kernels, activation="tanh", mode="parallel", newton=newton, warm_start=True)
     states = net.hidden_states(torch.randn(2, 3, device=by_kernels))
@@ -159,7 +157,7 @@ def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels
 
 
 def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
-    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    monkeypatch.setattr(forward, "_ROUNDS", 2)
     net = build("mlp", 14, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=2))
     with torch.no_grad():
         net.weight *= 6
@@ -169,7 +167,7 @@ def test_what_newton_does_not_finish_is_warned_of(by_kernels, monkeypatch):
 
 
 def test_a_diverged_pass_is_no_warm_start(by_kernels, monkeypatch):
-    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    monkeypatch.setattr(forward, "_ROUNDS", 2)
     newton = Newton(chunk=2)
     net = build("mlp", 12, by_kernels, mode="parallel", newton=newton, warm_start=True)
     good = net.weight.detach().clone()
@@ -439,12 +437,12 @@ def test_what_there_are_no_kernels_for(settings, mode, by_kernels):
 
 
 def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
-    monkeypatch.setattr(network, "_MOST_ROWS", 2)
+    monkeypatch.setattr(base, "_MOST_ROWS", 2)
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
         monkeypatch.setattr(net, "_choose_without_kernels", lambda _, rule=rule: (rule, "a rule"))
-        monkeypatch.setattr(network, "_ways", {})
+        monkeypatch.setattr(base, "_ways", {})
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -498,22 +496,30 @@ def test_the_plan_says_why(by_kernels):
     assert "one layer after the other (" in note
 
 
+WAYS_BACK = [  # mode, choice, forward, backward
+    ("auto", ("parallel", "sequential"), 3, 7),
+    ("parallel", ("sequential", "sequential"), 3, 2),
+    ("auto", ("sequential", "parallel"), 7, 2),
+    ("auto", ("sequential", "sequential"), 7, 7),
+    ("auto", ("parallel", "parallel"), 3, 2),
+    ("sequential", ("parallel", "parallel"), 7, 7),
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "choice", "forward", "backward"),
+    ("kind", "width", "mode", "choice", "blocks", "blocks_back"),
     [
-        ("auto", ("sequential", "parallel"), 7, 2),
-        ("auto", ("sequential", "sequential"), 7, 7),
-        ("auto", ("parallel", "parallel"), 3, 2),
-        ("auto", ("parallel", "sequential"), 3, 7),
-        ("sequential", ("parallel", "parallel"), 7, 7),
-        ("parallel", ("sequential", "sequential"), 3, 2),
+        *(("resnet", 3, *way) for way in WAYS_BACK),
+        *(("mlp", 66, *way) for way in WAYS_BACK[:2]),
+        *thorough(*(("mlp", 66, *way) for way in WAYS_BACK[2:])),
     ],
 )
-@pytest.mark.parametrize(("kind", "width"), [("resnet", 3), ("mlp", 66)])
-def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forward, backward, by_kernels, monkeypatch):
+def test_the_backward_pass_has_chunks_of_its_own(
+    kind, width, mode, choice, blocks, blocks_back, by_kernels, monkeypatch
+):
     """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
     seen: dict[str, int] = {}
-    run, launch, solve_chain = fused.run, adjoint.Launches.launch, dense.solve_chain
+    run, launch, solve_chain = forward.run, adjoint.Launches.launch, dense.solve_chain
 
     def launched(self, kernel, programs, arguments, *more, **settings):
         if kernel is adjoint.adjoint_substitute:
@@ -531,18 +537,18 @@ def test_the_backward_pass_has_chunks_of_its_own(kind, width, mode, choice, forw
         return run(*arguments)
 
     made_up = cost.Choice(choice[0], 3, choice[1], 2, "made up")
-    monkeypatch.setattr(network, "choose", lambda *_: made_up)
-    monkeypatch.setattr(network, "_ways", {})
+    monkeypatch.setattr(base, "choose", lambda *_: made_up)
+    monkeypatch.setattr(base, "_ways", {})
     monkeypatch.setattr(adjoint, "_noted", {})
     monkeypatch.setattr(adjoint.Launches, "launch", launched)
     monkeypatch.setattr(dense, "solve_chain", solved)
-    monkeypatch.setattr(fused, "run", ran)
+    monkeypatch.setattr(forward, "run", ran)
     net = build(kind, 14 if kind == "resnet" else 7, by_kernels, width, mode=mode)
     assert_like_float64(net, torch.randn(2, 4, device=by_kernels))
-    assert seen == {"forward": forward, "backward": backward}
-    back = {2: "; backward in chunks of 2", 7: "; backward one after the other"}[backward]
+    assert seen == {"forward": blocks, "backward": blocks_back}
+    back = {2: "; backward in chunks of 2", 7: "; backward one after the other"}[blocks_back]
     if mode != "sequential":
-        assert net.solution.plan.notes == ["made up" + ("" if forward == backward else back)]
+        assert net.solution.plan.notes == ["made up" + ("" if blocks == blocks_back else back)]
 
 
 @pytest.mark.parametrize(("width", "skip"), [(3, 1), (2, 2), (70, 1)])
@@ -564,8 +570,8 @@ def test_what_times_are_measured_by(width, skip, by_kernels):
 
 def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
     seen = []
-    run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
+    run = forward.run
+    monkeypatch.setattr(forward, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     net = build("resnet", 8, by_kernels, mode="sequential")
     net(torch.randn(2, 4, device=by_kernels))
     assert seen[0].chunk_blocks(4) == 4
@@ -574,8 +580,8 @@ def test_a_sequential_resnet_is_one_chunk(by_kernels, monkeypatch):
 def test_tolerances_are_floats(by_kernels, monkeypatch):
     """A kernel is specialised on integers, and launched again as it was compiled."""
     seen = []
-    run = fused.run
-    monkeypatch.setattr(fused, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
+    run = forward.run
+    monkeypatch.setattr(forward, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
     assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)
 
@@ -589,7 +595,7 @@ class TestVanishing:
         torch.nn.init.zeros_(net.bias)
         return net, torch.randn(1, 4, device=device)
 
-    @pytest.mark.parametrize(("depth", "width", "chunk"), [(16, 4, 2), (16, 6, 2)])
+    @pytest.mark.parametrize(("depth", "width", "chunk"), [(16, 4, 2), *thorough((16, 6, 2))])
     def test_gradients_are_those_of_the_loop(self, depth, width, chunk, by_kernels):
         net, x = self.build(depth, by_kernels, width, newton=Newton(chunk=chunk))
         found = []
@@ -608,7 +614,7 @@ class TestVanishing:
             net, x = self.build(32, by_kernels, 4, **settings)
             return net._way(net.weight, net.input(x), "parallel").layers.atol
 
-        assert atol() == network._HARDLY_ANYTHING
+        assert atol() == base._HARDLY_ANYTHING
         assert atol(newton=Newton(atol=1e-3)) == 1e-3
         assert atol(activation="tanh") == 1e-5
         with torch.no_grad():

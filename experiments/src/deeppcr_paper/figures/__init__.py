@@ -53,5 +53,4 @@ def draw(result: dict[str, Any]) -> list[Figure]:
     Lines and letters have the colour of the text around them (``currentColor``), so a page sets background and colour
     together, and the figures suit light and dark ones.
     """
-    with style.context():
-        return [drawing.figure() for drawing in drawings(result)]
+    return [drawing.figure() for drawing in drawings(result)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
+from torch import Tensor
 
 from ..sampling import unpack
-from . import style
-from .diffusion_panels import Group
+from .diffusion_group import Group
 from .drawing import Drawing
+from .panels import panels
 
 #: Pictures in a row, and pairs of rows.
 ACROSS, MOST_ROWS = 8, 4
@@ -18,38 +17,24 @@ ACROSS, MOST_ROWS = 8, 4
 
 def images(group: Group) -> list[Drawing]:
     """Samples side by side: above each pair of rows the loop's, below those of the parallel solve, at the most steps."""
-    length = group.lengths[-1]
-    mine = [record for record in group.records if record["L"] == length and record.get("pictures")]
-    mine = sorted(mine, key=lambda record: record[group.size])[-MOST_ROWS:]
+    mine = [record for record in group.with_most_steps() if record.get("pictures")][-MOST_ROWS:]
     if not mine:
         return []
-    figure = Canvas(figsize=(style.WIDTH, 0.3 + 1.55 * len(mine)), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.03, w_pad=0.02, hspace=0.0, wspace=0.0)  # pyright: ignore
-    grid = figure.subplots(2 * len(mine), 1, squeeze=False)
+    figure, places = panels(2 * len(mine), columns=1)
+    figure.set_figheight(0.2 + 1.7 * len(mine))
     apart = 0
-    for number, record in enumerate(mine):
-        both = {way: unpack(record["pictures"][way])[:ACROSS] for way in ("sequential", "parallel")}
-        apart = max(apart, int((both["sequential"].int() - both["parallel"].int()).abs().max()))
-        for axes, (way, pixels) in zip(grid[2 * number : 2 * number + 2, 0], both.items(), strict=True):
-            _row(axes, pixels)
-            name = f"{group.name(record[group.size])}, " if way == "sequential" else ""
-            axes.set_title(f"{name}{'loop' if way == 'sequential' else 'in parallel'}", loc="left", fontsize=9, pad=2)
+    for record, loop, parallel in zip(mine, places[::2], places[1::2], strict=True):
+        both = [unpack(record["pictures"][way])[:ACROSS] for way in ("sequential", "parallel")]
+        apart = max(apart, int((both[0].int() - both[1].int()).abs().max()))
+        _row(loop, both[0], f"{group.name(record[group.size])}, loop")
+        _row(parallel, both[1], "in parallel")
     equal = "no pixel differs" if not apart else f"pixels differ by at most {apart} of 255 shades"
-    return [
-        Drawing(
-            f"{group.slug}-images",
-            f"Samples side by side: {group.label}",
-            "fig. 18",
-            f"From the same noise, L = {length:,}, by the loop and in parallel: {equal}.",
-            figure,
-        )
-    ]
+    text = f"From the same noise, L = {group.lengths[-1]:,}, by the loop and in parallel: {equal}."
+    return [Drawing(f"{group.slug}-images", f"Samples side by side: {group.label}", "fig. 18", text, figure)]
 
 
-def _row(axes: Axes, pixels: Any) -> None:
+def _row(axes: Axes, pixels: Tensor, title: str) -> None:
     """Images [N, channels, side, side] in a row, with room between them."""
-    import numpy as np
-
     count, channels, side = pixels.shape[0], pixels.shape[1], pixels.shape[-1]
     gap = max(side // 8, 1)
     strip = np.zeros((side, ACROSS * (side + gap) - gap, 4), dtype=np.uint8)  # transparent where nothing is
@@ -59,4 +44,5 @@ def _row(axes: Axes, pixels: Any) -> None:
         place[..., :3] = tile if channels == 3 else tile.repeat(3, -1)
         place[..., 3] = 255
     axes.imshow(strip, interpolation="none", aspect="equal")
+    axes.set_title(title, fontsize=9, pad=2)
     axes.set_axis_off()

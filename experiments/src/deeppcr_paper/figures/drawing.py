@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.figure import Figure as Canvas
 
-from .style import INK
+from . import style
 
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "http://www.w3.org/1999/xlink"
+_SVG = "{http://www.w3.org/2000/svg}"
+_HREF = "{http://www.w3.org/1999/xlink}href"
 #: Letters are laid out in DejaVu Sans, which is wider than any of these: nothing grows into its neighbour.
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -41,7 +41,7 @@ class Figure:
 
         It names the version that drew it: another one may put things elsewhere by a hair.
         """
-        own = self.svg.replace("<svg ", f'<svg style="color:{INK};background:#ffffff" ', 1)
+        own = self.svg.replace("<svg ", f'<svg style="color:{style.INK};background:#ffffff" ', 1)
         return f"{own}\n<!-- drawn by matplotlib {matplotlib.__version__} -->\n"
 
 
@@ -59,17 +59,15 @@ class Drawing:
         return Figure(self.name, self.title, self.paper, self.caption, self._svg())
 
     def _svg(self) -> str:
-        """The element: matplotlib's, without what belongs to a file of its own, and with names that are the figure's."""
-        buffer = io.BytesIO()
-        self.canvas.savefig(buffer, format="svg")
+        """The element: matplotlib's, without what belongs to a file of its own.
+
+        Many figures stand in one page: names are made from the figure's, and those that nothing refers to go.
+        """
+        buffer = io.StringIO()
+        with style.context(), matplotlib.rc_context({"svg.hashsalt": self.name}):
+            self.canvas.savefig(buffer, format="svg")
         root = ElementTree.fromstring(buffer.getvalue())
         _, _, width, height = root.attrib["viewBox"].split()
-        for parent in root.iter():
-            for child in list(parent):
-                # The style sheet would hold for the whole page.
-                if child.tag.rpartition("}")[2] in ("metadata", "style"):
-                    parent.remove(child)
-        self._rename(root)
         root.attrib.clear()
         root.attrib |= {
             "viewBox": f"0 0 {width} {height}",
@@ -79,64 +77,37 @@ class Drawing:
             "stroke-linejoin": "round",
             "stroke-linecap": "butt",
         }
-        for element in root.iter():
-            _shorten(element)
-        _flatten(root)
-        ElementTree.register_namespace("", _SVG)
+        used = set(re.findall(r'(?:url\(|href=")#([^")]+)', buffer.getvalue()))
+        for element in reversed([*root.iter()]):  # children before their parents
+            _shorten(element, used)
+        ElementTree.register_namespace("", _SVG.strip("{}"))
         return ElementTree.tostring(root, encoding="unicode")
 
-    def _rename(self, root: ElementTree.Element) -> None:
-        """Many figures stand in one page: names begin with the figure's, those that nothing refers to go.
 
-        They are counted, as matplotlib draws them at random.
-        """
-        link = f"{{{_XLINK}}}href"
-        used: dict[str, str] = {}
-
-        def new(old: str) -> str:
-            return used.setdefault(old, f"{self.name}-{len(used)}")
-
-        for element in root.iter():
-            if link in element.attrib:
-                where = element.attrib.pop(link)
-                # Pixels stand in the link itself; all else is a link to a part of the figure.
-                element.attrib["href"] = where if where.startswith("data:") else "#" + new(where[1:])
-            for key, value in element.attrib.items():
-                element.attrib[key] = re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{new(match[1])})", value)
-        for element in root.iter():
-            name = element.attrib.pop("id", None)
-            if name in used:
-                element.attrib["id"] = used[name]
-
-
-def _shorten(element: ElementTree.Element) -> None:
+def _shorten(element: ElementTree.Element, used: set[str]) -> None:
     """Hundredths of a point suffice; the ink is that of the text around; the font stands at the root."""
-    for key in ("d", "x", "y", "transform"):
-        if key in element.attrib:
-            element.attrib[key] = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(element.attrib[key].split()))
-    if "d" in element.attrib:
-        element.attrib["d"] = re.sub(r" ?([A-Za-z]) ?", r"\1", element.attrib["d"])
-    if element.attrib.get("transform", "").startswith("rotate(-0 "):
-        del element.attrib["transform"]
-    if "style" in element.attrib:
-        text = element.attrib["style"].replace(INK, "currentColor")
-        element.attrib["style"] = re.sub(r"font: ([\d.]+px) [^;]+", r"font-size: \1", text).replace(": ", ":")
-    if element.text is not None and not element.text.strip():
+    own = element.attrib
+    for key in own.keys() & {"d", "x", "y", "transform"}:
+        own[key] = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(own[key].split()))
+    if "d" in own:
+        own["d"] = re.sub(r" ?([A-Za-z]) ?", r"\1", own["d"])
+    if own.get("transform", "").startswith("rotate(-0 "):
+        del own["transform"]
+    if "style" in own:
+        text = own["style"].replace(style.INK, "currentColor")
+        own["style"] = re.sub(r"font: ([\d.]+px) [^;]+", r"font-size: \1", text).replace(": ", ":")
+    if _HREF in own:
+        own["href"] = own.pop(_HREF)
+    if own.get("id") not in used:
+        own.pop("id", None)
+    if not (element.text or "").strip():
         element.text = None
     element.tail = None
-
-
-def _flatten(element: ElementTree.Element) -> None:
-    """Nothing is said twice; groups without attributes and paths that paint nothing say nothing."""
-    styles = {child.attrib.get("style") for child in element}
-    if len(element) > 1 and None not in styles and len(styles) == 1 and element.tag == f"{{{_SVG}}}g":
-        element.attrib["style"] = styles.pop() or ""  # that of many equal markers, once
+    for child in [*element]:
+        if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):  # a style sheet would hold for the whole page
+            element.remove(child)
+    looks = {child.attrib.get("style") for child in element}
+    if element.tag == f"{_SVG}g" and len(element) > 1 and len(looks) == 1 and None not in looks:
+        own["style"] = element[0].attrib["style"]  # that of many equal markers, once
         for child in element:
             del child.attrib["style"]
-    for child in list(element):
-        _flatten(child)
-        if child.attrib.get("style") == "fill:none" or (child.tag == f"{{{_SVG}}}defs" and not len(child)):
-            element.remove(child)
-        elif child.tag == f"{{{_SVG}}}g" and not child.attrib:
-            at = list(element).index(child)
-            element[at : at + 1] = list(child)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import textwrap
 from statistics import median
 from typing import Any
 
 from . import style
 from .drawing import Drawing
+from .panels import describe, guide, legend, lines, panels, same_y
 
 Record = dict[str, Any]
 
@@ -22,11 +23,9 @@ def ratio(record: Record, way: str, column: str) -> float | None:
 
 
 def draw(result: dict[str, Any]) -> list[Drawing]:
-    records: list[Record] = result["records"]
     found = []
-    for activation in dict.fromkeys(record["activation"] for record in records):
+    for activation, mine in style.grouped(result["records"], "activation").items():
         for way in ("forward", "backward"):
-            mine = [record for record in records if record["activation"] == activation]
             if any(ratio(record, way, column) for record in mine for column in record[way]):
                 found.append(side_by_side(mine, activation, way))
     return found
@@ -34,48 +33,27 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
 
 def side_by_side(records: list[Record], activation: str, way: str) -> Drawing:
     """The paper's method on either machine; below, the ratio of the times for every column."""
-    first, second = records[0]["machines"]
+    machines = records[0]["machines"]
     tried = {column for record in records for column in record[way]}
     columns = [column for column in (*style.PARALLEL, *style.SEQUENTIAL) if column in tried]
     shown = columns[0]
-    figure, grid = style.canvas(1 + math.ceil(len(columns) / 2), extra=1.0)
+    figure, places = panels(2 + len(columns))
     colours = style.ordered(record["w"] for record in records)
-    depths = sorted({record["L"] for record in records})
-    every = [time for record in records for machine in (0, 1) if (time := time_on(record, way, shown, machine))]
-    for machine, (axes, name) in enumerate(zip(grid[0], (first, second), strict=True)):
-        style.panel_title(axes, style.clip(name, 28), shown)
-        style.lines(
-            axes, records, "L", "w", colours, lambda record, machine=machine: time_on(record, way, shown, machine)
-        )
-        style.powers_of_two(axes, depths)
-        style.decades(axes, every)
-        axes.set_ylabel("time (s)")
-        axes.set_xlabel("depth L (layers)")
-        if not any(time_on(record, way, shown, machine) for record in records):
-            style.remark(axes, "not timed")
-    places = [axes for row in grid[1:] for axes in row]
-    ratios = [value for record in records for column in columns if (value := ratio(record, way, column))]
-    for axes, column in zip(places, columns, strict=False):
-        style.panel_title(axes, f"ratio, {style.LABELS[column]}", column)
-        style.lines(axes, records, "L", "w", colours, lambda record, column=column: ratio(record, way, column))
-        style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])
-        style.powers_of_two(axes, depths)
-        style.decades(axes, ratios, also=[1.0])
-        axes.set_ylabel("second over first (×)")
-        axes.set_xlabel("depth L (layers)")
-        if not any(ratio(record, way, column) for record in records):
-            style.remark(axes, "not timed on both")
-    spare = places[len(columns) :]
-    style.legend(figure, colours, "width w", place=spare[0] if spare else None)
-    said = [
-        f"{style.LABELS[column]} {style.span(each, '.2f')} (median {median(each):.2f})"
-        for column in columns
-        if (each := [value for record in records if (value := ratio(record, way, column))])
-    ]
-    return Drawing(
-        f"hardware-{activation}-{way}",
-        f"Two machines, {way} pass, {style.activation(activation)}",
-        "fig. 12",
-        f"{style.LABELS[shown]} on either machine, and time on {second} over time on {first}: {'; '.join(said)}.",
-        figure,
-    )
+    for machine, axes in enumerate(places[:2]):
+        name = textwrap.shorten(machines[machine], 28, placeholder="…")
+        describe(axes, name, "depth L (layers)", "time (s)", shown)
+        lines(axes, records, [time_on(record, way, shown, machine) for record in records], colours)
+    said = []
+    for axes, column in zip(places[2:], columns, strict=True):
+        ratios = [ratio(record, way, column) for record in records]
+        describe(axes, f"ratio, {style.LABELS[column]}", "depth L (layers)", "second over first (×)", column)
+        lines(axes, records, ratios, colours, otherwise="not timed on both")
+        guide(axes, 1)
+        if known := [value for value in ratios if value]:
+            said.append(f"{style.LABELS[column]} {style.span(known, '.2f')} (median {median(known):.2f})")
+    same_y(places[:2], log=True)
+    same_y(places[2:], log=True)
+    legend(figure, colours, "width w")
+    title = f"Two machines, {way} pass, {style.activation(activation)}"
+    text = f"{style.LABELS[shown]} on either machine, and time on {machines[1]} over time on {machines[0]}: "
+    return Drawing(f"hardware-{activation}-{way}", title, "fig. 12", f"{text}{'; '.join(said)}.", figure)

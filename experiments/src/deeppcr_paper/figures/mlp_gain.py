@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..mlp_gain import MARKS, mean_exponent, mean_iterations, summarise
 from . import style
 from .drawing import Drawing
+from .panels import binary, describe, guide, legend, lines, panels, remark, same_y
 
 Record = dict[str, Any]
 
@@ -24,81 +23,57 @@ def left(record: Record, solver: str) -> bool:
 
 
 def draw(result: dict[str, Any]) -> list[Drawing]:
-    records: list[Record] = result["records"]
-    activations = dict.fromkeys(record["activation"] for record in records)
-    return [by_activation([r for r in records if r["activation"] == name], name) for name in activations]
+    return [by_activation(mine, name) for name, mine in style.grouped(result["records"], "activation").items()]
 
 
 def by_activation(records: list[Record], activation: str) -> Drawing:
     """Iterations of the paper's method and of the defaults against the gain; the exponent; the iterations against it."""
-    figure, grid = style.canvas(2, extra=1.0)
-    (printed, auto), (growth, both) = grid
+    figure, (printed, auto, growth, both) = panels(4)
     colours = style.ordered(record["L"] for record in records)
-    gains = sorted({record["gain"] for record in records})
-    counts = [count for record in records for solver in SOLVERS if (count := mean_iterations(record, solver))]
+    exponents = [mean_exponent(record) for record in records]
+    counts = {solver: [mean_iterations(record, solver) for record in records] for solver in SOLVERS}
     for axes, (solver, method) in zip((printed, auto), SOLVERS.items(), strict=True):
-        style.panel_title(axes, style.LABELS[method], method)
-        style.lines(axes, records, "gain", "L", colours, lambda record, solver=solver: mean_iterations(record, solver))
+        describe(axes, style.LABELS[method], "gain of the weights (×)", "iterations (mean)", method)
+        lines(axes, records, counts[solver], colours, x="gain", group="L", otherwise="none converged")
         _crosses(axes, records, solver, colours)
-    exponents = [value for record in records if (value := mean_exponent(record)) is not None]
-    style.panel_title(growth, "Lyapunov exponent")
-    style.lines(growth, records, "gain", "L", colours, mean_exponent)
-    growth.axhline(0, color=style.INK, linestyle=":", linewidth=1.2)
-    style.free(growth, exponents, also=[0.0])
-    growth.set_ylabel("exponent (per layer)")
-    _marks(growth, activation, records, gains)
-    for axes in (printed, auto, growth):
-        _gains(axes, gains)
-    style.panel_title(both, "iterations by exponent", "printed")
+    describe(growth, "Lyapunov exponent", "gain of the weights (×)", "exponent (per layer)")
+    lines(growth, records, exponents, colours, x="gain", group="L", otherwise="unknown")
+    guide(growth, 0)
+    _marks(growth, activation, records)
+    describe(both, "iterations by exponent", "exponent (per layer)", "iterations (mean)", "printed")
     for depth, colour in colours.items():
-        points = [(mean_exponent(r), mean_iterations(r, "paper")) for r in records if r["L"] == depth]
-        known = sorted((x, y) for x, y in points if x is not None and y is not None)
-        if known:
-            x, y = zip(*known, strict=True)
-            both.plot(x, y, color=colour, marker="o", linestyle="none", markersize=4, gid=f"L={depth}")
+        points = [
+            (x, y)
+            for record, x, y in zip(records, exponents, counts["paper"], strict=True)
+            if record["L"] == depth and x is not None and y is not None
+        ]
+        if points:
+            both.plot(*zip(*sorted(points), strict=True), "o", color=colour, markersize=4, gid=f"L={depth}")
+    if not both.lines:
+        remark(both, "none converged")
     both.axvline(0, color=style.INK, linestyle=":", linewidth=1.2)
-    both.set_xlabel("exponent (per layer)")
-    for axes in (printed, auto, both):
-        style.decades(axes, counts)
-        axes.set_ylabel("iterations (mean)")
-        if not axes.lines:
-            style.remark(axes, "none converged")
-    style.legend(figure, colours, "depth L")
-    return Drawing(
-        f"mlp-gain-{activation}",
-        f"Iterations by the gain of the weights, {style.activation(activation)}",
-        "not in it; extends section 4.4",
-        caption(records),
-        figure,
-    )
+    for axes in (printed, auto, growth):
+        binary(axes, style.plain)
+    same_y([printed, auto, both], log=True)
+    legend(figure, colours, "depth L")
+    title = f"Iterations by the gain of the weights, {style.activation(activation)}"
+    return Drawing(f"mlp-gain-{activation}", title, "not in it; extends section 4.4", caption(records), figure)
 
 
 def _crosses(axes: Axes, records: list[Record], solver: str, colours: dict[int, str]) -> None:
     """At the upper edge, a row a depth: cells that did not converge have no honest height."""
     for row, (depth, colour) in enumerate(reversed(colours.items())):
         gone = [record["gain"] for record in records if record["L"] == depth and left(record, solver)]
-        if gone:
-            heights, where = [0.95 - 0.06 * row] * len(gone), axes.get_xaxis_transform()
-            look = {"linestyle": "none", "marker": "x", "markersize": 5, "gid": f"not converged L={depth}"}
-            axes.plot(gone, heights, color=colour, transform=where, **look)
+        heights, where = [0.95 - 0.06 * row] * len(gone), axes.get_xaxis_transform()
+        axes.plot(gone, heights, "x", color=colour, transform=where, markersize=5, gid=f"not converged L={depth}")
 
 
-def _gains(axes: Axes, gains: list[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(gains[0] / 1.1, gains[-1] * 1.1)
-    exponents = range(math.floor(math.log2(gains[0])), math.ceil(math.log2(gains[-1])) + 1)
-    ticks = [2.0**k for k in exponents] if len(gains) > 1 else gains
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.plain(value)))
-    axes.set_xlabel("gain of the weights (×)")
-
-
-def _marks(axes: Axes, activation: str, records: list[Record], gains: list[float]) -> None:
+def _marks(axes: Axes, activation: str, records: list[Record]) -> None:
     """The gains that have a name, upright along their lines, above or below the curve."""
+    gains = [record["gain"] for record in records]
     middle = sum(axes.get_ylim()) / 2
     for name, gain in MARKS.get(activation, {}).items():
-        if gains[0] <= gain <= gains[-1]:
+        if min(gains) <= gain <= max(gains):
             axes.axvline(gain, color=style.INK, linewidth=0.8, linestyle="--", gid=f"mark {name}")
             known = [(abs(r["gain"] - gain), value) for r in records if (value := mean_exponent(r)) is not None]
             high = bool(known) and min(known)[1] < middle

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
 from . import style
 from .drawing import Drawing
+from .panels import describe, guide, legend, lines, panels, same_y
 
 Record = dict[str, Any]
 
-MIB = 2**20
 
-
-def total(record: Record, name: str) -> float | None:
-    """Bytes at the peak, the network included; None where it was not measured."""
+def mebibytes(record: Record, name: str) -> float | None:
+    """At the peak, the network included; None where it was not measured."""
     peak = record["peaks"].get(name, {})
-    return record["network_bytes"] + peak["bytes"] if "bytes" in peak else None
+    return (record["network_bytes"] + peak["bytes"]) / 2**20 if "bytes" in peak else None
 
 
 def ratio(record: Record, name: str) -> float | None:
     """The paper's: memory of the loop over that of the parallel pass."""
-    mine, loop = total(record, name), total(record, "loop")
+    mine, loop = mebibytes(record, name), mebibytes(record, "loop")
     return loop / mine if mine and loop else None
 
 
@@ -30,46 +28,24 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
     records: list[Record] = result["records"]
     names = list(dict.fromkeys(name for record in records for name in record["peaks"]))
     others = [name for name in names if name != "loop"]
-    if not any(total(record, name) for record in records for name in names):
+    if not any(mebibytes(record, name) for record in records for name in names):
         return []
-    figure, grid = style.canvas(1 + math.ceil(len(others) / 2), extra=1.0)
+    figure, places = panels(2 + len(others))
     colours = style.ordered(record["w"] for record in records)
-    depths = sorted({record["L"] for record in records})
-    every = [value / MIB for record in records for name in ("loop", "printed") if (value := total(record, name))]
-    for axes, name in zip(grid[0], ("loop", "printed"), strict=True):
-        style.panel_title(axes, f"{'loop' if name == 'loop' else style.LABELS[name]}, memory", name)
-        style.lines(axes, records, "L", "w", colours, lambda record, name=name: _mib(record, name))
-        style.powers_of_two(axes, depths)
-        style.decades(axes, every)
-        axes.set_ylabel("peak memory (MiB)")
-        axes.set_xlabel("depth L (layers)")
-    places = [axes for row in grid[1:] for axes in row]
-    ratios = [value for record in records for name in others if (value := ratio(record, name))]
-    for axes, name in zip(places, others, strict=False):
+    for axes, name in zip(places, ("loop", "printed"), strict=False):
+        title = "loop" if name == "loop" else style.LABELS[name]
+        describe(axes, f"{title}, memory", "depth L (layers)", "peak memory (MiB)", name)
+        lines(axes, records, [mebibytes(record, name) for record in records], colours)
+    for axes, name in zip(places[2:], others, strict=True):
         title = {"printed": "printed", "chunk auto": "automatic chunks"}.get(name, name.replace("chunk", "chunks of"))
-        style.panel_title(axes, f"loop over {title}", "printed" if name == "printed" else "auto")
-        style.lines(axes, records, "L", "w", colours, lambda record, name=name: ratio(record, name))
-        style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])
-        style.powers_of_two(axes, depths)
-        style.decades(axes, ratios, also=[1.0])
-        axes.set_ylabel("memory ratio (×)")
-        axes.set_xlabel("depth L (layers)")
-    spare = places[len(others) :]
-    style.legend(figure, colours, "width w", place=spare[0] if spare else None)
-    return [
-        Drawing(
-            "mlp-memory",
-            "Peak memory of a forward pass",
-            "fig. 14",
-            caption(records, names),
-            figure,
-        )
-    ]
-
-
-def _mib(record: Record, name: str) -> float | None:
-    found = total(record, name)
-    return found / MIB if found is not None else None
+        method = "printed" if name == "printed" else "auto"
+        describe(axes, f"loop over {title}", "depth L (layers)", "memory ratio (×)", method)
+        lines(axes, records, [ratio(record, name) for record in records], colours)
+        guide(axes, 1)
+    same_y(places[:2], log=True)
+    same_y(places[2:], log=True)
+    legend(figure, colours, "width w")
+    return [Drawing("mlp-memory", "Peak memory of a forward pass", "fig. 14", caption(records, names), figure)]
 
 
 def caption(records: list[Record], names: list[str]) -> str:
@@ -83,7 +59,7 @@ def caption(records: list[Record], names: list[str]) -> str:
         (name, record["peaks"].get(name, {}).get("status", ""))
         for record in records
         for name in names
-        if total(record, name) is None
+        if mebibytes(record, name) is None
     ]
     for words, begins in (("Out of memory", "out of memory"), ("Not tried, after smaller ones took too long", "not")):
         holes = Counter(name for name, status in missing if status.startswith(begins))
@@ -94,6 +70,5 @@ def caption(records: list[Record], names: list[str]) -> str:
 
 
 def _name(name: str) -> str:
-    return {"printed": "as printed", "loop": "the loop"}.get(
-        name, name.replace("chunk", "chunks of").replace("of auto", "chosen by the library")
-    )
+    special = {"printed": "as printed", "loop": "the loop", "chunk auto": "chunks chosen by the library"}
+    return special.get(name, name.replace("chunk", "chunks of"))

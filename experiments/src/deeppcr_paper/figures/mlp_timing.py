@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from itertools import chain, zip_longest
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from ..mlp_summary import break_even
 from ..mlp_summary import seconds as time_of
@@ -15,41 +17,27 @@ from ..table import times as as_times
 from . import style
 from .drawing import Drawing
 from .mlp_width import over_widths
+from .panels import describe, guide, legend, lines, panels, same_y
 
 Record = dict[str, Any]
-#: Of a record: a number, or None where there is none.
-Value = Callable[[Record], float | None]
 
 _PAPER = {"relu": "fig. 3", "tanh": "fig. 9", "sigmoid": "fig. 10"}
 _SHORT = {"printed": "as printed", "auto": "defaults"}
-#: "fastest" stands for whichever loop took least in a cell.
-FASTEST = "fastest"
+#: What is compared with; "fastest" stands for whichever loop took least in a cell.
+_OVER = {"loop": "eager loop", "fastest": "fastest loop"}
 
 
 def draw(result: dict[str, Any]) -> list[Drawing]:
-    found: list[Drawing] = []
-    records: list[Record] = result["records"]
-    activations = list(dict.fromkeys(record["activation"] for record in records))
-    for activation in activations:
-        mine = [record for record in records if record["activation"] == activation]
-        for way in ("forward", "backward"):
-            if any(_times(mine, way).values()):
-                found.append(over_depths(mine, activation, way))
-        widths = over_widths(mine, activation)
-        found += [widths] if widths is not None else []
-    return found
-
-
-def _times(records: list[Record], way: str) -> dict[str, bool]:
-    """The columns that were tried, in the order of the style, and whether any cell of theirs was timed."""
-    tried = {column for record in records for column in record.get(way, {})}
-    known = [column for column in (*style.SEQUENTIAL, *style.PARALLEL) if column in tried]
-    return {column: any(time_of(record, way, column) is not None for record in records) for column in known}
+    found: list[Drawing | None] = []
+    for activation, mine in style.grouped(result["records"], "activation").items():
+        found += [over_depths(mine, activation, way) for way in ("forward", "backward")]
+        found.append(over_widths(mine, activation))
+    return [drawing for drawing in found if drawing is not None]
 
 
 def loop_time(record: Record, way: str, over: str) -> float | None:
     """Of the loop that is compared with; None where one of the loops has no time, which may have been the fastest."""
-    names = [name for name in style.SEQUENTIAL if name in record.get(way, {})] if over == FASTEST else [over]
+    names = [over] if over == "loop" else [name for name in style.SEQUENTIAL if name in record.get(way, {})]
     times = [time_of(record, way, name) for name in names]
     known = [time for time in times if time is not None]
     return min(known) if known and len(known) == len(times) else None
@@ -60,93 +48,62 @@ def speedup(record: Record, way: str, column: str, over: str) -> float | None:
     return other / mine if mine and other else None
 
 
-def over_depths(records: list[Record], activation: str, way: str) -> Drawing:
+def over_depths(records: list[Record], activation: str, way: str) -> Drawing | None:
     """Time against depth, loops on the left and DeepPCR on the right; below, how many times as fast DeepPCR is."""
-    columns = _times(records, way)
-    loops = [column for column in style.SEQUENTIAL if column in columns]
-    parallel = [column for column in style.PARALLEL if column in columns]
-    overs = ["loop"] if loops == ["loop"] else ["loop", FASTEST]
-    rows = max(len(loops), len(parallel))
-    figure, grid = style.canvas(rows + len(overs), extra=1.0)
-    colours = style.ordered(record["w"] for record in records)
-    depths = sorted({record["L"] for record in records})
-    every = [time for record in records for column in columns if (time := time_of(record, way, column))]
-    laws = {column: _law(records, way, column) for column in columns}
-    # A law stands below its curves, and its name below it: the axis has room for both.
-    every += [0.3 * style.guide_label(*law)[1] for law in laws.values() if law]
-    spare: list[Axes] = []
-    for side, names in enumerate((loops, parallel)):
-        for row in range(rows):
-            axes = grid[row][side]
-            if row >= len(names):
-                spare.append(axes)
-                continue
-            column = names[row]
-            style.panel_title(axes, style.LABELS[column], column)
-            style.lines(axes, records, "L", "w", colours, lambda record, column=column: time_of(record, way, column))
-            if law := laws[column]:
-                style.guide(axes, *law, "∝ L" if column in style.SEQUENTIAL else "∝ log L")
-            _axis(axes, depths, every)
-            if not columns[column]:
-                style.remark(axes, why_not(records, way, column))
-    for row, over in enumerate(overs, rows):
-        ratios = {
-            column: [ratio for record in records if (ratio := speedup(record, way, column, over))]
-            for column in parallel
-        }
-        both = [ratio for each in ratios.values() for ratio in each]
-        for side in range(2):
-            axes = grid[row][side]
-            if side >= len(parallel):
-                spare.append(axes)
-                continue
-            column = parallel[side]
-            name = "eager loop" if over == "loop" else "fastest loop"
-            style.panel_title(axes, f"{_SHORT[column]} over {name}", column)
-            style.lines(axes, records, "L", "w", colours, _ratio(way, column, over))
-            style.guide(axes, [depths[0] / 2, depths[-1] * 2], [1, 1])
-            style.powers_of_two(axes, depths)
-            style.decades(axes, both, also=[1.0])
-            axes.set_ylabel("speed-up (×)")
-            axes.set_xlabel("depth L (layers)")
-            if not ratios[column]:
-                style.remark(axes, "not timed on both sides")
-    style.legend(figure, colours, "width w", place=spare.pop(0) if spare else None)
-    for axes in spare:
-        axes.set_axis_off()
-    return Drawing(
-        f"mlp-timing-{activation}-{way}",
-        f"{way.capitalize()} pass of a deep network, {style.activation(activation)}",
-        _PAPER.get(activation, "fig. 3"),
-        caption(records, way, overs, parallel),
-        figure,
-    )
-
-
-def _ratio(way: str, column: str, over: str) -> Value:
-    return lambda record: speedup(record, way, column, over)
-
-
-def _axis(axes: Axes, depths: list[int], times: list[float]) -> None:
-    style.powers_of_two(axes, depths)
-    style.decades(axes, times)
-    axes.set_ylabel("time (s)")
-    axes.set_xlabel("depth L (layers)")
-
-
-def _law(records: list[Record], way: str, column: str) -> tuple[list[float], list[float]] | None:
-    """The law that the paper expects, just below the curves: proportional to L for loops, to log L for DeepPCR."""
-    times: dict[int, float] = {}
-    for record in records:
-        time = time_of(record, way, column)
-        if time is not None and record["L"] >= 2:
-            times[record["L"]] = min(time, times.get(record["L"], math.inf))
-    if len(times) < 2:
+    if not any(time_of(record, way, column) for record in records for column in record.get(way, {})):
         return None
-    depths = [2**k for k in range(1, math.floor(math.log2(max(times))) + 1) if 2**k >= min(times)] or sorted(times)
-    law = (lambda depth: depth) if column in style.SEQUENTIAL else (lambda depth: math.log2(depth))
-    scale = 0.6 * min(time / law(depth) for depth, time in times.items())
-    return [*map(float, depths)], [scale * law(depth) for depth in depths]
+    tried = {column for record in records for column in record.get(way, {})}
+    loops, parallel = ([column for column in kind if column in tried] for kind in (style.SEQUENTIAL, style.PARALLEL))
+    overs = ["loop"] if loops == ["loop"] else ["loop", "fastest"]
+    rows = max(len(loops), len(parallel))
+    figure, places = panels(2 * (rows + len(overs)))
+    colours = style.ordered(record["w"] for record in records)
+    shown = _placed(places[: 2 * rows], chain(*zip_longest(loops, parallel)))
+    for column, axes in shown.items():
+        describe(axes, style.LABELS[column], "depth L (layers)", "time (s)", column)
+        times = [time_of(record, way, column) for record in records]
+        lines(axes, records, times, colours, otherwise=why_not(records, way, column))
+        _law(axes, records, times, column)
+    same_y([*shown.values()], log=True)
+    for row, over in enumerate(overs, rows):
+        shown = _placed(places[2 * row : 2 * row + 2], parallel)
+        for column, axes in shown.items():
+            describe(axes, f"{_SHORT[column]} over {_OVER[over]}", "depth L (layers)", "speed-up (×)", column)
+            ratios = [speedup(record, way, column, over) for record in records]
+            lines(axes, records, ratios, colours, otherwise="not timed on both sides")
+            guide(axes, 1)
+        same_y([*shown.values()], log=True)
+    legend(figure, colours, "width w")
+    name, paper = f"mlp-timing-{activation}-{way}", _PAPER.get(activation, "fig. 3")
+    title = f"{way.capitalize()} pass of a deep network, {style.activation(activation)}"
+    return Drawing(name, title, paper, caption(records, way, overs, parallel), figure)
+
+
+def _placed(places: Iterable[Axes], columns: Iterable[str | None]) -> dict[str, Axes]:
+    """The panel of every column; one that no column takes is left free."""
+    found = {}
+    for axes, column in zip_longest(places, columns):
+        if column is None:
+            axes.set_axis_off()
+        else:
+            found[column] = axes
+    return found
+
+
+def _law(axes: Axes, records: list[Record], values: list[float | None], column: str) -> None:
+    """The law that the paper expects, just below the curves: proportional to L for loops, to log L for DeepPCR."""
+    known = [(record["L"], time) for record, time in zip(records, values, strict=True) if time and record["L"] >= 2]
+    depths = sorted({depth for depth, _ in known})
+    if len(depths) < 2:
+        return
+    name, law = ("∝ L", float) if column in style.SEQUENTIAL else ("∝ log L", math.log2)
+    scale = 0.6 * min(time / law(depth) for depth, time in known)
+    heights = [scale * law(depth) for depth in depths]
+    # An artist only: the axis has room for its name, but need not hold all of it.
+    axes.add_artist(Line2D(depths, heights, linestyle=":", color=style.INK, linewidth=1.2, gid="guide"))
+    named = depths[2 * len(depths) // 3], heights[2 * len(depths) // 3]
+    axes.annotate(name, named, xytext=(3, -3), textcoords="offset points", va="top", fontsize=9)
+    axes.update_datalim([(named[0], 0.3 * named[1])])
 
 
 def why_not(records: list[Record], way: str, column: str) -> str:
@@ -158,16 +115,14 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
     """The best speed-ups, the depths from which on there is one, and how much is missing."""
     said = []
     for over in overs:
-        name = "the eager loop" if over == "loop" else "the fastest loop"
         best = {column: found for column in parallel if (found := _best(records, way, column, over))}
-        if not best:
-            continue
-        each = [
-            f"{as_times(ratio)} {_SHORT[c].replace('defaults', 'with the defaults')} (L = {where['L']:,}, w = {where['w']:,})"
-            for c, (ratio, where, _) in best.items()
-        ]
-        even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, (_, _, depths) in best.items()]
-        said.append(f"Over {name} at best {' and '.join(each)}; {', '.join(even)}.")
+        if best:
+            each = [
+                f"{as_times(ratio)} {_SHORT[c].replace('defaults', 'with the defaults')} (L = {at['L']:,}, w = {at['w']:,})"
+                for c, (ratio, at, _) in best.items()
+            ]
+            even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, (_, _, depths) in best.items()]
+            said.append(f"Over the {_OVER[over]} at best {' and '.join(each)}; {', '.join(even)}.")
     holes: dict[str, list[Record]] = {}
     for record in records:
         for column, entry in record.get(way, {}).items():
@@ -185,13 +140,12 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
 def _reasons(entries: list[Record]) -> str:
     """Why cells were not timed: results that failed their check first."""
     wrong = [entry["error"] for entry in entries if str(entry.get("status")).startswith("differs")]
-    full = sum(entry.get("status") == "out of memory" for entry in entries)
     said = [f"{len(wrong)} gave a result that is off by up to {100 * max(wrong):.2g}%"] if wrong else []
-    said += [f"{full} ran out of memory"] if full else []
+    full = sum(entry.get("status") == "out of memory" for entry in entries)
     long = sum(str(entry.get("status")).startswith("not timed") for entry in entries)
-    said += [f"{long} would have taken too long"] if long else []
     rest = len(entries) - len(wrong) - full - long
-    said += [f"{rest} failed"] if rest else []
+    reasons = {"ran out of memory": full, "would have taken too long": long, "failed": rest}
+    said += [f"{count} {reason}" for reason, count in reasons.items() if count]
     return f" ({', '.join(said)})"
 
 
@@ -203,8 +157,7 @@ def _ahead(depths: list[float | None], records: list[Record]) -> str:
     some = "" if len(known) == len(depths) else f" at {len(known)} of {len(depths)} widths"
     if known[-1] <= min(record["L"] for record in records):
         return f"ahead at every depth{some}"
-    low, high = (f"{float(f'{depth:.2g}'):,.0f}" for depth in (known[0], known[-1]))
-    return f"ahead from L ≈ {low}{'' if low == high else f' to {high}'}{some}"
+    return f"ahead from L ≈ {style.span([float(f'{depth:.2g}') for depth in known], ',.0f')}{some}"
 
 
 def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, list[float | None]] | None:

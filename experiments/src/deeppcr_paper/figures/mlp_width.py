@@ -6,15 +6,17 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
+from matplotlib.collections import QuadMesh
 from matplotlib.colors import BoundaryNorm, ListedColormap
 
-from ..mlp_summary import SLOWED, threshold
+from ..mlp_summary import SLOWED, speedup, threshold
 from ..mlp_summary import seconds as time_of
 from . import style
 from .drawing import Drawing
+from .panels import binary, describe, legend, lines, panels, same_y
 
 Record = dict[str, Any]
 
@@ -25,70 +27,44 @@ LEVELS = (SLOWED, 4.0, 8.0, 16.0, 32.0, 64.0)
 def over_widths(records: list[Record], activation: str, way: str = "forward") -> Drawing | None:
     """Time against width, the speed-up, and maps of the slow-down; None where there are not two widths to compare."""
     columns = [c for c in ("loop", "printed", "auto") if any(time_of(r, way, c) for r in records)]
-    widths, depths = ([*sorted({record[key] for record in records})] for key in ("w", "L"))
     parallel = [column for column in columns if column != "loop"]
-    if len(widths) < 2 or not parallel:
+    if len({record["w"] for record in records}) < 2 or not parallel:
         return None
     limits = {column: threshold(records, way, column) for column in parallel}
-    colours = style.ordered(depths)
-    panels = [*columns, *(["ratio"] if columns[0] == "loop" and "printed" in columns else [])]
-    rows = math.ceil(len(panels) / 2)
-    figure, grid = style.canvas(rows + 1, extra=1.3)
-    places = [axes for row in grid[:rows] for axes in row]
-    every = [time for record in records for column in columns if (time := time_of(record, way, column))]
-    dotted = False
-    for axes, panel in zip(places, panels, strict=False):
-        axes.set_xlabel("width w (units)")
-        style.powers_of_two(axes, widths)
-        if panel == "ratio":
-            dotted = _ratio(axes, records, way, colours, limits["printed"]["w2L"])
-            continue
-        style.panel_title(axes, style.LABELS[panel], panel)
-        style.lines(axes, records, "w", "L", colours, lambda record, panel=panel: time_of(record, way, panel))
-        style.decades(axes, every)
-        axes.set_ylabel("time (s)")
-    spare = places[len(panels) :]
-    for axes, column in zip(grid[rows], parallel, strict=False):
-        _map(axes, records, way, column, widths, depths, limits[column])
-    spare += grid[rows][len(parallel) :]
-    colour_bar = figure.colorbar(
-        _shades()[2],
-        ax=grid[rows],
-        location="bottom",
-        extend="both",
-        aspect=40,
-        label="time over that of the smallest width (×)",
-    )
-    colour_bar.set_ticks([*LEVELS], labels=[style.plain(level) for level in LEVELS])
-    colour_bar.outline.set_linewidth(0.7)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    style.legend(figure, colours, "depth L", place=spare.pop(0) if spare else None, most=7)
-    for axes in spare:
+    colours = style.ordered(record["L"] for record in records)
+    compared = {"loop", "printed"} <= {*columns}
+    upper = 2 * math.ceil((len(columns) + compared) / 2)
+    figure, places = panels(upper + 2)
+    for axes, column in zip(places, columns, strict=False):
+        describe(axes, style.LABELS[column], "width w (units)", "time (s)", column)
+        lines(axes, records, [time_of(record, way, column) for record in records], colours, x="w", group="L")
+    same_y(places[: len(columns)], log=True)
+    dotted = compared and _ratio(places[len(columns)], records, way, colours, limits["printed"]["w2L"])
+    maps = places[upper : upper + len(parallel)]
+    shades = [_map(axes, records, way, *each) for axes, each in zip(maps, limits.items(), strict=True)]
+    bar = figure.colorbar(shades[0], ax=maps, location="bottom", aspect=40, format=lambda level, _: style.plain(level))
+    bar.set_label("time over that of the smallest width (×)")
+    for axes in (*places[len(columns) + compared : upper], *places[upper + len(parallel) :]):
         axes.set_axis_off()
-    return Drawing(
-        f"mlp-timing-{activation}-{way}-width",
-        f"{way.capitalize()} pass over widths, {style.activation(activation)}",
-        "fig. 11",
-        caption(limits, dotted=dotted),
-        figure,
-    )
+    legend(figure, colours, "depth L", across=7)
+    title = f"{way.capitalize()} pass over widths, {style.activation(activation)}"
+    return Drawing(f"mlp-timing-{activation}-{way}-width", title, "fig. 11", caption(limits, dotted=dotted), figure)
 
 
 def _ratio(axes: Axes, records: list[Record], way: str, colours: dict[Any, str], limit: float | None) -> bool:
     """The speed-up of the paper's method against width; returns whether the line on which w²L is the limit goes through it."""
+    ratios = [speedup(record, way, "printed", "loop") for record in records]
+    describe(axes, "printed over eager loop", "width w (units)", "speed-up (×)", "printed")
+    lines(axes, records, ratios, colours, x="w", group="L")
     found: dict[int, dict[int, float]] = {}
-    for record in records:
-        mine, loop = time_of(record, way, "printed"), time_of(record, way, "loop")
-        if mine and loop:
-            found.setdefault(record["L"], {})[record["w"]] = loop / mine
-    style.panel_title(axes, "printed over eager loop", "printed")
-    style.lines(axes, records, "w", "L", colours, lambda record: found.get(record["L"], {}).get(record["w"]))
+    for record, ratio in zip(records, ratios, strict=True):
+        if ratio:
+            found.setdefault(record["L"], {})[record["w"]] = ratio
     line = isoline(found, limit) if limit else []
     if len(line) > 1:
-        x, y = [width for width, _ in line], [ratio for _, ratio in line]
-        axes.plot(x, y, linestyle=":", color=style.INK, linewidth=2, zorder=3, gid="isoline")
+        axes.plot(*zip(*line, strict=True), linestyle=":", color=style.INK, linewidth=2, zorder=3, gid="isoline")
     axes.axhline(1, color=style.INK, linewidth=0.8)
-    style.decades(axes, [ratio for each in found.values() for ratio in each.values()], also=[1.0])
-    axes.set_ylabel("speed-up (×)")
+    same_y([axes], log=True)
     return len(line) > 1
 
 
@@ -107,46 +83,33 @@ def isoline(ratios: dict[int, dict[int, float]], limit: float) -> list[tuple[flo
     return sorted(found)
 
 
-def _shades() -> tuple[ListedColormap, BoundaryNorm, ScalarMappable]:
-    shades = colormaps["cividis_r"]
-    count = len(LEVELS) + 1
-    colours = ListedColormap([shades(0.15 + 0.85 * number / (count - 1)) for number in range(count)])
-    norm = BoundaryNorm(LEVELS, count, extend="both")
-    return colours, norm, ScalarMappable(norm, colours)
-
-
-def _map(
-    axes: Axes,
-    records: list[Record],
-    way: str,
-    column: str,
-    widths: list[int],
-    depths: list[int],
-    limit: dict[str, Any],
-) -> None:
+def _map(axes: Axes, records: list[Record], way: str, column: str, limit: dict[str, Any]) -> QuadMesh:
     """The slow-down of every cell; a cell that was not timed stays empty."""
-    times = {(record["L"], record["w"]): time_of(record, way, column) for record in records}
-    slow = [[math.nan] * len(widths) for _ in depths]
-    for row, depth in enumerate(depths):
-        known = {width: time for width in widths if (time := times.get((depth, width)))}
-        for width, time in known.items():
-            slow[row][widths.index(width)] = time / known[min(known)]
-    colours, norm, _ = _shades()
+    widths, depths = (sorted({record[key] for record in records}) for key in ("w", "L"))
+    times = {(record["L"], record["w"]): time_of(record, way, column) or math.nan for record in records}
+    slow = []
+    for depth in depths:
+        row = [times.get((depth, width), math.nan) for width in widths]
+        least = next(iter(style.finite(row)), math.nan)  # of the smallest width that was timed
+        slow.append([time / least for time in row])
+    across, up = _edges(widths), _edges(depths)
+    steps = len(LEVELS) + 1
+    colours = ListedColormap(colormaps["cividis_r"](np.linspace(0.15, 1, steps)))
+    norm = BoundaryNorm(LEVELS, steps, extend="both")
     axes.grid(False)
-    axes.pcolormesh(_edges(widths), _edges(depths), slow, cmap=colours, norm=norm, linewidth=0, gid=f"map {column}")
-    style.panel_title(axes, f"slow-down, {'printed' if column == 'printed' else 'defaults'}", column)
-    style.powers_of_two(axes, widths)
-    style.powers_of_two(axes, depths, which="y")
-    axes.set_xlabel("width w (units)")
-    axes.set_ylabel("depth L (layers)")
-    axes.set_xlim(_edges(widths)[0], _edges(widths)[-1])
-    axes.set_ylim(_edges(depths)[0], _edges(depths)[-1])
+    shades = axes.pcolormesh(across, up, slow, cmap=colours, norm=norm, linewidth=0)
+    name = "printed" if column == "printed" else "defaults"
+    describe(axes, f"slow-down, {name}", "width w (units)", "depth L (layers)", column)
+    dashed: dict[str, Any] = {"color": style.VERMILION, "linestyle": "--", "gid": "isoline"}
     if limit["widths"]:
         along = sorted(limit["widths"].items())
-        axes.plot([w for _, w in along], [depth for depth, _ in along], color="#d55e00", linestyle="--", gid="isoline")
+        axes.plot([width for _, width in along], [depth for depth, _ in along], **dashed)
     elif limit["w2L"]:
-        ends = [_edges(widths)[0], _edges(widths)[-1]]
-        axes.plot(ends, [limit["w2L"] / end**2 for end in ends], color="#d55e00", linestyle="--", gid="isoline")
+        axes.plot([across[0], across[-1]], [limit["w2L"] / end**2 for end in (across[0], across[-1])], **dashed)
+    binary(axes)
+    binary(axes, which="y")
+    axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]))
+    return shades
 
 
 def _edges(values: list[int]) -> list[float]:

@@ -1,97 +1,68 @@
-"""How every figure looks: colours, letters, axes, legends. Made to be read on a phone: two panels side by side at most."""
+"""How figures look, what methods are called in them, and how numbers read."""
 
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
+import matplotlib.style
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 #: Of text and axes; becomes the colour of the text around the figure.
 INK = "#1b1f24"
-WIDTH = 5.8  # inches, for 10 pt letters
-STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
-PANEL = 2.05  # inches, the height of a row of panels
-
-#: One colour for a method in all figures, told apart by all kinds of colour vision (Okabe and Ito).
-METHODS: dict[str, str] = {
-    "loop": "#d55e00",
-    "graph": "#e69f00",
-    "fused": "#cc79a7",
-    "printed": "#0072b2",
-    "auto": "#009e73",
-    "sequential": "#d55e00",
-    "parallel": "#0072b2",
+#: All kinds of colour vision tell these apart (Okabe and Ito).
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
+SKY, VERMILION, GREY = "#56b4e9", "#d55e00", "#999999"
+#: What a method is called and its colour, the same in all figures.
+METHODS: dict[str, tuple[str, str]] = {
+    "loop": ("eager loop", VERMILION),
+    "graph": ("loop in a CUDA graph", ORANGE),
+    "fused": ("fused loop", PINK),
+    "printed": ("DeepPCR as printed", BLUE),
+    "auto": ("DeepPCR, defaults", GREEN),
+    "sequential": ("sequential", VERMILION),
+    "parallel": ("DeepPCR", BLUE),
 }
-LABELS: dict[str, str] = {
-    "loop": "eager loop",
-    "graph": "loop in a CUDA graph",
-    "fused": "fused loop",
-    "printed": "DeepPCR as printed",
-    "auto": "DeepPCR, defaults",
-    "sequential": "sequential",
-    "parallel": "DeepPCR",
-}
-#: Scales for ordered quantities: light enough for dark pages, dark enough for light ones, and lighter from left to right.
-WARM = ("#3f5fd0", "#8450c8", "#b9479c", "#d95757", "#e8952a")
-COLD = ("#5b50c8", "#2a7fb8", "#169b83", "#6cae36", "#c2a21a")
+LABELS = {method: label for method, (label, _) in METHODS.items()}
+COLOURS = {method: colour for method, (_, colour) in METHODS.items()}
 #: Columns of mlp-timing that go layer by layer, and those that do not.
 SEQUENTIAL = ("loop", "graph", "fused")
 PARALLEL = ("printed", "auto")
+#: Scales for ordered quantities: light enough for dark pages, dark enough for light ones, and lighter from left to right.
+WARM = ("#3f5fd0", "#8450c8", "#b9479c", "#d95757", "#e8952a")
+COLD = ("#5b50c8", "#2a7fb8", "#169b83", "#6cae36", "#c2a21a")
 
-_OWN: dict[str, Any] = {
-    "figure.facecolor": "none",
-    "axes.facecolor": (0.5, 0.5, 0.5, 0.06),
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.7,
-    "axes.titlesize": 10,
-    "axes.labelsize": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.unicode_minus": True,
+_SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same layout everywhere
-    "font.size": 10,
+    "svg.fonttype": "none",  # letters stay letters: they scale, can be searched and read aloud
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9.5),
+    **dict.fromkeys(("axes.xmargin", "axes.ymargin"), 0.06),
+    "figure.facecolor": "none",
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.hspace": 0.03,
+    "figure.constrained_layout.wspace": 0.03,
+    "axes.facecolor": (0.5, 0.5, 0.5, 0.06),
+    "axes.linewidth": 0.7,
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "axes.axisbelow": True,
+    "axes.grid": True,
     "grid.color": "#808080",
     "grid.alpha": 0.3,
     "grid.linewidth": 0.5,
-    "legend.fontsize": 9.5,
     "legend.frameon": False,
     "legend.handlelength": 1.4,
     "legend.columnspacing": 1.2,
-    "lines.linewidth": 1.5,
     "lines.markersize": 3,
-    "svg.fonttype": "none",  # letters stay letters: they scale, can be searched and read aloud
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
 }
 
 
-@contextmanager
-def context() -> Iterator[None]:
+def context() -> AbstractContextManager[None]:
     """matplotlib's settings while figures are drawn and written: its own defaults, whatever the user has, and ours."""
-    kept = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(("backend", "interactive"))}
-    with matplotlib.rc_context({**kept, **_OWN}):  # pyright: ignore[reportArgumentType]
-        yield
-
-
-def canvas(rows: int, columns: int = 2, *, extra: float = 0.6) -> tuple[Canvas, list[list[Axes]]]:
-    """A figure with a grid of panels; ``extra`` inches are for what stands above and below."""
-    figure = Canvas(figsize=(WIDTH, rows * PANEL + extra), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.06, w_pad=0.04, hspace=0.03, wspace=0.03)  # pyright: ignore
-    grid = figure.subplots(rows, columns, squeeze=False)
-    return figure, [list(row) for row in grid]
+    return matplotlib.style.context(["default", _SETTINGS])
 
 
 def ordered(values: Iterable[Any], shades: Sequence[str] = WARM) -> dict[Any, str]:
@@ -109,30 +80,30 @@ def superscript(number: int) -> str:
     return str(number).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def power(value: float) -> str:
-    """2 to the k as such, other numbers as they are.
+def power(value: float, base: int) -> str:
+    """A power of the base as such, other numbers as they are.
 
-    >>> power(1024), power(100)
-    ('2¹⁰', '100')
+    >>> power(1024, 2), power(100, 2), power(0.001, 10), power(1, 10)
+    ('2¹⁰', '100', '10⁻³', '1')
     """
-    exponent = math.log2(value) if value > 0 else 0.5
-    return f"2{superscript(round(exponent))}" if exponent == round(exponent) else f"{value:g}"
+    exponent = round(math.log(value, base))
+    whole = math.isclose(value, float(base) ** exponent) and value not in (1, 10)
+    return f"{base}{superscript(exponent)}" if whole else f"{value:g}"
 
 
-def plain(value: float) -> str:
-    """Three digits at most, no exponent between a thousandth and ten thousand.
+def plain(value: float, digits: int = 3) -> str:
+    """So many digits at most, no exponent between a thousandth and ten thousand.
 
     >>> plain(0.00042), plain(-0.5)
     ('4.2·10⁻⁴', '−0.5')
     """
     if value < 0:
-        return f"−{plain(-value)}"
+        return f"−{plain(-value, digits)}"
     if value == 0 or 1e-3 <= value < 1e4:
-        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+        return f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
     exponent = math.floor(math.log10(value))
-    lead = value / 10**exponent
-    lead_text = "" if f"{lead:.2g}" == "1" else f"{lead:.2g}·"
-    return f"{lead_text}10{superscript(exponent)}"
+    lead = f"{value / 10**exponent:.{digits - 1}g}"
+    return f"{'' if lead == '1' else f'{lead}·'}10{superscript(exponent)}"
 
 
 def signed(value: float) -> str:
@@ -153,16 +124,6 @@ def span(values: Iterable[float], form: str) -> str:
     found = list(values)
     low, high = format(min(found), form), format(max(found), form)
     return low if low == high else f"{low} to {high}"
-
-
-def decade(value: float) -> str:
-    """A power of ten as such.
-
-    >>> decade(0.001), decade(1.0)
-    ('10⁻³', '1')
-    """
-    exponent = round(math.log10(value))
-    return f"10{superscript(exponent)}" if exponent not in (0, 1) else f"{value:g}"
 
 
 def cells(count: int) -> str:
@@ -190,129 +151,18 @@ def seconds(value: float) -> str:
     return f"{value / 1e-6:.3g} µs"
 
 
-def powers_of_two(axes: Axes, values: Iterable[float], *, which: str = "x", most: int = 6) -> None:
-    """A log axis with a tick at 2 to the k; as many with numbers as there is room for."""
-    found = [math.log2(value) for value in values]
-    low, high = math.floor(min(found)), math.ceil(max(found))
-    every = math.ceil((high - low + 1) / most)
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    set_scale, set_limits = (axes.set_xscale, axes.set_xlim) if which == "x" else (axes.set_yscale, axes.set_ylim)
-    set_scale("log", base=2)
-    room = 0.04 * (high - low) + (0.3 if high > low else 1.0)
-    set_limits(2 ** (min(found) - room), 2 ** (max(found) + room))
-    axis.set_major_locator(FixedLocator([2**k for k in range(low, high + 1, every)]))
-    axis.set_minor_locator(FixedLocator([2**k for k in range(low, high + 1)]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: power(value)))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def decades(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
-    """A log y-axis with ticks at powers of ten, or at 1, 2, 5 where there are few of them; it shows ``also`` too."""
-    found, form = [value for value in [*values, *also] if value > 0] or [1.0], plain
-    low, high = min(found), max(found)
-    room = max((high / low) ** 0.06, 1.15)
-    low, high = low / room, high * room
-    axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    span = math.log10(high / low)
-    if span > 2.2:
-        ticks = [10.0**k for k in range(first, last + 1) if k % math.ceil(span / 5) == 0]
-        form = decade if low < 1e-3 or high > 1e4 else plain
-    elif span > 0.7:
-        ticks = [lead * 10.0**k for k in range(first, last + 1) for lead in (1, 2, 5)]
-    else:
-        ticks = [float(tick) for tick in MaxNLocator(4, steps=STEPS).tick_values(low, high)]
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
-
-
-def panel_title(axes: Axes, text: str, method: str | None = None) -> None:
-    """What a panel shows; a bar above it in the method's colour."""
-    axes.set_title(text, loc="left", pad=6)
-    if method is not None:
-        axes.spines["top"].set(color=METHODS[method], linewidth=3)
-
-
-def guide_label(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Where a line to compare with is named."""
-    at = (2 * len(x)) // 3
-    return x[at], y[at]
-
-
-def guide(axes: Axes, x: Sequence[float], y: Sequence[float], text: str = "") -> None:
-    """A dotted line to compare with, and what it is, to the right of and below its middle."""
-    axes.plot(x, y, linestyle=":", color=INK, linewidth=1.2, gid="guide", zorder=1.5)
-    if text:
-        place = {"textcoords": "offset points", "va": "top", "ha": "left", "fontsize": 9}
-        axes.annotate(text, guide_label(x, y), xytext=(3, -3), **place)
-
-
-def lines(
-    axes: Axes,
-    records: Iterable[dict[str, Any]],
-    x: str,
-    group: str,
-    colours: dict[Any, str],
-    value: Callable[[dict[str, Any]], float | None],
-    **options: Any,
-) -> None:
-    """A line for each value of ``group`` over ``x``; it is broken where there is no number."""
-    found: dict[Any, dict[float, float | None]] = {key: {} for key in colours}
-    for record in records:
-        found[record[group]][record[x]] = value(record)
-    for key, points in found.items():
-        where = sorted(points)
-        heights = [math.nan if (y := points[x]) is None else y for x in where]
-        axes.plot(where, heights, color=colours[key], marker="o", gid=f"{group}={key}", **options)
-
-
-def clip(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
-
-
-def remark(axes: Axes, text: str) -> None:
-    """What a panel without data says."""
-    axes.text(0.5, 0.5, textwrap.fill(text, 26), transform=axes.transAxes, ha="center", va="center", fontsize=9)
-
-
-def legend(figure: Canvas, colours: dict[Any, str], title: str, *, place: Axes | None = None, most: int = 6) -> None:
-    """Colours and what they stand for: above the panels, or in a place of the grid that is free."""
-    handles = [Line2D([], [], color=colour, linewidth=2.5) for colour in colours.values()]
-    # As they stand in the text and on the command line; powers of two are for the ticks of an axis.
-    labels = [f"{value:,}" if isinstance(value, (int, float)) else str(value) for value in colours]
-    if place is not None:
-        place.set_axis_off()
-        columns = 2 if len(labels) > 5 else 1
-        place.legend(handles, labels, title=title, ncols=columns, loc="center", borderaxespad=0)
-        return
-    rows = math.ceil(len(labels) / most)
-    figure.legend(handles, labels, title=title, ncols=math.ceil(len(labels) / rows), loc="outside upper center")
-
-
-def free(axes: Axes, values: Iterable[float], *, also: Sequence[float] = ()) -> None:
-    """A linear y-axis around the values, with few ticks."""
-    found = [value for value in [*values, *also] if math.isfinite(value)] or [0.0]
-    low, high = min(found), max(found)
-    room = 0.06 * (high - low) or max(abs(high) / 10, 1e-3)
-    axes.set_ylim(low - room, high + room)
-    ticks = [float(tick) for tick in MaxNLocator(5, steps=STEPS).tick_values(low - room, high + room)]
-    step = ticks[1] - ticks[0]
-    digits = next((count for count in range(7) if math.isclose(step * 10**count, round(step * 10**count))), 7)
-    small = max(map(abs, ticks)) < 1e-3
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low - room <= tick <= high + room]))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(
-            lambda value, _: plain(round(value / step) * step) if small else f"{value:.{digits}f}".replace("-", "−")
-        )
-    )
-
-
 def number(value: Any) -> float:
     """As it stands in a result file; NaN for what is not there or not finite, which files give by name."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
 
 
-def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
-    axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
+def finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def grouped(records: Iterable[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:
+    """The records by what they have under the key, in the order of the records."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault(record[key], []).append(record)
+    return found

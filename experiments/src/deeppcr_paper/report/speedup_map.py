@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..claims.results import Finished
+from ..claims.words import BASELINES, METHODS, finite, timed_columns
 from ..mlp_summary import seconds
 from ..mlp_timing import DIRECTIONS
-from .collect import Finished
-from .words import columns, finite
 
 EXPERIMENT = "mlp-timing"
 _KEPT = ("error", "iterations", "chunk")
@@ -26,20 +26,19 @@ def map_data(results: Sequence[Finished]) -> list[dict[str, Any]]:
 
 def _map(result: Finished) -> dict[str, Any]:
     records = result.records
-    baselines, methods = columns(records)
     cells: dict[str, Any] = {}
     for record in records:
         for way in DIRECTIONS:
             key = f"{record['activation']} {way} {record['L']} {record['w']}"
             cells[key] = {name: _entry(record, way, name) for name in record[way]}
     return {
-        "label": result.hardware + (" (quick run)" if result.quick else ""),
+        "label": result.hardware + (" (quick run)" if result.quick else " (committed)" if result.committed else ""),
         "activations": list(dict.fromkeys(record["activation"] for record in records)),
         "directions": list(DIRECTIONS),
         "depths": sorted({record["L"] for record in records}),
         "widths": sorted({record["w"] for record in records}),
-        "baselines": baselines,
-        "methods": methods,
+        "baselines": timed_columns(records, BASELINES),
+        "methods": timed_columns(records, METHODS),
         "cells": cells,
     }
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..figures import Figure, draw
-from ..report.collect import Finished, collect
+from .. import figures
+from ..claims.results import Finished, best, collect, finished
+from ..figures import Figure
 from ..report.page import make_page as make_report
 from ..store import write_text
 from . import headline
-from .choice import Results
 from .page import make_page
 
 __all__ = ["build", "write"]
@@ -19,10 +20,9 @@ __all__ = ["build", "write"]
 _BY_HAND = {"mlp-gain": "docs/figures"}
 
 
-def build(root: Path) -> dict[str, str]:
+def build(root: Path, draw: Callable[[dict[str, Any]], Sequence[Figure]] = figures.draw) -> dict[str, str]:
     """Every generated file of a checkout: its path there, and its content. The same results give the same bytes."""
-    folder = root / "results"
-    results = Results.of(folder)
+    results = finished(root / "results")
     drawn: dict[Path, Sequence[Figure]] = {}
 
     def once(result: Finished) -> Sequence[Figure]:
@@ -31,13 +31,13 @@ def build(root: Path) -> dict[str, str]:
                 drawn[result.path] = draw(result.content)
         return drawn[result.path]
 
-    page, figures = make_page(results, once)
+    page, shown = make_page(results, once)
     files = {"docs/paper.md": page}
-    files |= {f"docs/paper/{figure.name}.svg": figure.file() for figure in figures}
+    files |= {f"docs/paper/{figure.name}.svg": figure.file() for figure in shown}
     for experiment, place in _BY_HAND.items():
-        result = results.best(experiment)
+        result = best(results, experiment)
         files |= {f"{place}/{figure.name}.svg": figure.file() for figure in (once(result) if result else ())}
-    files["docs/report.html"] = make_report(collect([folder]), drawn)
+    files["docs/report.html"] = make_report(collect([root / "results"]), once)
     files["README.md"] = headline.put((root / "README.md").read_text(encoding="utf-8"), results)
     return files
 

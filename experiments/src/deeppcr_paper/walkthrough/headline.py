@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..claims.networks import of_activation
+from ..claims.results import IMAGES, Finished, best, command
 from ..figures.style import seconds as in_words
 from ..mlp_summary import BASELINES, seconds
-from ..report.collect import Finished
+from ..mlp_timing import DIRECTIONS
 from ..table import times
-from .choice import Results, smaller, source
-from .diffusion import DATA
 
 BEGIN = "<!-- the table begins: written by make paper -->"
 END = "<!-- the table ends -->"
@@ -26,7 +26,7 @@ WIDTHS = (4, 16, 64, 256)
 SHORT = 64
 
 
-def put(page: str, results: Results) -> str:
+def put(page: str, results: Sequence[Finished]) -> str:
     """The page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -35,48 +35,37 @@ def put(page: str, results: Results) -> str:
     return before + "\n".join([BEGIN, "", *lines(results), "", END]) + after
 
 
-def lines(results: Results) -> list[str]:
-    timed = results.best("mlp-timing", _on_gpu)
-    trained = results.best("resnet-training", _fast)
-    sampled = [each for name in ("latent-diffusion", "pixel-diffusion") if (each := results.best(name, _on_gpu))]
-    rows = [*(_networks(timed) if timed else []), *(_training(trained) if trained else [])]
-    rows += [row for each in sampled for row in _samples(each)]
-    if not rows:
-        return ["Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`."]
-    from_files = [
-        source(each) + (", smaller than the paper's runs" if smaller(each) else "")
-        for each in (timed, trained, *sampled)
-        if each
-    ]
+def lines(results: Sequence[Finished]) -> list[str]:
+    needed = {"mlp-timing": _on_gpu, "resnet-training": _fast, "latent-diffusion": _on_gpu, "pixel-diffusion": _on_gpu}
+    found = {name: best(results, name, needs) for name, needs in needed.items()}
+    used = [result for result in found.values() if result]
+    if len(used) < len(needed):
+        missing = [f"`{command(name)}`" for name, result in found.items() if result is None]
+        return [f"Not run yet: {', '.join(missing)}."]
+    timed, trained, *sampled = used
+    sources = [each.source + (", smaller than the paper's runs" if each.smaller else "") for each in used]
     return [
-        f"| time of a pass{' or a sample' if sampled else ''} | {' | '.join(HEADS.values())} |",
+        f"| time of a pass or a sample | {' | '.join(HEADS.values())} |",
         "|---" * (1 + len(HEADS)) + "|",
-        *rows,
+        *_networks(timed),
+        *_training(trained),
+        *(row for each in sampled for row in _samples(each)),
         "",
         'In brackets: its time over that of `deeppcr` in parallel, so below 1 where that is slower; `mode="auto"`, the default, '
         "takes the fused sequential kernel, which is `deeppcr`'s too, where it is expected to be the faster. L layers of "
-        f"width w, one row{' (in training 8)' if trained else ''}; whole calls, with their stopping tests. Of an MLP the shortest of "
-        f"{_repeats(timed)}as the paper shows, else medians. Backward: the "
+        "width w, one row (in training 8); whole calls, with their stopping tests. Of an MLP the shortest of "
+        f"{_repeats(timed)} calls, as the paper shows, else medians. Backward: the "
         "gradients of weights, biases and input, through autograd; `backward` among [the kernels' "
-        "times](docs/performance.md#measured) is without those of the weights, and shorter."
-        + (" Diffusion: L denoising steps, one sample." if sampled else ""),
-        f"From {' and '.join(from_files)}.",
+        "times](docs/performance.md#measured) is without those of the weights, and shorter. "
+        "Diffusion: L denoising steps, one sample.",
+        f"From {' and '.join(sources)}.",
     ]
 
 
-def _repeats(timed: Finished | None) -> str:
-    counts = (
-        [
-            len(each["seconds"])
-            for r in timed.records
-            for way in ("forward", "backward")
-            for each in r[way].values()
-            if each.get("seconds")
-        ]
-        if timed
-        else []
-    )
-    return f"{min(counts)} to {max(counts)} calls, " if counts else ""
+def _repeats(timed: Finished) -> str:
+    entries = [entry for record in timed.records for way in DIRECTIONS for entry in record[way].values()]
+    counts = [len(entry["seconds"]) for entry in entries if entry.get("seconds")]
+    return f"{min(counts)} to {max(counts)}"
 
 
 def _on_gpu(result: Finished) -> bool:
@@ -89,10 +78,10 @@ def _fast(result: Finished) -> bool:
 
 
 def _networks(result: Finished) -> list[str]:
-    mine = [record for record in result.records if record["activation"] == "relu"]
+    mine = of_activation(result, "relu")
     deepest = max((record["L"] for record in mine), default=0)
     found = []
-    for way in ("forward", "backward"):
+    for way in DIRECTIONS:
         for depth, widths in ((deepest, WIDTHS), (SHORT, (16,))):
             for record in mine:
                 if record["L"] == depth and record["w"] in widths:
@@ -125,15 +114,16 @@ def _samples(result: Finished) -> list[str]:
     found = []
     for entry in result.summary:
         if entry["L"] == longest and entry.get("conditional", "no") == "no":
-            images = f"{entry.get('side')}×{entry.get('side')} pixels"
-            size = f"latents of {DATA.get(entry['data'], entry['data'])}, w = {entry['w']}" if "w" in entry else images
+            if "w" in entry:
+                size = f"latents of {IMAGES[entry['data']]}, w = {entry['w']}"
+            else:
+                size = f"{entry['side']}×{entry['side']} pixels"
             found.append(_row(f"Diffusion, {size}, L = {longest:,}", entry["seconds"]))
     return found
 
 
 def _row(name: str, each: Mapping[str, float | None]) -> str:
-    ours = each.get("auto")
-    cells: Sequence[str] = [_cell(column, each.get(column), ours) for column in HEADS]
+    cells = [_cell(column, each.get(column), each.get("auto")) for column in HEADS]
     return f"| {name} | {' | '.join(cells)} |"
 
 

@@ -153,7 +153,7 @@
       "aria-label": `L ${depth}, w ${width}: ${status}`,
       "data-depth": depth,
       "data-width": width,
-    }, ratio === null ? "–" : inCell(ratio));
+    }, make("span", {}, ratio === null ? "–" : inCell(ratio)));
     made.setAttribute("role", "gridcell");
     if (ratio !== null) {
       const rgb = colour(ratio);

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deeppcr import Result
-from kernel_support import error, misaligned, strided
+from kernel_support import error, misaligned, strided, thorough
 
 # Where something overflows, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -20,8 +20,7 @@ pytest.importorskip("numpy")  # which the interpreter needs
 
 import triton.language as tl
 
-from deeppcr.nn import cost, kernels
-from deeppcr.nn import forward as fused
+from deeppcr.nn import cost, forward, kernels
 from deeppcr.nn.layers import Layers
 
 TOLERANCE = 2e-5
@@ -34,7 +33,7 @@ GAINS = {"relu": 1.2, "tanh": 1.0, "sigmoid": 2.0}
 def several_groups(monkeypatch):
     """Networks that an interpreter can do have few chunks, which would be one group: see also ``test_one_group``."""
     monkeypatch.setattr(cost, "ONE_GROUP", 1)
-    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(forward, "_plans", {})
 
 
 def network(blocks, width=3, rows=1, *, skip=1, residual=False, activation="tanh", gain=None, device="cpu"):
@@ -87,7 +86,7 @@ def after_blocks(x, layers):
 def assert_states_and_gradients(problem, layers, guess=None, tolerance=TOLERANCE, gradient_tolerance=None):
     leaves = [tensor.clone().requires_grad_() for tensor in problem]
     box = []
-    states = fused.apply(*leaves, guess, layers, box)
+    states = forward.apply(*leaves, guess, layers, box)
     full = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = loop(*full, layers)
     assert states.shape == expected.shape
@@ -115,9 +114,9 @@ SMALL = [
     (3, 33, 1, 1, False, "sigmoid", None),
     (4, 66, 1, 1, False, "tanh", 2),
     (1, 66, 1, 1, False, "sigmoid", None),
-    (33, 3, 1, 1, False, "tanh", None),
-    (65, 2, 1, 1, False, "relu", 16),
-    *((11, 3, 1, 1, False, "tanh", chunk) for chunk in (2, 5, 11)),
+    (11, 3, 1, 1, False, "tanh", 2),
+    *thorough((33, 3, 1, 1, False, "tanh", None), (65, 2, 1, 1, False, "relu", 16)),
+    *thorough(*((11, 3, 1, 1, False, "tanh", chunk) for chunk in (5, 11))),
 ]
 
 
@@ -171,7 +170,7 @@ def test_inputs_may_lie_anywhere(place, device):
     expected = loop(*doubles(*problem), layers)
     for tracked in (False, True):
         moved = [place(tensor).requires_grad_(tracked) for tensor in problem]
-        assert error(fused.apply(*moved, None, layers, []), expected) <= TOLERANCE
+        assert error(forward.apply(*moved, None, layers, []), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("blocks", "chunk"), [(1, None), (11, 2)])
@@ -184,9 +183,9 @@ def test_the_same_network_gives_the_same_numbers(device):
     layers = Layers(**MLP, activation="tanh", chunk=2)
     weight, bias, initial = network(5, device=device)
     gradients = torch.randn(5, 1, 3, device=device)
-    first, second = (fused.run(weight, bias, initial, None, layers)[0] for _ in range(2))
+    first, second = (forward.run(weight, bias, initial, None, layers)[0] for _ in range(2))
     assert torch.equal(first, second)
-    there, again = (fused.adjoint(weight, first, gradients, layers) for _ in range(2))
+    there, again = (forward.adjoint(weight, first, gradients, layers) for _ in range(2))
     assert torch.equal(there[0], again[0])
     assert torch.equal(there[1], again[1])
 
@@ -194,7 +193,7 @@ def test_the_same_network_gives_the_same_numbers(device):
 @pytest.fixture
 def few_rounds(monkeypatch):
     """Two rounds, so four passes, before the rest is taken one layer after the other."""
-    monkeypatch.setattr(fused, "_ROUNDS", 2)
+    monkeypatch.setattr(forward, "_ROUNDS", 2)
 
 
 class TestGuess:
@@ -203,16 +202,16 @@ class TestGuess:
     def test_from_the_solution_there_is_nothing_to_correct(self, device):
         problem = network(9, device=device)
         there = loop(*doubles(*problem), self.layers).float()
-        x, report = fused.run(*problem, there[:, 0], self.layers)
+        x, report = forward.run(*problem, there[:, 0], self.layers)
         assert report.passes_taken() == [2]
         assert float(report.found[:2, 0].max()) < 0.1
         assert error(after_blocks(x, self.layers), there) <= 1e-6
 
     def test_near_the_solution_there_is_little_to_correct(self, device):
         problem = network(11, gain=2.0, device=device)
-        cold = fused.run(*problem, None, self.layers)[1]
+        cold = forward.run(*problem, None, self.layers)[1]
         near = loop(*doubles(*problem), self.layers).float() + 1e-3
-        x, warm = fused.run(*problem, near, self.layers)
+        x, warm = forward.run(*problem, near, self.layers)
         assert warm.found[0, 0] < cold.found[0, 0] / 10
         assert warm.passes_taken() < cold.passes_taken()
         assert error(after_blocks(x, self.layers), loop(*doubles(*problem), self.layers)) <= TOLERANCE
@@ -222,7 +221,7 @@ class TestGuess:
         expected = loop(*doubles(*problem), self.layers)
         guess = expected.float()
         guess[:, 1] = 1.0
-        x, report = fused.run(*problem, guess, self.layers)
+        x, report = forward.run(*problem, guess, self.layers)
         taken = report.passes_taken()
         assert taken[0] == 2 < taken[1]
         assert error(after_blocks(x, self.layers), expected) <= TOLERANCE
@@ -243,7 +242,7 @@ class TestGuess:
             guess[3, 1] = garbage  # where the third chunk starts
         else:
             guess[:] = garbage
-        x, _ = fused.run(*problem, guess, layers)
+        x, _ = forward.run(*problem, guess, layers)
         expected = loop(*doubles(*problem), layers)
         assert error(after_blocks(x, layers), expected) <= TOLERANCE
         assert misfit(after_blocks(x, layers), *problem, layers).max() <= 1e-4
@@ -256,7 +255,7 @@ class TestGuess:
         bias[3] = -100.0
         weight[4:6] = 1e25 * torch.eye(3, device=device)
         bias[4:6] = 0
-        x, _ = fused.run(weight, bias, initial, None, layers)
+        x, _ = forward.run(weight, bias, initial, None, layers)
         expected = loop(*doubles(weight, bias, initial), layers)
         assert torch.isfinite(expected.float()).all()
         assert error(after_blocks(x, layers), expected) <= TOLERANCE
@@ -268,7 +267,7 @@ class TestNotConverged:
     @pytest.mark.parametrize("gain", [3.0, 5.0])
     def test_the_loop_finishes_what_newton_does_not(self, gain, device, few_rounds):
         problem = network(16, gain=gain, device=device)
-        x, report = fused.run(*problem, None, self.layers)
+        x, report = forward.run(*problem, None, self.layers)
         solution = report.solution()
         assert report.finished
         assert report.passes_taken() == [0]
@@ -288,32 +287,32 @@ class TestNotConverged:
         weight, bias, initial = problem = network(10, 3, 2, gain=4.0, device=device)
         # Rounding is amplified, too: by this tolerance it is nothing.
         layers = Layers(**MLP, activation="tanh", chunk=2, atol=1e-4, rtol=1e-4)
-        by_the_loop = fused.run(*problem, None, Layers(**MLP, activation="tanh", chunk=10))[0][1:]
+        by_the_loop = forward.run(*problem, None, Layers(**MLP, activation="tanh", chunk=10))[0][1:]
         guess = by_the_loop * (1 + 1e-4 * torch.randn(10, 2, 3).to(device))  # settled by the first round
         guess[:, 0] = 1.0
-        x, report = fused.run(*problem, guess, layers)
+        x, report = forward.run(*problem, guess, layers)
         assert report.finished
         assert report.solution().results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
         assert report.solution().result is Result.FINISHED_BY_LOOP
         states = after_blocks(x, layers)
         assert misfit(states, *problem, layers).max() <= 1e-5 * states.abs().max()
         # Bit for bit what it is where nobody needs another round or the loop, which rounds otherwise.
-        alone, report = fused.run(weight, bias, initial[[1, 1]], guess[:, [1, 1]], layers)
+        alone, report = forward.run(weight, bias, initial[[1, 1]], guess[:, [1, 1]], layers)
         assert not report.finished
         assert torch.equal(states[:, 1], alone[1:, 1])
         assert not torch.equal(states[:, 1], by_the_loop[:, 1])
 
     def test_of_wide_layers(self, device, monkeypatch):
-        monkeypatch.setattr(fused, "_ROUNDS", 1)
+        monkeypatch.setattr(forward, "_ROUNDS", 1)
         problem = network(6, 66, gain=5.0, device=device)
-        x, report = fused.run(*problem, None, self.layers)
+        x, report = forward.run(*problem, None, self.layers)
         assert report.finished
         assert misfit(x[1:], *problem, self.layers).max() <= 1e-5 * x.abs().max()
 
     def test_with_skips(self, device, few_rounds):
         layers = Layers(2, True, "tanh", chunk=1)
         problem = network(8, 3, skip=2, residual=True, gain=4.0, device=device)
-        x, report = fused.run(*problem, None, layers)
+        x, report = forward.run(*problem, None, layers)
         assert report.finished
         states = after_blocks(x, layers)
         assert misfit(states, *problem, layers).max() <= 1e-5 * states.abs().max()
@@ -322,7 +321,7 @@ class TestNotConverged:
     @pytest.mark.parametrize("width", [3, 16, 32, 64])
     def test_deep(self, width, gpu):
         problem = network(1000, width, 3, gain=4.0, device=gpu)
-        x, report = fused.run(*problem, None, Layers(**MLP, activation="tanh"))
+        x, report = forward.run(*problem, None, Layers(**MLP, activation="tanh"))
         assert report.finished
         states = after_blocks(x, self.layers)
         assert misfit(states, *problem, self.layers).max() <= 1e-5 * states.abs().max()
@@ -336,7 +335,7 @@ class TestNotConverged:
         initial = initial.abs()
         initial[1] = 0.0
         bias[:, :, 2] = 0.2
-        x, report = fused.run(weight, bias, initial, None, layers)
+        x, report = forward.run(weight, bias, initial, None, layers)
         expected = loop(weight, bias, initial, layers)
         finite = torch.isfinite(expected)
         assert not finite.all()
@@ -355,7 +354,7 @@ class TestReport:
         layers = Layers(skip, residual, "relu", chunk=2 * skip)
         weight, bias, initial = network(5, width, skip=skip, residual=residual, gain=1 / width**0.5, device=device)
         problem = weight.abs(), bias.abs() + 0.1, initial.abs()
-        x, report = fused.run(*problem, None, layers)
+        x, report = forward.run(*problem, None, layers)
         first, second = report.found[:2, 0, 0].tolist()
         assert second < 1e-4 * first
         assert report.passes_taken() == [2]
@@ -366,7 +365,7 @@ class TestReport:
         layers = Layers(**MLP, activation="relu", chunk=1)
         weight, bias, initial = network(13, gain=1 / 3**0.5, rows=2, device=device)
         problem = weight.abs(), bias.abs() + 0.1, initial.abs()
-        x, report = fused.run(*problem, None, layers)
+        x, report = forward.run(*problem, None, layers)
         assert report.passes_taken() == [2, 2]
         assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= 1e-6
 
@@ -374,7 +373,7 @@ class TestReport:
     def test_says_what_is_so(self, tolerance, device):
         layers = Layers(**MLP, activation="tanh", chunk=2, atol=tolerance, rtol=tolerance)
         problem = network(9, 3, 2, gain=1.5, device=device)
-        x, report = fused.run(*problem, None, layers)
+        x, report = forward.run(*problem, None, layers)
         solution, taken = report.solution(), report.passes_taken()
         states = after_blocks(x, layers)
         assert not report.finished
@@ -425,7 +424,7 @@ class TestAdjoint:
         x = torch.rand(21, 2, 3, device=device) + 0.1
         gradients = torch.randn(20, 2, 3, device=device)
         gradients[9:] = 0
-        adjoints, initial = fused.adjoint(weight, x, gradients, layers)
+        adjoints, initial = forward.adjoint(weight, x, gradients, layers)
         expected, expected_initial = self.expected(weight, x, gradients)
         assert torch.isfinite(expected).all()
         assert error(adjoints, expected) <= TOLERANCE
@@ -438,7 +437,7 @@ class TestAdjoint:
         x = torch.rand(13, 2, 3, device=device) + 0.1
         gradients = torch.rand(12, 2, 3, device=device)
         gradients[5:, 1] = 0
-        adjoints, _ = fused.adjoint(weight, x, gradients, layers)
+        adjoints, _ = forward.adjoint(weight, x, gradients, layers)
         expected, _ = self.expected(weight, x, gradients)
         finite = torch.isfinite(expected.float())
         assert not finite[:, 0].all()
@@ -448,7 +447,7 @@ class TestAdjoint:
     def test_only_what_is_asked_for(self, device):
         layers = Layers(**MLP, activation="tanh")
         weight, bias, initial = network(3, 3, 2, device=device)
-        states = fused.apply(weight, bias, initial.requires_grad_(), None, layers, [])
+        states = forward.apply(weight, bias, initial.requires_grad_(), None, layers, [])
         states.sum().backward()
         assert initial.grad is not None
         assert weight.grad is None
@@ -456,7 +455,7 @@ class TestAdjoint:
     def test_second_derivatives_are_refused(self, device):
         layers = Layers(**MLP, activation="tanh")
         leaves = [leaf.requires_grad_() for leaf in network(2, device=device)]
-        states = fused.apply(*leaves, None, layers, [])
+        states = forward.apply(*leaves, None, layers, [])
         with pytest.raises(RuntimeError, match="second derivatives: the fused kernels have none"):
             torch.autograd.grad(states.sum(), leaves, create_graph=True)
 
@@ -496,8 +495,8 @@ def test_the_end_of_the_network_is_part_of_the_test(seed, device):
     weight[16], bias[16] = 30 * torch.eye(2), -30 * torch.tanh(before).float()
     problem = [each.to(device) for each in (weight, bias, initial)]
     exact = loop(*doubles(*problem), layers)
-    x, report = fused.run(*problem, None, layers)
-    rounding = (fused.run(*problem, None, Layers(**MLP, activation="tanh", chunk=20))[0][-1] - exact[-1]).abs().max()
+    x, report = forward.run(*problem, None, layers)
+    rounding = (forward.run(*problem, None, Layers(**MLP, activation="tanh", chunk=20))[0][-1] - exact[-1]).abs().max()
     assert report.solution().result is Result.CONVERGED
     assert (x[-1] - exact[-1]).abs().max() <= 3 * rounding + 1e-5
 
@@ -506,7 +505,7 @@ def test_all_blocks_in_one_chunk_is_the_loop(device):
     layers = Layers(skip=4, residual=True, activation="relu", chunk=16)
     assert layers.chunk_blocks(16) == 16
     problem = network(16, skip=4, residual=True, activation="relu", device=device)
-    x, report = fused.run(*problem, None, layers)
+    x, report = forward.run(*problem, None, layers)
     assert report is None
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
 
@@ -516,8 +515,8 @@ def test_one_group(chunks, device, monkeypatch):
     monkeypatch.setattr(cost, "ONE_GROUP", 8)
     layers = Layers(**MLP, activation="tanh", chunk=2)
     problem = network(2 * chunks - 1, rows=2, device=device)
-    x, report = fused.run(*problem, None, layers)
-    plan = fused.plan_for(problem[0], 2, None, layers)
+    x, report = forward.run(*problem, None, layers)
+    plan = forward.plan_for(problem[0], 2, None, layers)
     assert (plan.chunks, plan.groups) == (chunks, 1)
     assert all(report.passes_taken())
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
@@ -528,19 +527,21 @@ def test_wide_corrections_that_lack_some_digits_cost_nothing(gain, gpu):
     """Enough chunks that the starts are solved for by products on the matrix units, which cut sums off."""
     layers = Layers(**MLP, activation="tanh", chunk=4)
     problem = network(256, 66, gain=gain, device=gpu)
-    x, report = fused.run(*problem, None, layers)
+    x, report = forward.run(*problem, None, layers)
     assert report.solution().result is Result.CONVERGED
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
     with pytest.MonkeyPatch.context() as patch:
-        plain = fused.dense.solve_in_place
-        patch.setattr(fused.dense, "solve_in_place", lambda *given, **_: plain(*given))
-        _, refined = fused.run(*problem, None, layers)
+        plain = forward.dense.solve_in_place
+        patch.setattr(forward.dense, "solve_in_place", lambda *given, **_: plain(*given))
+        _, refined = forward.run(*problem, None, layers)
     assert max(report.passes_taken()) <= max(refined.passes_taken())
 
 
+@pytest.mark.parametrize("rounds", [2, *thorough(8)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_product_that_overflows_settles_nothing(grouped, device):
+def test_a_product_that_overflows_settles_nothing(grouped, rounds, device, monkeypatch):
     """The states are numbers, and right from the first pass on; what their errors would become is not known."""
+    monkeypatch.setattr(forward, "_ROUNDS", rounds)
     layers = Layers(**MLP, activation="relu", chunk=2)
     blocks = 32 if grouped else 16  # eight chunks are one group, whose product nobody needs
     weight = torch.ones(blocks, 1, 1, 1, device=device)
@@ -550,25 +551,26 @@ def test_a_product_that_overflows_settles_nothing(grouped, device):
     if not grouped:
         weight[4], weight[6] = 1e25, 1.0
     exact = loop(weight, bias, initial, layers)
-    x, report = fused.run(weight, bias, initial, exact[:, 0], layers)
+    x, report = forward.run(weight, bias, initial, exact[:, 0], layers)
     assert torch.isfinite(exact).all()
     assert report.solution().result is Result.FINISHED_BY_LOOP
     torch.testing.assert_close(after_blocks(x, layers), exact)
 
 
+@pytest.mark.parametrize("blocks", [8, *thorough(32)])
 @pytest.mark.parametrize(("residual", "rounds"), [(True, 4), (False, 3)])
-def test_rounds_where_nobody_can_ask(residual, rounds, device, monkeypatch):
+def test_rounds_where_nobody_can_ask(residual, rounds, blocks, device, monkeypatch):
     """In a CUDA graph there are so many, whatever they find, and then the loop."""
     layers = Layers(2, residual, "tanh", chunk=2)
-    problem = network(32, 3, 2, skip=2, residual=residual, activation="tanh", device=device)
+    problem = network(blocks, 3, 2, skip=2, residual=residual, activation="tanh", device=device)
     seen = []
-    for kind, name in ((fused._Narrow, "one_round"), (fused._Narrow, "whole")):
+    for kind, name in ((forward._Narrow, "one_round"), (forward._Narrow, "whole")):
         made = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *a, name=name, made=made: seen.append(name) or made(*a))
-    exact, _ = fused.run(*problem, None, replace(layers, chunk=32))
+    exact, _ = forward.run(*problem, None, replace(layers, chunk=blocks))
     seen.clear()
-    monkeypatch.setattr(fused, "is_capturing", lambda device: True)
-    x, report = fused.run(*problem, None, layers)
+    monkeypatch.setattr(forward, "is_capturing", lambda device: True)
+    x, report = forward.run(*problem, None, layers)
     assert seen == ["one_round"] * rounds + ["whole"]
     assert not report.finished
     torch.testing.assert_close(x, exact, atol=1e-4, rtol=1e-4)

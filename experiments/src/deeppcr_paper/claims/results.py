@@ -1,12 +1,12 @@
-"""Which results a report shows: of each experiment on each machine the newest, and quick ones where there are no others."""
+"""Finished results: what is in a file, how it was made, and which of several is taken."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ from ..catalogue import EXPERIMENTS
 from ..experiment import Experiment
 from ..store import PARTIAL, PaperError, read
 
-QUICK = "quick run, small sizes: shows that it works"
 #: What the trainings call their images, in words.
 IMAGES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA", "digits": "scikit-learn's digits"}
-#: Those that the paper does not have.
-_OTHER = ("digits",)
+#: Images come from a folder of the user's.
+_WITH_IMAGES = ("resnet-", "latent-", "pixel-", "diffusion-")
+#: Settings that say how often something is timed, and leave its size alone.
+_REPEATS = frozenset({"budget", "fewest", "most", "patience", "eager_steps", "runs", "loop_runs", "timed_seeds"})
 _FIRST = "deeppcr-paper reproduce mlp-timing --quick"
+#: Whether a result has what is asked for.
+Needs = Callable[["Finished"], bool]
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,12 @@ class Finished:
     Attributes:
         path: of the file
         content: what is in it
+        committed: whether it comes with the repository, and stands in for one that was not made here
     """
 
     path: Path
     content: dict[str, Any]
+    committed: bool = False
 
     @property
     def name(self) -> str:
@@ -92,10 +97,43 @@ class Finished:
         return shlex.join(words)
 
     @property
+    def smaller(self) -> str:
+        """What is other than at the paper's sizes, as it is given on the command line; empty where nothing is."""
+        return _given(self.changes) if set(self.changes) - _REPEATS else ""
+
+    @property
+    def fewer(self) -> str:
+        """Of a result of full size: how its timings were cut short; empty where they were not."""
+        return "" if self.smaller else _given(self.changes)
+
+    @property
+    def source(self) -> str:
+        """The file, the machine, the day and the commit."""
+        sessions = self.content.get("sessions") or [self.content]
+        commits = dict.fromkeys(str(session.get("commit")) for session in sessions)
+        return f"`results/{self.path.name}` ({self.hardware}, {self.date[:10]}, commit {', '.join(commits)})"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Of two results the greater is taken: no quick one, one from a GPU, as large as the paper's, timed, newer."""
+        timed = self.content["settings"].get("timed_seeds") != 0
+        return not self.quick, self.content["device"] == "cuda", not self.smaller, timed, self.date, self.path.name
+
+    @property
+    def largest(self) -> int:
+        """The most steps of a loop in it."""
+        return max((record["L"] for record in self.records if isinstance(record.get("L"), int)), default=0)
+
+    @property
     def remark(self) -> str:
-        """What has to be said of its sizes; nothing where they are the paper's."""
-        other = f"on {self.images}" if any(data in _OTHER for data in self._data) else ""
-        return "; ".join(filter(None, [QUICK if self.quick else "", other, self.changed_in_words]))
+        """What has to be said of its sizes and its data; nothing where they are the paper's."""
+        words = [
+            f"quick run: small sizes, at most L = {self.largest:,}" if self.quick else "",
+            f"committed result at full size, {self.date[:10]}" if self.committed else "",
+            f"on {self.images}" if "digits" in self._data else "",
+            f"changed settings: {', '.join(self.changed)}" if self.changed else "",
+        ]
+        return "; ".join(filter(None, words))
 
     @property
     def images(self) -> str:
@@ -107,10 +145,6 @@ class Finished:
         """One data set, or a list of them; other experiments have none."""
         data = self.content["settings"].get("data", [])
         return list(map(str, data if isinstance(data, list) else [data]))
-
-    @property
-    def changed_in_words(self) -> str:
-        return f"changed settings: {', '.join(self.changed)}" if self.changed else ""
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -149,10 +183,38 @@ def plain(name: str) -> str:
     return name.replace("(R)", "").replace("(TM)", "")
 
 
-def collect(folders: Sequence[Path]) -> list[Finished]:
-    """What a report is made from, in the order of the catalogue.
+def _given(changes: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
-    Files that are no results of ``deeppcr-paper reproduce``, neither by name nor by content, and unfinished ones are passed over.
+
+def command(experiment: str) -> str:
+    """What runs it at full size."""
+    if experiment == "hardware":
+        return "deeppcr-paper reproduce hardware FILE1 FILE2   # two results of mlp-timing"
+    return f"deeppcr-paper reproduce {experiment} --device cuda" + folder_of_images(experiment)
+
+
+def folder_of_images(experiment: str) -> str:
+    return " --data-dir DIR" if experiment.startswith(_WITH_IMAGES) else ""
+
+
+def best(results: Sequence[Finished], experiment: str, needs: Needs = lambda result: True) -> Finished | None:
+    """The one to take of an experiment's at full size, or nearly: never a quick one."""
+    mine = [each for each in results if each.name == experiment and not each.quick and needs(each)]
+    return max(mine, key=lambda each: each.rank, default=None)
+
+
+def second(results: Sequence[Finished], experiment: str, needs: Needs = lambda result: True) -> Finished | None:
+    """The same of another machine than that of the best."""
+    first = best(results, experiment, needs)
+    return first and best(results, experiment, lambda result: needs(result) and result.hardware != first.hardware)
+
+
+def collect(folders: Sequence[Path], fallback: Sequence[Path] = ()) -> list[Finished]:
+    """Of each experiment on each machine the result to take, in the order of the catalogue; quick ones where there are no others.
+
+    Args:
+        fallback: folders whose full results are taken for experiments of which there is none in the others
     """
     found = [result for folder in folders for result in finished(folder)]
     if not found:
@@ -160,23 +222,24 @@ def collect(folders: Sequence[Path]) -> list[Finished]:
         begun = sorted(path.name for folder in folders for path in folder.glob(f"*{PARTIAL}"))
         todo = f"{begun[0]} is unfinished: its command, once more, goes on with it" if begun else f"run {_FIRST} first"
         raise PaperError(f"{named}: no finished results of `deeppcr-paper reproduce` there; {todo}")
+    kept = {(result.name, result.hardware): result for result in sorted(found, key=lambda each: each.rank)}
+    full = {result.name for result in found if not result.quick}
+    shown = [result for result in kept.values() if not (result.quick and result.name in full)]
+    others = [each for folder in fallback for each in finished(folder) if not each.quick and each.name not in full]
+    stand_in = {
+        (each.name, each.hardware): replace(each, committed=True) for each in sorted(others, key=lambda each: each.rank)
+    }
     names = [each.name for each in EXPERIMENTS]
-    newest: dict[tuple[str, str], Finished] = {}
-    # The last one stays: a full one, of those one whose settings nobody changed, of those the newest.
-    for result in sorted(found, key=lambda each: (not each.quick, not each.changed, each.date, each.path.name)):
-        newest[result.name, result.hardware] = result
-    full = {result.name for result in newest.values() if not result.quick}
-    kept = [result for result in newest.values() if not (result.quick and result.name in full)]
 
     def place(result: Finished) -> tuple[Any, ...]:
         known = names.index(result.name) if result.name in names else len(names)
-        return known, result.name, result.content["device"] == "cpu", result.hardware
+        return known, result.name, result.committed, result.content["device"] == "cpu", result.hardware
 
-    return sorted(kept, key=place)
+    return sorted([*shown, *stand_in.values()], key=place)
 
 
 def finished(folder: Path) -> list[Finished]:
-    """Every finished result of `deeppcr-paper reproduce` in a folder."""
+    """Every finished result of `deeppcr-paper reproduce` in a folder; other files, and unfinished ones, are passed over."""
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "there is no such folder"
         raise PaperError(f"{folder}: {what}; --results says where the results are, {_FIRST} makes some")

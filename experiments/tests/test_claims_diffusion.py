@@ -1,4 +1,4 @@
-"""Verdicts of the walk-through follow the numbers: diffusion."""
+"""Verdicts follow the numbers: diffusion."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from deeppcr_paper.report.collect import Finished
-from deeppcr_paper.walkthrough import diffusion, findings, headline
-from deeppcr_paper.walkthrough.reading import NO, OPEN, YES, Verdict, verdict
-from walkthrough_support import by_what
+from claims_support import by_what
+from deeppcr_paper.claims import diffusion, findings
+from deeppcr_paper.claims.check import NO, OPEN, YES, Verdict, verdict
+from deeppcr_paper.claims.results import Finished
+from deeppcr_paper.walkthrough import headline
 
 
 class Summed(Finished):
@@ -55,16 +56,18 @@ def test_latent_diffusion():
         )
     assert by_what(diffusion.latents(bad), "distances").holds == NO
     assert by_what(diffusion.timing_table(diffusion.LATENT)(bad), "iterations").ours == "0 of 12 rows"
-    rows = diffusion.timing_rows(diffusion.LATENT)(good)
+    rows = [" | ".join(row) for row in diffusion.timing_rows(diffusion.LATENT)(good).rows]
     assert (
-        "| w = 16 | 1,024 | 11.22× | 13.4 | 0.00523 | 11× | 13.4 (7) | 5.2·10⁻⁴ | 0.00523 | 12.1 (7) | 5.2·10⁻⁴ | 0.00523 | 100× | 20× | 15.0 (7) | 10⁻⁵ | 10⁻⁴ |"
+        "w = 16 | 1,024 | 11.22× | 13.4 | 0.00523 | 11× | 13.4 (7) | 5.2·10⁻⁴ | 0.00523 | 12.1 (7) | 5.2·10⁻⁴ | 0.00523 | 100× | 20× | 15.0 (7) | 10⁻⁵ | 10⁻⁴"
         in rows
     )
     assert by_what(diffusion.timing_table(diffusion.LATENT)(bad), "path of Gaussian data").ours == "0 of 12 rows"
     for entry in good.summary:
         del entry["newton"]
     assert by_what(diffusion.timing_table(diffusion.LATENT)(good), "path of Gaussian data").holds == OPEN
-    assert "| 0.00195 | – | – | – | 100×" in diffusion.timing_rows(diffusion.LATENT)(good)[2]
+    table = diffusion.timing_rows(diffusion.LATENT)(good)
+    assert table.rows[0][8:13] == ["0.00195", "–", "–", "–", "100×"]
+    assert {len(row) for row in table.rows} == {len(table.heads)}
     assert verdict(diffusion.pictures(good)) is Verdict.AGREES
     assert [check.holds for check in diffusion.other_data(good)] == [OPEN, OPEN]
     colour = [{**entry, "data": "cifar10"} for entry in sampled()]

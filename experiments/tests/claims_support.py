@@ -1,4 +1,4 @@
-"""Results that were made up, as the walk-through of the paper reads them."""
+"""Results that were made up, as the paper's claims are read off them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 
 import made_up
 from deeppcr_paper import mlp_timing, resnet_training
-from deeppcr_paper.report.collect import Finished
+from deeppcr_paper.claims.results import Finished
 
 TIMING = replace(mlp_timing.FULL, depths=(16, 64, 1024, 2**14), widths=(2, 16, 256))
 TRAINING = replace(resnet_training.FULL, depths=(64, 128), seeds=2, epochs=8)

@@ -7,44 +7,54 @@ They read the summaries of those experiments: entries with a size (``w`` or ``si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..figures.style import plain, span
 from ..figures.style import seconds as in_words
-from ..report.collect import Finished
 from ..table import times
-from .reading import NO, OPEN, SPEED_UP, YES, Check, holds
+from .check import OPEN, SPEED_UP, Check, Table, holds
+from .results import IMAGES, Finished, Needs
+from .words import HOW
 
 Entry = dict[str, Any]
-#: The paper's table, by L and size (the width of a latent, the side of an image): speed-up, Newton iterations, L∞ error.
+
+
+class PaperRow(NamedTuple):
+    """Of its table of times; the error is L∞."""
+
+    speedup: float
+    iterations: float
+    error: float
+
+
+#: The paper's table, by L and size (the width of a latent, the side of an image).
 LATENT = {
-    (256, 16): (5.53, 7.05, 0.00195),
-    (512, 16): (8.32, 9.06, 0.00304),
-    (1024, 16): (11.22, 13.40, 0.00523),
-    (256, 32): (5.65, 6.67, 0.00252),
-    (512, 32): (8.40, 8.90, 0.00298),
-    (1024, 32): (10.98, 14.06, 0.00608),
-    (256, 64): (5.56, 6.43, 0.00283),
-    (512, 64): (8.25, 9.24, 0.00324),
-    (1024, 64): (8.81, 17.35, 0.00271),
-    (256, 128): (6.55, 6.09, 0.00282),
-    (512, 128): (9.42, 9.08, 0.00364),
-    (1024, 128): (6.09, 18.54, 0.00248),
+    (256, 16): PaperRow(5.53, 7.05, 0.00195),
+    (512, 16): PaperRow(8.32, 9.06, 0.00304),
+    (1024, 16): PaperRow(11.22, 13.40, 0.00523),
+    (256, 32): PaperRow(5.65, 6.67, 0.00252),
+    (512, 32): PaperRow(8.40, 8.90, 0.00298),
+    (1024, 32): PaperRow(10.98, 14.06, 0.00608),
+    (256, 64): PaperRow(5.56, 6.43, 0.00283),
+    (512, 64): PaperRow(8.25, 9.24, 0.00324),
+    (1024, 64): PaperRow(8.81, 17.35, 0.00271),
+    (256, 128): PaperRow(6.55, 6.09, 0.00282),
+    (512, 128): PaperRow(9.42, 9.08, 0.00364),
+    (1024, 128): PaperRow(6.09, 18.54, 0.00248),
 }
 PIXEL = {
-    (256, 4): (6.85, 6.44, 0.00069),
-    (512, 4): (10.37, 8.22, 0.00143),
-    (1024, 4): (14.25, 12.33, 0.00247),
-    (256, 8): (6.55, 6.89, 0.00094),
-    (512, 8): (11.18, 7.89, 0.00276),
-    (1024, 8): (15.95, 11.11, 0.00418),
-    (256, 16): (3.46, 11.33, 0.00126),
-    (512, 16): (3.79, 15.78, 0.00235),
-    (1024, 16): (2.48, 27.33, 0.02638),
+    (256, 4): PaperRow(6.85, 6.44, 0.00069),
+    (512, 4): PaperRow(10.37, 8.22, 0.00143),
+    (1024, 4): PaperRow(14.25, 12.33, 0.00247),
+    (256, 8): PaperRow(6.55, 6.89, 0.00094),
+    (512, 8): PaperRow(11.18, 7.89, 0.00276),
+    (1024, 8): PaperRow(15.95, 11.11, 0.00418),
+    (256, 16): PaperRow(3.46, 11.33, 0.00126),
+    (512, 16): PaperRow(3.79, 15.78, 0.00235),
+    (1024, 16): PaperRow(2.48, 27.33, 0.02638),
 }
-#: Data sets as a reader calls them.
-DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "celeba": "CelebA"}
 #: Iterations up to so many times the paper's are the same: other weights, other noise.
 SAME = 1.3
 #: Mean iterations that are this close, as a share, a few samples hardly tell apart.
@@ -53,12 +63,17 @@ TIE = 0.05
 SMALL, FEW = 0.1, 15
 
 
-def of_data(name: str) -> Callable[[Finished], bool]:
-    return lambda result: any(record.get("data") == name for record in result.records)
+def of_data(name: str) -> Needs:
+    return lambda result: any(_is_of(record, name, result) for record in result.records)
+
+
+def _is_of(entry: Entry, data: str, result: Finished) -> bool:
+    """Quick runs learn scikit-learn's digits, which need no folder of images, in place of MNIST."""
+    return entry.get("data") == ("digits" if result.quick and data == "mnist" else data)
 
 
 def _entries(result: Finished, data: str) -> list[Entry]:
-    return [entry for entry in result.summary if entry.get("data") == data]
+    return [entry for entry in result.summary if _is_of(entry, data, result)]
 
 
 def _size(entry: Entry) -> int:
@@ -73,7 +88,7 @@ def _where(entry: Entry) -> str:
 def _at_best(entries: Sequence[Entry], paper: float, said: str) -> list[Check]:
     """The greatest speed-up over the eager loop, as printed and with the defaults, and the latter over the graph."""
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         known = [entry for entry in entries if method in entry]
         if not known:
             checks.append(Check(f"{words} over the eager loop, at best", said, "not timed", OPEN))
@@ -132,7 +147,7 @@ def distance(entries: Sequence[Entry]) -> Check:
         f"by at most {plain(abs(found['difference']))} of {plain(found['sequential'])} ({_where(worst)}; noise of sampling "
         f"± {plain(_noise(worst))}); within that noise in {len(inside)} of {len(known)}"
     )
-    return Check(what, "by about 0", ours, holds(len(inside) == len(known)))
+    return Check(what, "by about 0", ours, holds(len(inside) == len(known)), at_any_size=True)
 
 
 def _noise(entry: Entry) -> float:
@@ -144,14 +159,12 @@ def other_data(result: Finished) -> list[Check]:
     """Fig. 7: CIFAR-10, and CelebA where its images were to hand."""
     checks = []
     for data, paper in (("cifar10", 8.0), ("celeba", 9.0)):
-        entries, name = _entries(result, data), DATA[data]
+        entries, name = _entries(result, data), IMAGES[data]
         if not entries:
             checks.append(Check(name, f"{paper:g}×", "not in this run", OPEN))
             continue
-        checks += [
-            Check(f"{name}, {each.what}", each.paper, each.ours, each.holds, each.why)
-            for each in _at_best(entries, paper, f"{paper:g}×")
-        ]
+        best = _at_best(entries, paper, f"{paper:g}×")
+        checks += [replace(each, what=f"{name}, {each.what}") for each in best]
     return checks
 
 
@@ -173,92 +186,83 @@ def jacobians(result: Finished) -> list[Check]:
 
 def pictures(result: Finished) -> list[Check]:
     """Fig. 18: how far the samples in parallel are from the loop's."""
-    known = [entry for entry in result.summary if "auto" in entry]
+    what, known = "largest difference of a final state", [entry for entry in result.summary if "auto" in entry]
     if not known:
-        return [Check("largest difference of a final state", "none visible", "not measured", OPEN)]
+        return [Check(what, "none visible", "not measured", OPEN)]
     worst = max(known, key=lambda entry: entry["auto"]["error"])
-    ours = f"{plain(worst['auto']['error'])} with the defaults ({_where(worst)})"
-    return [Check("largest difference of a final state", "none visible", ours, holds(worst["auto"]["error"] <= 0.01))]
+    error = worst["auto"]["error"]
+    ours = f"{plain(error)} with the defaults ({_where(worst)})"
+    return [Check(what, "none visible", ours, holds(error <= 0.01), at_any_size=True)]
 
 
-def timing_table(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[Check]]:
+def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished], list[Check]]:
     """Table 2: iterations and errors as printed, row by row of the paper's, and from another start."""
 
     def read(result: Finished) -> list[Check]:
         mine = {(e["L"], _size(e)): e for e in _unconditional(result) if (e["L"], _size(e)) in paper and "printed" in e}
         if not mine:
             return [Check("the paper's rows", "", "none of them is in this run", OPEN)]
-        fast = [key for key, entry in mine.items() if entry["printed"]["over_loop"] >= SPEED_UP * paper[key][0]]
-        few = [key for key, entry in mine.items() if entry["printed"]["iterations"] <= SAME * paper[key][1]]
-        near = [key for key, entry in mine.items() if entry["printed"]["mean_error"] <= paper[key][2]]
-        all_near = [key for key, entry in mine.items() if entry["printed"]["error"] <= paper[key][2]]
-        again = {key: entry for key, entry in mine.items() if "newton" in entry}
-        fewer = [key for key, entry in again.items() if entry["newton"]["iterations"] <= SAME * paper[key][1]]
-        of = f"of {len(mine)} rows"
+
+        def rows(what: str, method: str, good: Callable[[Entry, PaperRow], bool]) -> Check:
+            known = {key: entry[method] for key, entry in mine.items() if method in entry}
+            if not known:
+                return Check(what, "see below", "not in this run", OPEN)
+            count = sum(good(found, paper[key]) for key, found in known.items())
+            return Check(what, "see below", f"{count} of {len(known)} rows", holds(count == len(known)))
+
+        def few(ours: Entry, theirs: PaperRow) -> bool:
+            return ours["iterations"] <= SAME * theirs.iterations
+
+        fast = rows("speed-up as printed", "printed", lambda ours, row: ours["over_loop"] >= SPEED_UP * row.speedup)
+        largest = "error as printed, the largest of all samples, at most the paper's"
+        mean = "error as printed, in the mean, at most the paper's"
         return [
-            Check(
-                "speed-up as printed", "see below", f"reached in {len(fast)} {of}", _all(fast, mine), _why("printed")
-            ),
-            Check(
-                "iterations as printed, at most 1.3 times the paper's", "see below", f"{len(few)} {of}", _all(few, mine)
-            ),
-            Check(
-                "the same from the path of Gaussian data, which takes no call of the network",
-                "see below",
-                f"{len(fewer)} of {len(again)} rows" if again else "not in this run",
-                _all(fewer, again) if again else OPEN,
-            ),
-            Check(
-                "error as printed, the largest of all samples, at most the paper's",
-                "see below",
-                f"{len(all_near)} {of}",
-                _all(all_near, mine),
-            ),
-            Check(
-                "error as printed, in the mean, at most the paper's", "see below", f"{len(near)} {of}", _all(near, mine)
-            ),
+            replace(fast, ours=f"reached in {fast.ours}", why=_why("printed")),
+            rows("iterations as printed, at most 1.3 times the paper's", "printed", few),
+            rows("the same from the path of Gaussian data, which takes no call of the network", "newton", few),
+            rows(largest, "printed", lambda ours, row: ours["error"] <= row.error),
+            rows(mean, "printed", lambda ours, row: ours["mean_error"] <= row.error),
         ]
 
     return read
 
 
-def _all(found: Sequence[Any], every: dict[Any, Any]) -> str:
-    return YES if len(found) == len(every) else NO
-
-
-def timing_rows(paper: dict[tuple[int, int], tuple[float, float, float]]) -> Callable[[Finished], list[str]]:
+def timing_rows(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished], Table]:
     """Beside the checks: the paper's rows and ours."""
 
-    def read(result: Finished) -> list[str]:
-        lines = [
-            "| size | L | paper: speed-up | iterations | error | as printed: speed-up | iterations (samples) | error, mean "
-            "| largest | from the path of Gaussian data: iterations (samples) | error, mean | largest "
-            "| defaults: over eager | over CUDA graph | iterations (samples) | error, mean | largest |",
-            "|---" * 17 + "|",
-        ]
+    def read(result: Finished) -> Table:
+        heads = ["size", "L", "paper: speed-up", "iterations", "error"]
+        heads += ["as printed: speed-up", "iterations (samples)", "error, mean", "largest"]
+        heads += ["from the path of Gaussian data: iterations (samples)", "error, mean", "largest"]
+        heads += ["defaults: over eager", "over CUDA graph", "iterations (samples)", "error, mean", "largest"]
+        rows = []
         for entry in _unconditional(result):
-            key = entry["L"], _size(entry)
-            theirs = f"{paper[key][0]}× | {paper[key][1]} | {paper[key][2]}" if key in paper else "– | – | –"
-            size = f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}"
-            ratios = {"printed": ("over_loop",), "newton": (), "auto": ("over_loop", "over_graph")}
-            cells = [_cells(entry.get(method), *mine) for method, mine in ratios.items()]
-            lines.append(f"| {size} | {entry['L']:,} | {theirs} | {' | '.join(cells)} |")
-        return lines
+            theirs = paper.get((entry["L"], _size(entry)))
+            rows.append(
+                [
+                    f"w = {entry['w']}" if "w" in entry else f"{entry['side']}×{entry['side']}",
+                    f"{entry['L']:,}",
+                    *([f"{theirs.speedup}×", str(theirs.iterations), str(theirs.error)] if theirs else "–––"),
+                    *_cells(entry.get("printed"), "over_loop"),
+                    *_cells(entry.get("newton")),
+                    *_cells(entry.get("auto"), "over_loop", "over_graph"),
+                ]
+            )
+        return Table("", heads, rows)
 
     return read
 
 
-def _cells(found: Entry | None, *ratios: str) -> str:
+def _cells(found: Entry | None, *ratios: str) -> list[str]:
     if found is None:
-        return " | ".join("–" for _ in (*ratios, "iterations", "mean", "largest"))
+        return ["–"] * (len(ratios) + 3)
     each = [times(found[name]) if found[name] else "–" for name in ratios]
-    iterations = f"{found['iterations']:.1f} ({found['samples']})"
-    return " | ".join([*each, iterations, plain(found["mean_error"]), plain(found["error"])])
+    return [*each, f"{found['iterations']:.1f} ({found['samples']})", plain(found["mean_error"]), plain(found["error"])]
 
 
 def _unconditional(result: Finished) -> list[Entry]:
     """What the paper's table has: MNIST, without classes."""
-    return [e for e in result.summary if e.get("data", "mnist") == "mnist" and e.get("conditional", "no") == "no"]
+    return [entry for entry in _entries(result, "mnist") if entry.get("conditional", "no") == "no"]
 
 
 def iterations(space: str) -> Callable[[Finished], list[Check]]:
@@ -269,7 +273,7 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
         if not entries:
             return [Check("iterations until the error is below 0.1", "fewer than 15", "not in this run", OPEN)]
         checks = []
-        for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+        for method, words in HOW.items():
             counts = [entry[method]["iterations"] for entry in entries]
             known = [count for count in counts if count is not None]
             missed = [entry for entry in entries if entry[method]["iterations"] is None]
@@ -297,7 +301,7 @@ def classes(result: Finished) -> list[Check]:
         by_kind[entry["conditional"]][entry["L"], entry["side"]] = entry
     pairs = [(by_kind["yes"][key], by_kind["no"][key]) for key in by_kind["yes"] if key in by_kind["no"]]
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         both = [(a[method], b[method]) for a, b in pairs if method in a and method in b]
         what = f"conditional models gain more, {words}"
         if not both:
@@ -321,7 +325,7 @@ def classes(result: Finished) -> list[Check]:
 def guesses(result: Finished) -> list[Check]:
     """Fig. 23: iterations by where they start, of the models that are told a class."""
     checks = []
-    for method, words in (("printed", "as printed"), ("auto", "with the defaults")):
+    for method, words in HOW.items():
         told = [entry for entry in result.summary if entry["conditional"] == "yes" and method in entry]
         means: dict[str, float] = {}
         for guess in dict.fromkeys(entry["guess"] for entry in told):

@@ -13,10 +13,10 @@ from ..figures.style import plain
 from ..figures.style import seconds as in_words
 from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
-from ..report.collect import Finished
-from ..report.words import METHODS, activation_name, columns, error_size, finite
 from ..table import of_cells, times
-from .reading import DEPTH, NO, OPEN, SPEED_UP, Check, holds, listed, span
+from .check import DEPTH, NO, OPEN, SPEED_UP, Check, Table, holds
+from .results import Finished, Needs
+from .words import BASELINES, HOW, METHODS, activation_name, depths_in_words, error_size, finite, listed, timed_columns
 
 Record = dict[str, Any]
 #: The paper's: speed-up at best and break-even depth, forward and backward. It names no best speed-up for smooth ones.
@@ -30,11 +30,10 @@ PAPER = {
 DEEP, FLAT, SMALL_ERROR = 64, 1.0, 1e-6
 #: Seconds of the paper's fastest passes.
 PAPER_SECONDS = {"forward": 0.015, "backward": 0.00245}
-PAPER_LOOP_SECONDS = {"forward": 0.55, "backward": 0.589}
 
 
-def has_activation(name: str) -> Callable[[Finished], bool]:
-    return lambda result: any(record["activation"] == name for record in result.records)
+def has_activation(name: str) -> Needs:
+    return lambda result: bool(of_activation(result, name))
 
 
 def of_activation(result: Finished, name: str) -> list[Record]:
@@ -82,7 +81,7 @@ class BreakEven:
         some = f", at {f'all {len(self.depths)}' if every else f'{len(self.known)} of {len(self.depths)}'} widths"
         if max(self.known) == self.least:
             return f"ahead at every depth timed (from L = {self.least:,} on){some}"
-        return f"ahead from L ≈ {span(self.known)} on{some}"
+        return f"ahead from L ≈ {depths_in_words(self.known)} on{some}"
 
 
 def timing(activation: str) -> Callable[[Finished], list[Check]]:
@@ -101,18 +100,13 @@ def timing(activation: str) -> Callable[[Finished], list[Check]]:
 def _wrong_gradients(records: Sequence[Record]) -> list[Check]:
     """Gradients as printed that failed their check, and so were not timed."""
     entries = [record["backward"]["printed"] for record in records if "printed" in record.get("backward", {})]
-    known = [entry for entry in entries if isinstance(entry.get("error"), (int, float))]
+    known = [entry for entry in entries if finite(entry.get("error"))]
     wrong = [entry["error"] for entry in known if entry["status"].startswith("differs")]
     if not wrong:
         return []
-    return [
-        Check(
-            "gradients as printed against the loop's in float64",
-            "",
-            f"too far off to be timed in {len(wrong)} of {len(known)} cells, by up to {100 * max(wrong):.0f}%",
-            why="The paper's test leaves states off by 10⁻⁴: a unit as close to 0 is on in one pass and off in the other.",
-        )
-    ]
+    ours = f"too far off to be timed in {len(wrong)} of {len(known)} cells, by up to {100 * max(wrong):.0f}%"
+    why = "The paper's test leaves states off by 10⁻⁴: a unit as close to 0 is on in one pass and off in the other."
+    return [Check("gradients as printed against the loop's in float64", "", ours, why=why)]
 
 
 def _growth(records: Sequence[Record], column: str) -> Check:
@@ -137,26 +131,24 @@ def _growth(records: Sequence[Record], column: str) -> Check:
 def _best(records: Sequence[Record], way: str, factor: float | None) -> Check:
     found = {method: best(records, way, method, "loop") for method in METHODS}
     said = [
-        f"{times(each[0])} {_short(method)} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: "
+        f"{times(each[0])} {HOW[method]} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: "
         f"{in_words(seconds(each[1], way, method) or 0)} instead of {in_words(seconds(each[1], way, 'loop') or 0)})"
         for method, each in found.items()
         if each
     ]
-    what = f"{way} pass over the eager loop, at best"
+    what, ours = f"{way} pass over the eager loop, at best", "; ".join(said) or "not timed"
     paper = {"forward": "more than 30× (0.55 s to 0.015 s)", "backward": "200× (589 ms to 2.45 ms)"}[way]
     printed = found["printed"]
     if factor is None:
-        return Check(what, "", "; ".join(said) or "not timed")
+        return Check(what, "", ours)
     if printed is None:
-        return Check(what, paper, "; ".join(said) or "not timed", OPEN)
-    return Check(
-        what, paper, "; ".join(said), holds(printed[0] >= SPEED_UP * factor), _why_slow(records, way, printed[1])
-    )
+        return Check(what, paper, ours, OPEN)
+    return Check(what, paper, ours, holds(printed[0] >= SPEED_UP * factor), _why_slow(records, way, printed[1]))
 
 
 def _even(records: Sequence[Record], way: str, depth: int | None) -> Check:
     evens = {method: BreakEven.of(records, way, method, "loop") for method in METHODS}
-    said = [f"{_short(method)} {each}" for method, each in evens.items() if each.depths]
+    said = [f"{HOW[method]} {each}" for method, each in evens.items() if each.depths]
     what = f"{way} pass, depth from which on it is faster than the eager loop"
     if depth is None:
         return Check(what, "", "; ".join(said) or "not timed")
@@ -193,50 +185,26 @@ def _why_late(records: Sequence[Record], way: str, width: int) -> str:
 def _why_slow(records: Sequence[Record], way: str, record: Record) -> str:
     """Why the paper's method takes longer here than there: its time at the least depth tells launches from arithmetic."""
     mine = {r["L"]: t for r in records if r["w"] == record["w"] and (t := seconds(r, way, "printed"))}
-    if not mine:
-        return ""
     low, high = min(mine), max(mine)
-    paper, loop = PAPER_SECONDS[way], seconds(record, way, "loop") or 0
-    if mine[high] <= paper:
-        faster = f"; our eager loop is the faster one ({in_words(loop)})" if loop < PAPER_LOOP_SECONDS[way] else ""
-        return (
-            f"The {way} pass as printed is no slower here than the paper's ({in_words(mine[high])} against "
-            f"{in_words(paper)}){faster}."
-        )
-    share = mine[low] / mine[high]
-    if share >= 0.25:
-        return (
-            f"The {way} pass as printed takes {in_words(mine[low])} at L = {low:,} already, {100 * share:.0f}% of what it takes at "
-            f"L = {high:,} ({in_words(mine[high])}; the paper's took {in_words(paper)}). So what the host does counts, not the "
-            "arithmetic; the defaults run the same equations in fused kernels."
-        )
     return (
-        f"The {way} pass as printed takes {in_words(mine[high])} at L = {high:,}, w = {record['w']:,} (the paper's took "
-        f"{in_words(paper)} at its best), and {in_words(mine[low])} at L = {low:,}: it grows with the work that it does."
+        f"At w = {record['w']:,} the {way} pass as printed takes {in_words(mine[low])} at L = {low:,} and {in_words(mine[high])} at "
+        f"L = {high:,}; the paper's took {in_words(PAPER_SECONDS[way])} at its best."
     )
 
 
-def _short(method: str) -> str:
-    return {"printed": "as printed", "auto": "with the defaults"}.get(method, method)
-
-
-def strong_baselines(activation: str) -> Callable[[Finished], list[str]]:
+def strong_baselines(activation: str) -> Callable[[Finished], Table]:
     """Beside the checks: best speed-up and break-even depth over every loop, not only over the eager one."""
 
-    def read(result: Finished) -> list[str]:
-        records, lines = of_activation(result, activation), []
-        baselines = columns(records)[0]
-        lines += [
-            f"Over stronger loops, {activation_name(activation)}, at best and by break-even depth:",
-            "",
-            f"| | {' | '.join(f'over the {label}' for label in baselines.values())} |",
-            "|---" * (1 + len(baselines)) + "|",
+    def read(result: Finished) -> Table:
+        records = of_activation(result, activation)
+        loops = timed_columns(records, BASELINES)
+        rows = [
+            [f"{way}, {label}", *(_against(records, way, method, over) for over in loops)]
+            for way in ("forward", "backward")
+            for method, label in METHODS.items()
         ]
-        for way in ("forward", "backward"):
-            for method, label in METHODS.items():
-                cells = [_against(records, way, method, over) for over in baselines]
-                lines.append(f"| {way}, {label} | {' | '.join(cells)} |")
-        return lines
+        title = f"Over stronger loops, {activation_name(activation)}, at best and by break-even depth:"
+        return Table(title, ["", *(f"over the {label}" for label in loops.values())], rows)
 
     return read
 
@@ -255,19 +223,19 @@ def widths(result: Finished) -> list[Check]:
     limits = {method: threshold(records, "forward", method) for method in METHODS}
     printed, auto = (limits[name]["w2L"] for name in ("printed", "auto"))
     said = [
-        f"{limit_in_words(limit)} {_short(method)}" if limit["w2L"] else f"not reached {_short(method)}"
+        f"{limit_in_words(limit)} {HOW[method]}" if limit["w2L"] else f"not reached {HOW[method]}"
         for method, limit in limits.items()
     ]
     depths = limits["printed"]["by_depth"]
     checks = [Check("size at which a pass takes twice as long as at the least width", "not given", "; ".join(said))]
+    what, ours, good, why = "that size is one value of w²L at every depth", "too few depths", OPEN, ""
     if len(depths) > 1:
         low, high = min(depths.values()), max(depths.values())
         ours = f"{plain(low)} to {plain(high)} over {len(depths)} depths, as printed (read off between widths)"
-        # While L itself grows by hundreds; and times are those of single runs.
-        checks.append(Check("that size is one value of w²L at every depth", "yes", ours, holds(high <= 16 * low)))
+        good = holds(high <= 16 * low)  # while L itself grows by hundreds; and times are those of single runs
     else:
         why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
-        checks.append(Check("that size is one value of w²L at every depth", "yes", "too few depths", OPEN, why))
+    checks.append(Check(what, "yes", ours, good, why))
     if printed:
         moved = f"{times(auto / printed)} as large" if auto else "beyond this grid"
         if limits["auto"]["widths"]:
@@ -303,8 +271,7 @@ def _why_memory(entries: Sequence[dict[str, Any]]) -> str:
     said = (
         f"At the greatest width, w = {wide:,}, where little else counts, the ratio is {median(at_wide):.2f}: about "
         f"{arrays:.0f} arrays as large as the weights are held beside them, the Jacobians and their products of two rounds of the "
-        "reduction"
-        + (", and the Jacobians of the iteration before, which this version lets go of." if arrays > 3.5 else ".")
+        "reduction."
     )
     if max(entry["ratio"] for entry in entries) > 1:
         said += (
@@ -330,17 +297,17 @@ def newton(result: Finished) -> list[Check]:
     for name, mine in by_activation.items():
         left = of_cells(len(mine), sum(record["activation"] == name for record in tried))
         each.append(f"{activation_name(name)} {most[name]}{left and f' ({left})'}")
-    checks = [Check("Newton iterations, at most", "6", listed(each), holds(max(most.values()) <= 6))]
+    checks = [Check("Newton iterations, at most", "6", listed(each), holds(max(most.values()) <= 6), at_any_size=True)]
     missed = sum(name != "CONVERGED" for record in first for name in record["results"])
     if missed:
-        checks.append(Check("solves that did not converge", "none", str(missed), NO))
+        checks.append(Check("solves that did not converge", "none", str(missed), NO, at_any_size=True))
     means = {name: mean_iterations_by_depth(mine) for name, mine in by_activation.items()}
     grown = {name: max(each.values()) - min(each.values()) for name, each in means.items() if len(each) > 1}
     if grown:
         spread = listed([f"{activation_name(name)} by {value:.1f}" for name, value in grown.items()])
         what = f"mean iterations from L = {DEEP} on change with L, over widths measured at every depth"
         checks.append(Check(what, "practically not", spread, holds(max(grown.values()) <= FLAT)))
-    if {"relu", "sigmoid"} <= set(means):
+    if means.get("relu") and means.get("sigmoid"):
         relu, sigmoid = (fmean(means[name].values()) for name in ("relu", "sigmoid"))
         ours = f"{relu:.1f} against {sigmoid:.1f} on average"
         checks.append(Check("ReLU takes more than sigmoid", "yes", ours, holds(relu > sigmoid)))
@@ -351,13 +318,9 @@ def newton(result: Finished) -> list[Check]:
             ours = f"{small:.0%} at most {error_size(SMALL_ERROR)}, median {error_size(median(errors))}, "
             left = of_cells(len(mine), sum(record["activation"] == name for record in tried))
             ours += f"at most {error_size(max(errors))}{left and f'; {left}'}"
-            what, good = f"error of the output, {activation_name(name)}", small >= 0.9
-            why = (
-                ""
-                if good
-                else "The test is content with a residual of 10⁻⁴ in every entry; the error is a norm over all w of them."
-            )
-            checks.append(Check(what, "almost always machine precision", ours, holds(good), why))
+            what, good = f"error of the output, {activation_name(name)}", holds(small >= 0.9)
+            why = "The test is content with a residual of 10⁻⁴ in every entry; the error is a norm over all w of them."
+            checks.append(Check(what, "almost always machine precision", ours, good, why, at_any_size=True))
     random = [record for record in known if record["guess"] == "random"]
     if random and random is not first:
         both = [fmean(fmean(r["iterations"]) for r in mine) for mine in (first, random)]
@@ -374,21 +337,13 @@ def mean_iterations_by_depth(records: Sequence[Record]) -> dict[int, float]:
     """
     counts: dict[int, dict[int, list[int]]] = {}
     for record in records:
-        if found := passes_of(record):
+        if found := record.get("iterations"):
             counts.setdefault(record["L"], {}).setdefault(record["w"], []).extend(found)
     counts = {depth: each for depth, each in sorted(counts.items()) if depth >= DEEP} or counts
     if not counts:
         return {}
     widths = set.intersection(*map(set, counts.values()))
     return {depth: fmean(n for w in widths for n in each[w]) for depth, each in counts.items()} if widths else {}
-
-
-def passes_of(record: Record) -> list[int]:
-    """Newton's iterations as printed, of each network that was solved: in a record of mlp-newton, or of a timing."""
-    if "forward" in record:
-        entry = record["forward"].get("printed", {})
-        return [entry["iterations"]] if "iterations" in entry else []
-    return record.get("iterations", [])
 
 
 def machines(result: Finished) -> list[Check]:

@@ -11,13 +11,12 @@ from ..figures.mlp_width import limit_in_words
 from ..figures.style import plain
 from ..mlp_memory import known_ratios
 from ..mlp_summary import seconds, threshold
-from ..report.collect import Finished
-from ..report.words import activation_name
 from ..table import of_cells, times
 from . import diffusion, trainings
-from .choice import Results, command, smaller
-from .networks import FLAT, BreakEven, mean_iterations_by_depth, passes_of
-from .reading import NO, YES, listed
+from .check import NO, YES
+from .networks import FLAT, BreakEven, mean_iterations_by_depth, of_activation
+from .results import IMAGES, Finished, best
+from .words import HOW, activation_name, listed
 
 
 @dataclass(frozen=True)
@@ -26,36 +25,31 @@ class Finding:
 
     Attributes:
         question: its heading
-        experiments: what answers it, the best first
+        experiment: what answers it
         answer: a result to a paragraph, or to one for each line of a list; None where it does not tell
     """
 
     question: str
-    experiments: Sequence[str]
+    experiment: str
     answer: Callable[[Finished], str | list[str] | None]
 
 
-def lines(results: Results) -> list[str]:
-    return [line for finding in FINDINGS for line in _lines(finding, results)]
+@dataclass(frozen=True)
+class Found:
+    """A question with its answer: by a result, or by none where it was not run yet."""
+
+    finding: Finding
+    result: Finished | None = None
+    answer: str | list[str] = ""
 
 
-def _lines(finding: Finding, results: Results) -> list[str]:
-    first, *_ = finding.experiments
-    for name in finding.experiments:
-        result = results.best(name)
-        if result is None:
-            continue
-        with result.blamed():
-            said = finding.answer(result)
-        if said is None:
-            continue
-        less = "; a smaller run" if smaller(result) else ""
-        where = f"(`{result.path.name}`{less}"
-        where += f"; not run yet at full size: `{command(first)}`)" if name != first else ")"
-        if isinstance(said, str):
-            return [f"- **{finding.question}** {said} {where}"]
-        return [f"- **{finding.question}** {where}", *(f"    - {each}" for each in said)]
-    return [f"- **{finding.question}** Not run yet at full size: `{command(first)}`."]
+def answered(finding: Finding, results: Sequence[Finished]) -> Found:
+    result = best(results, finding.experiment)
+    if result is None:
+        return Found(finding)
+    with result.blamed():
+        answer = finding.answer(result)
+    return Found(finding) if answer is None else Found(finding, result, answer)
 
 
 def accuracy(result: Finished) -> str | None:
@@ -86,15 +80,15 @@ def guesses(result: Finished) -> str | None:
 
 
 def iterations(result: Finished) -> str:
-    """Of mlp-newton, or of the passes as printed that were timed, on the same networks."""
     said = []
     for name in dict.fromkeys(record["activation"] for record in result.records):
-        every = [record for record in result.records if record["activation"] == name]
-        counts = [each for record in every for each in passes_of(record)]
+        every = of_activation(result, name)
+        known = [record for record in every if record.get("iterations")]
+        counts = [count for record in known for count in record["iterations"]]
         if not counts:
             said.append(f"{activation_name(name)} not measured")
             continue
-        left = of_cells(sum(bool(passes_of(record)) for record in every), len(every))
+        left = of_cells(len(known), len(every))
         means = mean_iterations_by_depth(every)
         ends = (
             f"{means[min(means)]:.1f} on average at L = {min(means):,}, {means[max(means)]:.1f} at L = {max(means):,}"
@@ -122,7 +116,7 @@ def gains(result: Finished) -> str:
 def break_even_depths(result: Finished) -> list[str]:
     said = []
     for activation in dict.fromkeys(record["activation"] for record in result.records):
-        mine = [record for record in result.records if record["activation"] == activation]
+        mine = of_activation(result, activation)
         for way in ("forward", "backward"):
             each = [
                 f"{words} {BreakEven.of(mine, way, method, over)}"
@@ -137,7 +131,7 @@ def break_even_depths(result: Finished) -> list[str]:
 
 
 def size_limit(result: Finished) -> str:
-    mine = [record for record in result.records if record["activation"] == "relu"]
+    mine = of_activation(result, "relu")
     limits = [threshold(mine, "forward", name) for name in ("printed", "auto")]
     printed, auto = (limit["w2L"] for limit in limits)
     if not printed:
@@ -209,14 +203,14 @@ def distances(result: Finished) -> str:
     found = []
     for data in dict.fromkeys(entry["data"] for entry in result.summary):
         check = diffusion.distance([entry for entry in result.summary if entry["data"] == data])
-        found.append(f"{diffusion.DATA.get(data, data)}: {check.holds}, they differ {check.ours}")
+        found.append(f"{IMAGES.get(data, data)}: {check.holds}, they differ {check.ours}")
     return f"Wasserstein-2 distances to the latents of the test set, sequential and parallel. {'; '.join(found)}."
 
 
 def classes(result: Finished) -> str:
     found = {check.what.removeprefix("conditional models "): check for check in diffusion.classes(result)}
     said = []
-    for words in ("as printed", "with the defaults"):
+    for words in HOW.values():
         gain, few = found.get(f"gain more, {words}"), found.get(f"take no more iterations, {words}")
         if gain and few:
             answer = {YES: "yes, ", NO: "not always, "}.get(gain.holds, "")
@@ -225,18 +219,18 @@ def classes(result: Finished) -> str:
 
 
 FINDINGS = (
-    Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", ["resnet-training"], accuracy),
-    Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", ["resnet-guess"], guesses),
-    Finding("Do MLPs take at most 6 iterations, whatever L?", ["mlp-newton", "mlp-timing"], iterations),
-    Finding("And with larger weights?", ["mlp-gain"], gains),
-    Finding("From which depth on does it pay?", ["mlp-timing"], break_even_depths),
+    Finding("Does a ResNet of 1024 layers reach 94% ± 1 in both modes?", "resnet-training", accuracy),
+    Finding("Do 3 Newton iterations suffice with the warm start, and not from elsewhere?", "resnet-guess", guesses),
+    Finding("Do MLPs take at most 6 iterations, whatever L?", "mlp-newton", iterations),
+    Finding("And with larger weights?", "mlp-gain", gains),
+    Finding("From which depth on does it pay?", "mlp-timing", break_even_depths),
     Finding(
         "Where does the paper's method leave the logarithmic regime, and how far do chunks move that?",
-        ["mlp-timing"],
+        "mlp-timing",
         size_limit,
     ),
-    Finding("How much memory?", ["mlp-memory"], memory),
-    Finding("Where does the sequential kernel still win?", ["mlp-timing"], loop_wins),
-    Finding("Are the samples as good (Fréchet distances)?", ["latent-diffusion"], distances),
-    Finding("Do conditional models gain more?", ["pixel-diffusion"], classes),
+    Finding("How much memory?", "mlp-memory", memory),
+    Finding("Where does the sequential kernel still win?", "mlp-timing", loop_wins),
+    Finding("Are the samples as good (Fréchet distances)?", "latent-diffusion", distances),
+    Finding("Do conditional models gain more?", "pixel-diffusion", classes),
 )

@@ -1,4 +1,4 @@
-"""What a result says to the paper's claims: one check a claim, and the verdict of several.
+"""One claim of the paper beside ours, and the verdict of several.
 
 The rules that decide are the same everywhere: a speed-up holds from nine tenths of the paper's on, a depth up to twice the
 paper's.
@@ -34,6 +34,7 @@ class Check:
         paper, ours: the figures, in words
         holds: ``YES``, ``NO``, ``OPEN`` where our result cannot tell; empty for what the paper does not claim
         why: the cause, where ours differs or cannot tell
+        at_any_size: whether it must hold for small networks and short trainings, too: then a quick run can refute it
     """
 
     what: str
@@ -41,6 +42,22 @@ class Check:
     ours: str
     holds: str = ""
     why: str = ""
+    at_any_size: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Beside the checks: numbers that the paper has not, or all of its own.
+
+    Attributes:
+        title: a line above it, or nothing
+        heads: of its columns
+        rows: cells
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def holds(condition: bool) -> str:
@@ -59,28 +76,6 @@ def verdict(checks: Iterable[Check]) -> Verdict:
     return Verdict.PARTLY if len(known) == 2 else Verdict.AGREES if known == {YES} else Verdict.DIFFERS
 
 
-def table(checks: Sequence[Check]) -> list[str]:
-    """The checks as a table in Markdown, and below it the causes of what differs."""
-    lines = ["| | paper | ours | holds |", "|---|---|---|---|"]
-    lines += [f"| {check.what} | {check.paper or '–'} | {check.ours} | {check.holds or '–'} |" for check in checks]
-    causes = dict.fromkeys(check.why for check in checks if check.why and check.holds != YES)
-    return [*lines, *(line for why in causes for line in ("", why))]
-
-
-def listed(words: Sequence[str]) -> str:
-    """
-    >>> listed(["one", "two", "three"])
-    'one, two and three'
-    """
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
-def span(values: Iterable[float]) -> str:
-    """From the least to the most, to two digits: depths between measured ones are not known better.
-
-    >>> span([1234.0, 88.0]), span([16.0])
-    ('88 to 1,200', '16')
-    """
-    found = sorted(float(f"{value:.2g}") for value in values)
-    low, high = f"{found[0]:,.0f}", f"{found[-1]:,.0f}"
-    return low if low == high else f"{low} to {high}"
+def causes(checks: Iterable[Check]) -> list[str]:
+    """Why something differs or is open, each once."""
+    return list(dict.fromkeys(check.why for check in checks if check.why and check.holds != YES))

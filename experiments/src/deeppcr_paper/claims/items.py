@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..denoisers import PRESETS
-from ..report.collect import Finished
 from . import diffusion, networks, trainings
-from .choice import Needs
-from .reading import Check
+from .check import Check, Table
+from .results import Finished, Needs
 
 _PAPER, _OURS = PRESETS["paper"], PRESETS["short"]
 _TRAINED = (
@@ -31,7 +30,7 @@ class Part:
         experiment: its name
         figures: patterns of the names of our figures that are shown, in their order
         read: a result to checks
-        also: a result to further lines of the page
+        also: a result to a table beside them
         needs: whether a result has what is asked for
         second: whether it is to come from another machine than the result that is taken elsewhere
     """
@@ -39,7 +38,7 @@ class Part:
     experiment: str
     figures: Sequence[str] = ()
     read: Callable[[Finished], list[Check]] = lambda result: []
-    also: Callable[[Finished], list[str]] | None = None
+    also: Callable[[Finished], Table] | None = None
     needs: Needs = lambda result: True
     second: bool = False
 

@@ -8,11 +8,11 @@ from typing import Any
 from ..figures.ablations import GUESSES
 from ..figures.style import plain
 from ..figures.style import seconds as in_words
-from ..report.collect import Finished
-from ..report.words import BASELINES, finite
 from ..resnet_training import end_loss
 from ..table import times
-from .reading import NO, OPEN, SPEED_UP, YES, Check, holds, listed
+from .check import NO, OPEN, SPEED_UP, YES, Check, holds
+from .results import Finished
+from .words import BASELINES, finite, listed
 
 #: Of MNIST, which the paper's trainings go through 8 times.
 IMAGES = 60_000
@@ -25,6 +25,12 @@ Entry = dict[str, Any]
 
 def deepest(result: Finished) -> Entry:
     return max(result.summary, key=lambda entry: entry["L"])
+
+
+def curves(result: Finished, depth: int, name: str, mode: str = "parallel") -> list[list[float]]:
+    """One of the curves of the trainings of a depth, of every seed that has it."""
+    runs = [record["runs"] for record in result.records if "runs" in record and record["L"] == depth]
+    return [points for run in runs if (points := run.get(mode, {}).get("curves", {}).get(name))]
 
 
 def cut_short(result: Finished) -> str:
@@ -122,31 +128,22 @@ def _steady(result: Finished, *, fast: bool) -> list[Check]:
     replayed in a CUDA graph, the same of those: the times of single calls are the host's, and its unrest.
     """
     depth, paper = deepest(result)["L"], "roughly constant: the speed-up lasts"
-    curves = [
-        record["runs"]["parallel"]["curves"] for record in result.records if "runs" in record and record["L"] == depth
-    ]
-    found: dict[str, float] = {}
-    for name in ("forward_seconds", "replayed_seconds"):
-        after = [curve[name][len(curve[name]) // 4 :] for curve in curves if curve.get(name)]
-        ratios = [max(points) / min(points) for points in after if len(points) > 1]
-        if ratios:
-            found[name] = max(ratios)
+
+    def unrest(name: str, mode: str = "parallel") -> float | None:
+        after = [points[len(points) // 4 :] for points in curves(result, depth, name, mode)]
+        return max((max(points) / min(points) for points in after if len(points) > 1), default=None)
+
     when = f"after the first quarter of the training, most over least of 100 steps, L = {depth:,}"
     what = f"time of a pass {when}"
-    forward, replayed = found.get("forward_seconds"), found.get("replayed_seconds")
+    forward, replayed = unrest("forward_seconds"), unrest("replayed_seconds")
     if forward is None:
         return [Check(what, paper, "not measured", OPEN)]
-    loops = [
-        points[len(points) // 4 :]
-        for record in result.records
-        if "runs" in record and record["L"] == depth and "sequential" in record["runs"]
-        if (points := record["runs"]["sequential"]["curves"].get("forward_seconds"))
-    ]
-    own = max((max(points) / min(points) for points in loops if len(points) > 1), default=None)
     if not fast:
         return [Check(what, paper, f"{forward:.2f}, but without the speed-up")]
-    unrest = "The times of single calls are the host's: inside a CUDA graph, in the last row, they vary less."
-    why = unrest if replayed is not None and replayed < forward else ""
+    own = unrest("forward_seconds", "sequential")
+    why = ""
+    if replayed is not None and replayed < forward:
+        why = "The times of single calls are the host's: inside a CUDA graph, in the last row, they vary less."
     beside = f"{forward:.2f}" + (f"; of the loop beside it {own:.2f}" if own else "")
     checks = [Check(what, paper, beside, holds(forward <= 1.5), why)]
     if replayed is not None:
@@ -159,21 +156,16 @@ def losses(result: Finished) -> list[Check]:
     checks = []
     for entry in result.summary:
         both = [entry[mode]["loss"] for mode in ("sequential", "parallel")]
+        what = f"loss at the end, L = {entry['L']:,}"
         if not all(both) or None in both[0] + both[1]:
-            checks.append(Check(f"loss at the end, L = {entry['L']:,}", "practically equivalent", "diverged", NO))
+            checks.append(Check(what, "practically equivalent", "diverged", NO, at_any_size=True))
             continue
         one, other = map(fmean, both)
         apart = entry["loss_difference"]
-        most = f"; losses of a step differ by at most {plain(max(apart))}" if apart else ""
-        ours = f"{end_loss(entry, 'sequential')} layer by layer, {end_loss(entry, 'parallel')} in parallel{most}"
-        checks.append(
-            Check(
-                f"loss at the end, L = {entry['L']:,}",
-                "practically equivalent (ours: within 2%)",
-                ours,
-                holds(abs(one - other) <= SAME_LOSS * one),
-            )
-        )
+        ours = f"{end_loss(entry, 'sequential')} layer by layer, {end_loss(entry, 'parallel')} in parallel"
+        ours += f"; losses of a step differ by at most {plain(max(apart))}" if apart else ""
+        good = holds(abs(one - other) <= SAME_LOSS * one)
+        checks.append(Check(what, "practically equivalent (ours: within 2%)", ours, good, at_any_size=True))
     return checks
 
 
@@ -188,18 +180,17 @@ def accuracies(result: Finished) -> list[Check]:
     for entry in result.summary:
         found = {mode: end_accuracies(entry, mode) for mode in ("sequential", "parallel")}
         if not all(found.values()):
-            checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", "diverged", NO))
+            checks.append(Check(f"accuracy at the end, L = {entry['L']:,}", "94%", "diverged", NO, at_any_size=True))
             continue
         one, other = (fmean(each) for each in found.values())
         ours = f"{one:.1f}% layer by layer, {other:.1f}% in parallel"
         near = holds(max(abs(one - 94), abs(other - 94)) <= 1)
         above = f"At L = {entry['L']:,} ours is above the paper's." if min(one, other) > 94 else ""
-        checks.append(
-            Check(f"accuracy at the end, L = {entry['L']:,}", "94%", ours, OPEN if why else near, why or above)
-        )
+        what = f"accuracy at the end, L = {entry['L']:,}"
+        checks.append(Check(what, "94%", ours, OPEN if why else near, why or above))
         apart = max(abs(a - b) for a, b in zip(*found.values(), strict=False))
         what = f"difference of the two at the end, L = {entry['L']:,}"
-        checks.append(Check(what, "close to 0", f"at most {apart:.2f} points", holds(apart <= 1)))
+        checks.append(Check(what, "close to 0", f"at most {apart:.2f} points", holds(apart <= 1), at_any_size=True))
     return checks
 
 
@@ -232,12 +223,7 @@ def newton(result: Finished) -> list[Check]:
             ours = f"{entry['printed_iterations']:.1f} on average"
             what = f"iterations as printed, first steps, {depth}"
             checks.append(Check(what, "at most 6", ours, holds(entry["printed_iterations"] <= 6)))
-        points = [
-            point
-            for record in result.records
-            if "runs" in record and record["L"] == entry["L"]
-            for point in record["runs"]["parallel"]["curves"].get("iterations", [])
-        ]
+        points = [point for curve in curves(result, entry["L"], "iterations") for point in curve]
         if points:
             what = f"iterations with the defaults, mean of 100 steps, {depth}"
             ours = f"at most {max(points):.1f}{_by_loop(result, entry['L'])}"
@@ -247,7 +233,7 @@ def newton(result: Finished) -> list[Check]:
         apart = [value for value in entry["parameter_distance"] if finite(value)]
         if apart:
             what = f"largest difference of a parameter at the end, {depth}"
-            checks.append(Check(what, "bounded (below 1)", plain(max(apart)), holds(max(apart) < 1)))
+            checks.append(Check(what, "bounded (below 1)", plain(max(apart)), holds(max(apart) < 1), at_any_size=True))
     return checks
 
 
@@ -259,12 +245,7 @@ _ONE = (
 
 def _by_loop(result: Finished, depth: int) -> str:
     """How often the loop had to finish what the rounds of a CUDA graph had left."""
-    shares = [
-        share
-        for record in result.records
-        if "runs" in record and record["L"] == depth
-        for share in record["runs"]["parallel"]["curves"].get("not_converged", [])
-    ]
+    shares = [share for curve in curves(result, depth, "not_converged") for share in curve]
     return f"; the loop finished {fmean(shares):.1%} of the steps" if shares and max(shares) > 0 else ""
 
 
@@ -309,33 +290,20 @@ def few_iterations(result: Finished) -> list[Check]:
         if ratio:
             what = f"a pass of 3 iterations over one by the test, L = {depth:,}"
             ours = f"{times(ratio)} (the test takes {tested['mean_iterations']:.1f} on average)"
-            checks.append(
-                Check(
-                    what,
-                    "2× (potential)",
-                    ours,
-                    holds(ratio >= SPEED_UP * 2),
-                    _why_no_gain(result) if tested["mean_iterations"] < 5.5 else "",
-                )
-            )
+            why = _why_no_gain(result) if tested["mean_iterations"] < 5.5 else ""
+            checks.append(Check(what, "2× (potential)", ours, holds(ratio >= SPEED_UP * 2), why))
     return checks
 
 
 def _why_no_gain(result: Finished) -> str:
-    depth = max(entry["L"] for entry in result.summary)
-    runs = ends(result, depth, "batch-mean")
+    said = "The test takes fewer iterations here than the paper's 6"
     for length in sorted({entry["L"] for entry in result.summary}):
         few, more = (ends(result, length, "batch-mean").get(count, {}).get("forward_seconds") for count in (1, 3))
         if few and more and few > more:
             return (
-                "The test takes fewer iterations here than the paper's 6, and the times of a pass scatter by more than an iteration "
-                f"costs (L = {length:,}: {in_words(few)} with 1, {in_words(more)} with 3)."
+                f"{said}, and the times of a pass scatter by more than an iteration costs (L = {length:,}: {in_words(few)} with 1, "
+                f"{in_words(more)} with 3)."
             )
-    said = "The test takes fewer iterations here than the paper's 6"
-    times_of = {count: runs[count]["forward_seconds"] for count in (1, 5) if count in runs}
-    if all(times_of.get(count) for count in (1, 5)):
-        said += f", and iterations are only a part of a pass: at L = {depth:,} it takes {in_words(times_of[1])} with 1 of them, "
-        said += f"{in_words(times_of[5])} with 5"
     return f"{said}."
 
 
@@ -349,14 +317,11 @@ def guesses(result: Finished) -> list[Check]:
         ours = f"{suffice[0]} suffice" if suffice else f"none of {listed([str(count) for count in tried])} suffices"
         mean = runs[0]["mean_iterations"] if 0 in runs else None
         ours += f"; by the test {mean:.1f} on average" if mean else ""
-        warm = guess == "batch-mean"
-        good = bool(suffice) and (suffice[0] <= 3 if warm else suffice[0] > 5)
-        if not warm and not suffice:
-            good = True
+        paper, good = "3 suffice", bool(suffice) and suffice[0] <= 3
+        if guess != "batch-mean":
+            paper, good = "more than 5 needed", not suffice or suffice[0] > 5
         what = f"iterations from {GUESSES.get(guess, guess)}, L = {depth:,}"
-        checks.append(
-            Check(what, "3 suffice" if warm else "more than 5 needed", ours, holds(good), _why_any_guess(result, depth))
-        )
+        checks.append(Check(what, paper, ours, holds(good), _why_any_guess(result, depth)))
     return checks
 
 

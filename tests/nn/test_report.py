@@ -1,0 +1,49 @@
+"""What is read off the numbers that the kernels leave: passes, results, residuals, a row at a time."""
+
+import pytest
+import torch
+
+from deeppcr import Result
+from deeppcr.nn.report import Report
+
+# Corrections of four passes, in units of the tolerance, and the pass after which the row is settled.
+ROWS = {
+    "far below the tolerance": ([1e3, 0.005, 0.0, 0.0], 2),
+    "falling fast": ([10.0, 1.0, 0.05, 0.0], 3),
+    "just small enough": ([1.0, 0.5, 0.01, 0.0], 3),
+    "small, and falling too slowly to be believed": ([0.09, 0.08, 0.07, 0.06], 0),
+    "small, and growing": ([0.05, 0.06, 0.07, 0.08], 0),
+    "not settled": ([10.0, 9.0, 8.0, 7.0], 0),
+}
+
+
+@pytest.fixture
+def report():
+    corrections = torch.tensor([row for row, _ in ROWS.values()]).T
+    residuals = (
+        torch.arange(float(corrections.numel())).reshape(corrections.shape) % 5 / 1e3
+    )  # which would settle any row
+    return Report(blocks=20, chunk=4, found=torch.stack([corrections, residuals], 1), rounds=2)
+
+
+def test_a_row_is_settled_by_its_corrections_alone(report):
+    assert report.passes_taken() == [passes for _, passes in ROWS.values()]
+
+
+def test_rows_that_were_not_settled_were_finished_by_the_loop(report):
+    solution, settled = report.solution(), [passes > 0 for _, passes in ROWS.values()]
+    assert solution.results == tuple(Result.CONVERGED if done else Result.FINISHED_BY_LOOP for done in settled)
+    assert solution.iterations.tolist() == [
+        1,
+        2,
+        2,
+        2,
+        2,
+        2,
+    ]  # two passes are one; all of them where it was not settled
+    assert solution.exact_steps.tolist() == [20, 20, 20, 12, 12, 12]  # each pass but the first makes a chunk exact
+    expected = [
+        float(report.found[passes - 1, 1, row]) if passes else 0.0 for row, (_, passes) in enumerate(ROWS.values())
+    ]
+    assert solution.residual.tolist() == expected
+    assert "up to step 12" in solution.message

@@ -1,0 +1,78 @@
+"""What gets installed: the library, which needs PyTorch alone, and the experiments, a package of their own."""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command, **options):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """Both, by the name of the package."""
+    folder = tmp_path_factory.mktemp("wheels")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, ROOT / "experiments")
+    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+
+
+def files_of(wheel: Path) -> dict[str, bytes]:
+    """But those about the wheel itself, which go by their last names."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {re.sub(r"^[^/]*\.dist-info/", "", name): archive.read(name) for name in archive.namelist()}
+
+
+def requirements_of(wheel: Path) -> set[str]:
+    """Of the package without extras, by name."""
+    found = Parser().parsestr(files_of(wheel)["METADATA"].decode()).get_all("Requires-Dist", [])
+    return {re.split(r"[^\w-]", each)[0] for each in found if "extra ==" not in each}
+
+
+def sources(package: Path) -> set[str]:
+    found = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(package.parent).as_posix() for path in found}
+
+
+def test_the_wheel_of_the_library_has_the_library_alone(wheels):
+    found = files_of(wheels["deeppcr"])
+    assert {name for name in found if "/" in name and not name.startswith("licenses/")} == sources(ROOT / "src/deeppcr")
+    assert "deeppcr/py.typed" in found
+    assert "entry_points.txt" not in found  # no command
+    assert requirements_of(wheels["deeppcr"]) == {"torch"}
+
+
+def test_the_wheel_of_the_experiments_has_its_command_and_its_assets(wheels):
+    found = files_of(wheels["deeppcr_paper"])
+    assert {name for name in found if "/" in name} == sources(ROOT / "experiments/src/deeppcr_paper")
+    assert any(name.endswith(".css") for name in found)
+    assert "deeppcr-paper = deeppcr_paper.__main__:main" in found["entry_points.txt"].decode()
+    assert {"deeppcr", "filelock", "matplotlib", "safetensors", "typer"} <= requirements_of(wheels["deeppcr_paper"])
+
+
+@pytest.mark.thorough
+def test_both_work_where_nothing_else_is_installed(wheels, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    programs = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    apart = {"cwd": tmp_path, "env": {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}}
+
+    def install(wheel):
+        run(programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, **apart)
+
+    install(wheels["deeppcr"])
+    (example, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    said = run(programs / "python", "-c", f"{example}\nprint(solution.result.name, solution.states.shape[0])", **apart)
+    assert said.split() == ["CONVERGED", "1000"]
+    install(wheels["deeppcr_paper"])
+    assert "mlp-timing" in run(programs / "deeppcr-paper", "reproduce", "--list", **apart)
