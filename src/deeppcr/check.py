@@ -15,7 +15,7 @@ from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, 
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.fold import shares
-from .sequence.purity import SideEffect, close
+from .sequence.purity import close
 from .sequence.reach import modules_of
 from .sequence.trace import coarser_products
 
@@ -77,8 +77,7 @@ def check(
     try:
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
-        kind = "side effect" if isinstance(error, SideEffect) else "random" if "random" in str(error) else "error"
-        return [Finding(kind, str(error))]
+        return [Finding(error.kind, str(error))]
     try:
         return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
     finally:
@@ -93,7 +92,7 @@ def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jaco
         for index in looked_at:
             states.append(sequence.step(index, states[-1]))
     except StepError as error:
-        return [Finding("error", str(error))]
+        return [Finding(error.kind, str(error))]
     findings = list(_repeatability(sequence, step, looked_at, states))
     if findings:
         return findings  # nothing else can be compared with a step that gives another answer each time

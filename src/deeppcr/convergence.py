@@ -28,8 +28,29 @@ _PATIENCE = 12
 _TREND = 4
 
 
+class StoppingTest:
+    """Strategy: when Newton's iteration has done enough for a row.
+
+    Attributes:
+        promises: whether CONVERGED says how far the states are off: it is then held against the tolerance, and certified
+        by_residual: whether a small residual ends the iteration by itself
+    """
+
+    promises = False
+    by_residual = False
+
+    @property
+    def fixed(self) -> int | None:
+        """So many iterations whatever they find, and nothing is tested; None: until the test is met."""
+        return None
+
+    def residual_suffices(self, residual: Tensor, at_first: Tensor) -> Tensor:
+        """[B]: by the residual [n, B, D] after an update, and its size [B] at first, may the row be done?"""
+        return torch.isfinite(residual).all(-1).all(0)
+
+
 @dataclass(frozen=True)
-class UpdateTest:
+class UpdateTest(StoppingTest):
     """Stop when the last update of every step, leaf and row is within the tolerance, and the residual is too.
 
     The update estimates the error of the trajectory; a residual alone does not (with small time steps it is small
@@ -41,9 +62,11 @@ class UpdateTest:
     'CONVERGED'
     """
 
+    promises = True
+
 
 @dataclass(frozen=True)
-class PaperTest:
+class PaperTest(StoppingTest):
     """Stop when the largest residual is below ``absolute``, or below ``relative`` times that of the first iteration.
 
     The rule of the paper, per row. It says little about the error of the trajectory: for reproducing the paper's
@@ -57,6 +80,7 @@ class PaperTest:
 
     absolute: float = 1e-4
     relative: float = 1e-4
+    by_residual = True
 
     def __post_init__(self):
         for name in ("absolute", "relative"):
@@ -66,9 +90,13 @@ class PaperTest:
             if not float(value) >= 0:  # nor NaN
                 raise ValueError(f"{name}: expected a number of at least 0, got {value}")
 
+    def residual_suffices(self, residual: Tensor, at_first: Tensor) -> Tensor:
+        size = residual.abs().amax((0, -1))
+        return (size <= self.absolute) | (size <= self.relative * at_first)
+
 
 @dataclass(frozen=True)
-class FixedIterations:
+class FixedIterations(StoppingTest):
     """Run ``count`` iterations and test nothing.
 
     Where nothing but rounding is left before, ``solution.iterations`` counts no further ones. They are spared, too, except in
@@ -92,8 +120,9 @@ class FixedIterations:
         if self.count < 1:
             raise ValueError(f"count: at least one iteration, got {self.count}")
 
-
-StoppingTest = UpdateTest | PaperTest | FixedIterations
+    @property
+    def fixed(self) -> int | None:
+        return self.count
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -130,7 +159,7 @@ class Progress:
         self.layout, self.length, self.chunk = layout, length, chunk
         self.chunks = -(-length // chunk)
         self.atol, self.rtol, self.quadratic, self.stop = atol, rtol, quadratic, stop
-        self.limit = stop.count if isinstance(stop, FixedIterations) else max_iterations
+        self.limit = max_iterations if stop.fixed is None else stop.fixed
         self.compare_with_loop = compare_with_loop
         self.eps = torch.finfo(layout.dtype).eps
 
@@ -213,10 +242,10 @@ class Progress:
         estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(delta, states))
         self.updates.append(worst)
         self._grow_prefix(first, estimate, off, states)
-        if isinstance(self.stop, FixedIterations):
+        if self.stop.fixed is not None:
             return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)
-        if isinstance(self.stop, UpdateTest):
+        if self.stop.promises:
             if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
                 self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
             self._detect_floor(worst, off.amax(0), delta, states)
@@ -271,12 +300,9 @@ class Progress:
         self.finish(stuck & (off <= 1), Result.PRECISION_FLOOR)
 
     def residual_suffices(self, residual: Tensor) -> Tensor:
-        """[B]: by the residual [n, B, D] after an update, is the row done (PaperTest), or may it be (UpdateTest)?"""
-        if isinstance(self.stop, PaperTest):
-            assert self._first_residual is not None
-            size = residual.abs().amax((0, -1))
-            return (size <= self.stop.absolute) | (size <= self.stop.relative * self._first_residual)
-        return torch.isfinite(residual).all(-1).all(0)
+        """[B]: by the residual [n, B, D] after an update, may the row be done?"""
+        assert self._first_residual is not None
+        return self.stop.residual_suffices(residual, self._first_residual)
 
     def why_hopeless(self) -> str | None:
         """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .convergence import FixedIterations, PaperTest, Progress, StoppingTest, UpdateTest, default_tolerance
+from .convergence import Progress, StoppingTest, UpdateTest, default_tolerance
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
@@ -172,6 +172,7 @@ class Outcome:
         results: how each row ended; NOT_CONVERGED and NON_FINITE rows are not to be trusted past their exact steps
         iterations, exact_steps: [B]
         updates: [iterations, B], the largest update in units of the tolerance
+        reasons: why it ended early, where it did
     """
 
     states: Tensor
@@ -179,6 +180,7 @@ class Outcome:
     iterations: Tensor
     exact_steps: Tensor
     updates: Tensor
+    reasons: tuple[str, ...] = ()
 
 
 def first_ends(sequence: Sequence, guess: Guess, chunk: int) -> Tensor:
@@ -218,10 +220,11 @@ class Iteration:
         self.first = 0
         self.blocks: Blocks | None = None
         self.values = ends
+        self.reasons: tuple[str, ...] = ()
 
     def run(self) -> Outcome:
         progress = self.progress
-        tested = not isinstance(self.newton.stop, FixedIterations)
+        tested = self.newton.stop.fixed is None
         while True:
             fresh = seen = None
             if progress.count and tested:
@@ -237,6 +240,7 @@ class Iteration:
                 break
             hopeless = progress.why_hopeless() if tested else None
             if hopeless:
+                self.reasons = (hopeless,)
                 self.plan.note(hopeless)
                 break
             passed = int(progress.prefix[progress.active].min()) - self.first
@@ -249,7 +253,7 @@ class Iteration:
                 self.update(fresh[0][passed:], fresh[1][passed:])
         if not tested:
             progress.finish(progress.active, Result.ITERATIONS_DONE)
-        elif not self.newton.quadratic and isinstance(self.newton.stop, UpdateTest):
+        elif not self.newton.quadratic and self.newton.stop.promises:
             self.certify()
         return self.outcome()
 
@@ -329,7 +333,7 @@ class Iteration:
         progress, ends = self.progress, self.ends[self.first :]
         residual = torch.where(progress.active.unsqueeze(-1), values - ends, 0)
         candidates = progress.active & progress.residual_suffices(residual)
-        if isinstance(self.newton.stop, PaperTest):
+        if self.newton.stop.by_residual:
             progress.finish(candidates, Result.CONVERGED)
         elif self.newton.quadratic:
             candidates &= (progress.ratio(residual, ends) <= 1).all(0)
@@ -408,6 +412,7 @@ class Iteration:
             iterations=progress.iterations,
             exact_steps=progress.exact_steps,
             updates=torch.stack(progress.updates) if progress.updates else none,
+            reasons=self.reasons,
         )
 
 

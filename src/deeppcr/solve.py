@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .convergence import FixedIterations, UpdateTest, measure
+from .convergence import measure
 from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
@@ -114,7 +114,7 @@ def _solve_sequence(
 ) -> Solution:
     plan = Plan()
     unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
-    fixed = isinstance(solver.stop, FixedIterations)
+    fixed = solver.stop.fixed is not None
     found = captured_solves.solve(solver, sequence, start, plan) if traced else None
     if found is not None:  # and has been checked
         outcome, residual = found
@@ -150,7 +150,7 @@ def _solve_sequence(
         if on_failure != "loop":
             outcome = _locate_non_finite(sequence, outcome, plan.chunk)
         if on_failure == "raise":
-            raise ConvergenceError(_describe(sequence, outcome, plan))
+            raise ConvergenceError(_describe(sequence, outcome))
         if on_failure == "loop":
             with torch.no_grad():
                 outcome = _finish_by_loop(sequence, outcome)
@@ -158,7 +158,7 @@ def _solve_sequence(
             residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
             if again.results != outcome.results:
                 raise _differs(sequence)
-        warnings.warn(_describe(sequence, outcome, plan), ConvergenceWarning, stacklevel=4)
+        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=4)
     states = outcome.states
     sequence.restore_modules()
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
@@ -166,7 +166,7 @@ def _solve_sequence(
             values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
         else:
             values = adjoint.values
-        states = refuse_gradients(states, _describe(sequence, outcome, plan), values)
+        states = refuse_gradients(states, _describe(sequence, outcome), values)
     elif adjoint is not None:
         states = adjoint.attach(states)
     elif unrolled and not fixed:
@@ -188,7 +188,7 @@ def _solve_unseen(
     """While the caller captures a CUDA graph: a fixed number of iterations, and nothing that asks the host."""
     one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
     if (
-        not (isinstance(solver, Newton) and isinstance(solver.stop, FixedIterations) and solver.quadratic)
+        not (isinstance(solver, Newton) and solver.stop.fixed is not None and solver.quadratic)
         or type(solver.jacobian) not in (DenseJacobian, GivenJacobian)
         or not (one_step and isinstance(gradient, Implicit) and on_failure != "raise")
     ):
@@ -271,7 +271,7 @@ def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tenso
     if values is None:
         values = sequence.values(_previous(sequence, states), range(sequence.length))
     residual, held = measure(layout, values.detach(), states, *solver.tolerances(layout.dtype))
-    if not isinstance(solver.stop, UpdateTest):
+    if not solver.stop.promises:
         return residual, outcome
     results = [
         Result.NOT_CONVERGED if not fine and result in _TRUSTED else result
@@ -285,21 +285,23 @@ def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tenso
 def _determines_derivatives(adjoint: Adjoint, outcome: Outcome, solver: Newton, plan: Plan) -> Outcome:
     """The outcome; rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
     trusted = torch.tensor([result in _TRUSTED for result in outcome.results], device=outcome.states.device)
-    if not isinstance(solver.stop, UpdateTest) or not trusted.any():
+    if not solver.stop.promises or not trusted.any():
         return outcome
     atol, _ = solver.tolerances(outcome.states.dtype)
     exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
     lost = trusted & (exact < outcome.exact_steps)
     if not lost.any():
         return outcome
-    plan.note(
+    reason = (
         f"gave up on states that are smaller than atol = {atol:g}: the derivative of the step depends on their signs (as that of a "
         "ReLU does), which a tolerance says nothing of; Newton(atol=0) asks for digits of every state"
     )
+    plan.note(reason)
     results = [
         Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
     ]
-    return replace(outcome, results=results, exact_steps=torch.where(lost, exact, outcome.exact_steps))
+    exact, reasons = torch.where(lost, exact, outcome.exact_steps), (*outcome.reasons, reason)
+    return replace(outcome, results=results, exact_steps=exact, reasons=reasons)
 
 
 def _differs(sequence: Sequence) -> StepError:
@@ -374,8 +376,8 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
     return replace(outcome, exact_steps=exact)
 
 
-def _describe(sequence: Sequence, outcome: Outcome, plan: Plan | None = None) -> str:
-    """The worst result in words, with the step where it happened and, from the plan, why Newton gave up."""
+def _describe(sequence: Sequence, outcome: Outcome) -> str:
+    """The worst result in words, with the step where it happened and why Newton gave up."""
     worst = max(outcome.results, key=lambda result: result.severity)
     if worst.severity <= Result.PRECISION_FLOOR.severity:
         return worst.value
@@ -388,8 +390,7 @@ def _describe(sequence: Sequence, outcome: Outcome, plan: Plan | None = None) ->
         text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
     if len(outcome.results) > 1:
         text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
-    reasons = [note for note in plan.notes if note.startswith("gave up")] if plan else []
-    return "; ".join([text, *reasons])
+    return "; ".join([text, *outcome.reasons])
 
 
 def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
@@ -419,7 +420,7 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
-        message=_describe(sequence, outcome, plan),
+        message=_describe(sequence, outcome),
     )
 
 

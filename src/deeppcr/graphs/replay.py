@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..convergence import FixedIterations, PaperTest, measure
+from ..convergence import measure
 from ..jacobian import DenseJacobian, DiagonalJacobian
 from ..newton import Newton, Outcome
 from ..sequence import Sequence
@@ -50,7 +50,7 @@ class Recording:
         self.structure, self.misses = structure, 0
         # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
         chunks = -(-sequence.length // chunk)
-        self._fixed = min(newton.stop.count, chunks) if isinstance(newton.stop, FixedIterations) else None
+        self._fixed = None if newton.stop.fixed is None else min(newton.stop.fixed, chunks)
         self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
         if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
             newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))
@@ -140,7 +140,7 @@ class Recording:
         residual, held = measure(sequence.layout, values, states, *newton.tolerances(states.dtype))
         progress = iteration.progress
         codes = progress.codes
-        if isinstance(newton.stop, PaperTest):
+        if newton.stop.by_residual:
             held = torch.isfinite(residual)
         elif self._fixed is not None:
             held = ~iteration.unusual

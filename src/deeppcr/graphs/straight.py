@@ -10,7 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from ..convergence import FixedIterations
 from ..guess import Guess
 from ..linear import Blocks, ForwardSubstitution, Fused
 from ..newton import Iteration, Newton, Outcome, first_ends
@@ -64,11 +63,11 @@ class Masking(Iteration):
         return delta
 
     def run(self) -> Outcome:
-        assert isinstance(self.newton.stop, FixedIterations)
+        assert self.newton.stop.fixed is not None
         # A guess that is not finite spoils its row from the start.
         self.progress.finish(~torch.isfinite(self.ends).all(-1).all(0), Result.NOT_CONVERGED)
         # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
-        for _ in range(min(self.newton.stop.count, self.progress.chunks)):
+        for _ in range(min(self.newton.stop.fixed, self.progress.chunks)):
             self.update(*self.linearise())
         self.progress.finish(self.progress.active, Result.ITERATIONS_DONE)
         return self.outcome()

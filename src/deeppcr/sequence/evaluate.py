@@ -36,6 +36,15 @@ _FORWARD_MODE = threading.Lock()
 class StepError(ValueError):
     """The step function does something that a step must not do."""
 
+    #: As ``deeppcr.check`` calls it.
+    kind = "error"
+
+
+class RandomStep(StepError):
+    """The step draws random numbers."""
+
+    kind = "random"
+
 
 def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
     """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
@@ -171,7 +180,7 @@ class StepGroup:
         if _must_propagate(error):
             raise error
         if "randomness" in str(error):
-            raise StepError(
+            raise RandomStep(
                 "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them "
                 "over in xs"
             ) from error

@@ -25,6 +25,8 @@ from .snapshot import Snapshot, restore, rewind, version_of
 class SideEffect(StepError):
     """A call of the step changes what later calls give."""
 
+    kind = "side effect"
+
 
 class Purity:
     """What the modules of groups of steps hold, and the tensors that their functions are given, as they are now.
