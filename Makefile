@@ -26,7 +26,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, sanitize, demo and bench"
 
-demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (two minutes)
+demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (a minute, once it is installed)
 	@$(PY) -m deeppcr_paper.demo $(ARGS)
 
 # The coverage threshold holds for the whole suite only, so not where ARGS may select a part of it.
