@@ -24,7 +24,7 @@ LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-gpu, sanitize, demo and bench"
+	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-all, test-gpu, sanitize, demo and bench"
 
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (a minute, once it is installed)
 	@$(PY) -m deeppcr_paper.demo $(ARGS)
@@ -44,7 +44,7 @@ test: $(EVERYTHING) ## run the tests of library and experiments on the CPU, doct
 test-all: $(EVERYTHING) ## the same with what is marked thorough: every size of every kernel
 	$(call run_tests,--all)
 
-test-gpu: $(call extra,dev) $(call extra,diffusers) ## run every test on the GPU
+test-gpu: $(EVERYTHING) ## run every test on the GPU
 	@$(PY) -m pytest --device=cuda $(ARGS)
 
 # The tests that run on a CPU, too, reach every branch of every kernel; the long ones of a GPU, marked so, would take hours.

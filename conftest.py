@@ -55,15 +55,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 #: Tests of which coverage has seen a case that took long, in this process.
-_slow: set[tuple] = set()
+_slow: set[str] = set()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Of a slow test with many parameters coverage sees one case: the others take the same lines, and half as long without it."""
-    tracer, name = sys.gettrace(), (item.path, getattr(item, "originalname", item.name))
+    tracer, name = sys.gettrace(), item.nodeid.partition("[")[0]
     begun = time.perf_counter()
-    if tracer is None or name not in _slow:
+    if name not in _slow or not type(tracer).__module__.startswith("coverage"):
         try:
             return (yield)
         finally:

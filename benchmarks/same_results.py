@@ -6,7 +6,7 @@ Results depend on the machine, so both sides are recorded on one, by this same f
     PYTHONPATH=src                python benchmarks/same_results.py record after.json
     python benchmarks/same_results.py compare before.json after.json
 
-Recorded are states, iterations, results, residuals and gradients: of tensors a hash of their bytes. Only public names are
+Each problem is solved once, on one device: what repeats (CUDA graphs) and pipelines are not in it. Recorded are states, iterations, results, residuals and gradients: of tensors a hash of their bytes. Only public names are
 used. Problem ``n`` depends on ``n`` alone.
 """
 

@@ -102,7 +102,8 @@ def _is_text(node: ast.expr) -> bool:
 
 def draw(seed: int, count: int, only: list[str], without: list[str]) -> list[Break]:
     """So many places, spread over functions: each function is drawn once at most."""
-    files = sorted(path for folder in only for path in (ROOT / folder).rglob("*.py")) or [ROOT / only[0]]
+    named = [ROOT / each for each in only]
+    files = sorted({path for each in named for path in ([each] if each.is_file() else each.rglob("*.py"))})
     places: dict[tuple[Path, str], list[Break]] = {}
     for path in (each for each in files if not any(word in str(each.relative_to(ROOT)) for word in without)):
         for each in breaks_in(path.relative_to(ROOT)):
@@ -122,17 +123,17 @@ def tests_for(path: Path, checkout: Path, skip: list[str]) -> list[str]:
     return [str(each.relative_to(checkout)) for each in sorted(found, key=lambda each: -near[each])]
 
 
-def examine(each: Break, arguments: list[str], skip: list[str], seconds: float) -> tuple[Break, str]:
-    """What the tests say to a broken copy of the checkout."""
+def examine(each: Break | None, arguments: list[str], skip: list[str], seconds: float) -> str:
+    """What the tests say to a copy of the checkout, broken or, to begin with, as it is."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv", ".carry", "__pycache__", "site", "results", ".hypothesis")
-        shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
-        each.apply(copy)
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "site"), symlinks=True)
+        if each is not None:
+            each.apply(copy)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *arguments]
         try:
             done = subprocess.run(
-                [*command, *tests_for(each.path, copy, skip)],
+                [*command, *tests_for(each.path if each else Path(), copy, skip)],
                 cwd=copy,
                 capture_output=True,
                 text=True,
@@ -140,9 +141,15 @@ def examine(each: Break, arguments: list[str], skip: list[str], seconds: float) 
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return each, "no answer in time"
+            return "no answer in time"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return each, f"found: {failed[0]}" if failed else "found: exit" if done.returncode else "SURVIVED"
+    if done.returncode == 0:
+        return "SURVIVED"
+    return (
+        f"found: {failed[0]}"
+        if done.returncode == 1 and failed
+        else f"pytest ended with {done.returncode}: {done.stdout[-200:]}"
+    )
 
 
 def main() -> int:

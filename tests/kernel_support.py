@@ -34,7 +34,7 @@ def quick_interpreter(pytestconfig):
         patch.setattr(interpreter.InterpretedFunction, "run", _untraced(interpreter.InterpretedFunction.run))
         with pytest.MonkeyPatch.context() as quicker:
             try:
-                scope = _quicken(quicker, interpreter)
+                scope = _quicken(quicker, interpreter, check_integers=pytestconfig.getoption("--all"))
             except AttributeError:  # another Triton than 3.7 to 3.9: as it is
                 quicker.undo()
                 scope = None
@@ -43,14 +43,14 @@ def quick_interpreter(pytestconfig):
                 scope.restore()
 
 
-def _quicken(patch, interpreter):
+def _quicken(patch, interpreter, *, check_integers):
     """What only saves time. Returns what undoes the part that is Triton's own."""
     tl, builder = interpreter.tl, interpreter.interpreter_builder
     patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype, tl))
     _share_types(patch, tl)
     _skip_what_changes_nothing(patch, type(interpreter.interpreter_semantic), tl)
-    # As compiled: overflow of integers is not looked for, which makes each of their operations five.
-    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+    # Overflow of integers is looked for with --all only: that makes each of their operations five.
+    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=check_integers))
     # Every call of a function from another looks through the whole language anew: a third of all time.
     patch.setattr(interpreter, "_patch_attr", _patch_directly)
     patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope

@@ -7,6 +7,8 @@ from torch import nn
 import deeppcr
 from deeppcr import DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian, check
 from deeppcr.linear import Dense, Diagonal
+from deeppcr.sequence import Sequence
+from deeppcr.sequence.evaluate import RandomStep
 from problems import CONTRACTING, Generator, gru
 
 Z0 = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -203,3 +205,18 @@ def test_derivatives_of_several_steps_at_once(length):
         return torch.tanh(torch.linalg.solve(matrix, z.unsqueeze(-1)).squeeze(-1) + x)
 
     assert "derivative" not in [each.kind for each in deeppcr.check(batched, z0, xs)]
+
+
+def test_what_a_later_step_does_is_called_by_its_name(monkeypatch):
+    """What shows only after the first step is told as it is there: random numbers are random, whenever they are drawn."""
+    original, calls = Sequence.step, []
+
+    def step(self, index, state):
+        calls.append(index)
+        if len(calls) == 2:
+            raise RandomStep("step: draws random numbers")
+        return original(self, index, state)
+
+    monkeypatch.setattr(Sequence, "step", step)
+    (finding,) = check(torch.sin, Z0, length=10)
+    assert finding.kind == "random"

@@ -21,10 +21,24 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> dict[str, Path]:
+def wheels(tmp_path_factory, pytestconfig) -> dict[str, Path]:
     """Both, by the name of the package."""
+    if pytestconfig.getoption("--device") != "cpu":
+        pytest.skip("the same for every device")
     folder = tmp_path_factory.mktemp("wheels")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, ROOT / "experiments")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ROOT,
+        ROOT / "experiments",
+    )
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
@@ -59,6 +73,16 @@ def test_the_wheel_of_the_experiments_has_its_command_and_its_assets(wheels):
     assert any(name.endswith(".css") for name in found)
     assert "deeppcr-paper = deeppcr_paper.__main__:main" in found["entry_points.txt"].decode()
     assert {"deeppcr", "filelock", "matplotlib", "safetensors", "typer"} <= requirements_of(wheels["deeppcr_paper"])
+
+
+def test_the_library_works_with_torch_alone(wheels, tmp_path):
+    """From its wheel, by itself; whatever else is installed cannot be imported."""
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheels["deeppcr"])
+    (example, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    missing = ("triton", "rich", "typer", "matplotlib", "sklearn", "scipy", "diffusers", "deeppcr_paper")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{example}\nprint(deeppcr.__file__, solution.result.name)"
+    said = run(sys.executable, "-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert said.split() == [str(tmp_path / "deeppcr" / "__init__.py"), "CONVERGED"]
 
 
 @pytest.mark.thorough

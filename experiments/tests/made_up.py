@@ -13,7 +13,6 @@ from deeppcr_paper import (
     mlp_memory,
     mlp_newton,
     mlp_timing,
-    resnet_ablations,
     resnet_training,
 )
 from deeppcr_paper.store import SCHEMA, as_json
@@ -237,18 +236,3 @@ def ablation_result(name: str, settings: Any, points: int = 150) -> dict[str, An
                     {"L": depth, "guess": guess, "iterations": count, "seed": 0, "runs": {"parallel": found}}
                 )
     return result(name, settings, records)
-
-
-def full_results() -> dict[str, dict[str, Any]]:
-    """Of every experiment one at full size."""
-    found = [
-        mlp_timing_result(),
-        mlp_memory_result(),
-        mlp_newton_result(),
-        mlp_gain_result(),
-        hardware_result(),
-        resnet_training_result(),
-        ablation_result("resnet-iterations", resnet_ablations.ITERATIONS),
-        ablation_result("resnet-guess", resnet_ablations.GUESS),
-    ]
-    return {each["experiment"]: each for each in found}

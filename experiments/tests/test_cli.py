@@ -356,9 +356,12 @@ def test_the_same_command_twice_at_a_time(run, tmp_path, monkeypatch, light):
 def test_what_a_crash_leaves_behind_locks_nothing(tmp_path):
     child = os.fork()
     if not child:
-        with lock.only_run(tmp_path, "mlp-newton", {}, "cpu"):
+        try:
+            with lock.only_run(tmp_path, "mlp-newton", {}, "cpu"):
+                os._exit(3)
+        finally:
             os._exit(1)
-    os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     (left,) = files(tmp_path)
     assert left.endswith(".lock")
     with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,5 +31,6 @@ def only_run(folder: Path, experiment: str, settings: Any, device: str) -> Itera
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: nobody else's is removed
+        with suppress(OSError):  # where an open file cannot be removed, it stays
+            path.unlink(missing_ok=True)  # while it is held: nobody else's is removed
         lock.release()

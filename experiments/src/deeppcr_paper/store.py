@@ -89,7 +89,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     make_folder(path.parent)
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
             file.write(content)
             file.flush()

@@ -66,9 +66,9 @@ _HARDLY_ANYTHING = 1e-30
 @cache
 def _kernels() -> Any:
     """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
-    from . import forward as fused
+    from . import forward
 
-    return fused
+    return forward
 
 
 _USUAL, _REPEATED = Newton(), RepeatInitial()
@@ -105,7 +105,7 @@ class _Way(NamedTuple):
     """How the kernels run a network.
 
     Attributes:
-        layers: ``fused.Layers``, what they need to know besides the tensors
+        layers: ``Layers``, what they need to know besides the tensors
         choice: the cost model's, in parallel
         why: the loop, where it is the loop
     """
@@ -318,11 +318,11 @@ class Network(nn.Module):
         way = self._way(weight, hidden, mode)
         if way is None:
             return None
-        fused, choice = _kernels(), way.choice
+        kernels, choice = _kernels(), way.choice
         activations = self.activations if self.warm_start and choice is not None else None
         guess, average = activations if self._warm else None, activations if self.training else None
         left: list[Any] = []
-        states = fused.apply(weight, self.bias, hidden, guess, way.layers, left, last, average)
+        states = kernels.apply(weight, self.bias, hidden, guess, way.layers, left, last, average)
         # Past ``nn.Module.__setattr__``, which first looks whether they are modules, parameters or buffers.
         if choice is not None:
             report, x = left

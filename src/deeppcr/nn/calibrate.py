@@ -211,21 +211,21 @@ class Kernels:
 
     def prepared(self, blocks: int, chunk: int, rows: int) -> tuple[Any, Tensor, Tensor]:
         """A network with its chunks at the start, the initial state, and where passes write what they find."""
-        from . import forward as fused
+        from . import forward
 
         weight, bias, initial = self.tensors(blocks, rows)
         x = torch.empty((blocks * self.kind.skip + 1, rows, self.width), device=self.device)
         found = torch.zeros(2, 2, rows, device=self.device)
         layers = self.layers(chunk)
-        network = fused.network_of(weight, bias, x, layers, fused.plan_for(weight, rows, None, layers))
+        network = forward.network_of(weight, bias, x, layers, forward.plan_for(weight, rows, None, layers))
         if network.plan.chunks > 1:
             network.prepare(initial, None, found)
         return network, initial, found
 
     def layers(self, chunk: int) -> Any:
-        from . import forward as fused
+        from . import forward
 
-        return fused.Layers(self.kind.skip, self.kind.residual, self.kind.activation, chunk=chunk)
+        return forward.Layers(self.kind.skip, self.kind.residual, self.kind.activation, chunk=chunk)
 
     def loop(self, blocks: int, rows: int) -> float:
         network, initial, found = self.prepared(blocks, blocks, rows)
@@ -236,12 +236,12 @@ class Kernels:
         return self.on_device(lambda: network.one_round(0))
 
     def host(self) -> tuple[float, float]:
-        from . import forward as fused
+        from . import forward
 
         tensors = self.tensors(16, 1)
 
         def call(chunk: int) -> float:
-            return self.of_call(lambda: fused.apply(*tensors, None, self.layers(chunk), []))
+            return self.of_call(lambda: forward.apply(*tensors, None, self.layers(chunk), []))
 
         return call(16), call(8)
 
