@@ -29,20 +29,16 @@ help: ## show this list
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (a minute, once it is installed)
 	@$(PY) -m deeppcr_paper.demo $(ARGS)
 
-# The coverage threshold holds for the whole suite only, so not where ARGS may select a part of it.
-COVERAGE := --cov $(if $(strip $(ARGS)),,--cov-fail-under=95)
 EVERYTHING := $(call extra,dev) $(call extra,paper) $(call extra,diffusers) $(call extra,docs)
-define run_tests
-	@side_by_side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist worksteal'); \
-	if $(PY) -c 'import pytest_cov' 2>/dev/null; then coverage='$(COVERAGE)'; else echo 'pytest-cov is missing: running without coverage'; fi; \
-	$(PY) -m pytest $$side_by_side --durations=25 $(1) $(ARGS) $$coverage
-endef
+SIDE_BY_SIDE = $$($(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --dist worksteal')
 
-test: $(EVERYTHING) ## run the tests of library and experiments on the CPU, doctests and import contracts included, with coverage
-	$(call run_tests)
+test: $(EVERYTHING) ## run the tests of library and experiments on the CPU, doctests and import contracts included
+	@$(PY) -m pytest $(SIDE_BY_SIDE) --durations=25 $(ARGS)
 
-test-all: $(EVERYTHING) ## the same with what is marked thorough: every size of every kernel
-	$(call run_tests,--all)
+# Tracing makes tests half as long again, so coverage is looked at here only. Its threshold holds for the whole suite, not where
+# ARGS may select a part of it.
+test-all: $(EVERYTHING) ## the same with what is marked thorough, every size of every kernel, and with coverage
+	@$(PY) -m pytest $(SIDE_BY_SIDE) --durations=25 --all $(ARGS) --cov $(if $(strip $(ARGS)),,--cov-fail-under=95)
 
 test-gpu: $(EVERYTHING) ## run every test on the GPU
 	@$(PY) -m pytest --device=cuda $(ARGS)

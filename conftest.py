@@ -1,8 +1,6 @@
 """What every test shares: the device, the seed and the Hypothesis profile."""
 
 import os
-import sys
-import time
 
 import pytest
 import torch
@@ -52,28 +50,6 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-
-
-#: Tests of which coverage has seen a case that took long, in this process.
-_slow: set[str] = set()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Of a slow test with many parameters coverage sees one case: the others take the same lines, and half as long without it."""
-    tracer, name = sys.gettrace(), item.nodeid.partition("[")[0]
-    begun = time.perf_counter()
-    if name not in _slow or not type(tracer).__module__.startswith("coverage"):
-        try:
-            return (yield)
-        finally:
-            if time.perf_counter() - begun > 0.2:
-                _slow.add(name)
-    sys.settrace(None)
-    try:
-        return (yield)
-    finally:
-        sys.settrace(tracer)
 
 
 @pytest.fixture(scope="session")
