@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Jacobian, ScalarJacobian
+from .jacobian import DenseJacobian, Jacobian
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.fold import shares
@@ -254,36 +254,14 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
 
 
 def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], jacobian: Jacobian) -> Iterator[Finding]:
-    if isinstance(jacobian, ScalarJacobian) or (isinstance(jacobian, GivenJacobian) and not jacobian.exact):
+    if not jacobian.true:
         return  # an approximation claims nothing
-    name = type(jacobian).__name__
     for index, state in zip(looked_at, states, strict=False):
-        here = range(index, index + 1)
-        true = DenseJacobian().evaluate(sequence, state.unsqueeze(0), here)[1].to_dense()
-        if isinstance(jacobian, DiagonalJacobian):
-            off = true - torch.diag_embed(true.diagonal(dim1=-2, dim2=-1))
-            if off.abs().max() > _rounding(sequence) * (1 + true.abs().max()):
-                _, _, row, column = (int(i) for i in (off.abs() == off.abs().max()).nonzero()[0])
-                yield Finding(
-                    "structure",
-                    f"{name} is claimed, but at step {index + 1} element {row} of the result depends on element {column} of the state "
-                    f"(derivative {float(off.abs().max()):.2g}). Use HutchinsonJacobian() or DenseJacobian()",
-                )
-                return
-        elif isinstance(jacobian, GivenJacobian):
-            try:
-                given = jacobian.evaluate(sequence, state.unsqueeze(0), here)[1]
-            except (TypeError, ValueError) as error:
-                yield Finding("structure", str(error))
-                return
-            off = (given.to_dense(sequence.layout.width) - true).abs().max()
-            if off > 100 * _rounding(sequence) * (1 + true.abs().max()):
-                yield Finding(
-                    "structure",
-                    f"{name} is claimed to be exact, but at step {index + 1} it is off by {float(off):.2g} "
-                    f"(the true Jacobian's largest entry: {float(true.abs().max()):.2g})",
-                )
-                return
+        true = DenseJacobian().evaluate(sequence, state.unsqueeze(0), range(index, index + 1))[1].to_dense()
+        wrong = jacobian.contradiction(sequence, index, state, true, _rounding(sequence))
+        if wrong is not None:
+            yield Finding("structure", wrong)
+            return
 
 
 def _rounding(sequence: Sequence) -> float:

@@ -34,10 +34,12 @@ class StoppingTest:
     Attributes:
         promises: whether CONVERGED says how far the states are off: it is then held against the tolerance, and certified
         by_residual: whether a small residual ends the iteration by itself
+        repeatable: whether a recording of its operations may stand for it; a class says so for itself (``runtime.declares``)
     """
 
     promises = False
     by_residual = False
+    repeatable = False
 
     @property
     def fixed(self) -> int | None:
@@ -63,6 +65,7 @@ class UpdateTest(StoppingTest):
     """
 
     promises = True
+    repeatable = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class PaperTest(StoppingTest):
     absolute: float = 1e-4
     relative: float = 1e-4
     by_residual = True
+    repeatable = True
 
     def __post_init__(self):
         for name in ("absolute", "relative"):
@@ -113,6 +117,7 @@ class FixedIterations(StoppingTest):
     """
 
     count: int
+    repeatable = True
 
     def __post_init__(self):
         if not isinstance(self.count, Integral):

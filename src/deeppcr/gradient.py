@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .jacobian import DenseJacobian, Jacobian, block_bytes
+from .jacobian import DenseJacobian, Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
@@ -222,10 +222,7 @@ class Adjoint:
 
     def _parts(self, length: int) -> list[slice]:
         """Slices of steps whose blocks fit the memory budget together."""
-        jacobian = self._true_jacobian()
-        at_once = length
-        if isinstance(jacobian, DenseJacobian):
-            at_once = max(1, jacobian.budget(self.sequence) // (4 * block_bytes(self.sequence)))
+        at_once = self._true_jacobian().steps_at_once(self.sequence)
         return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
 
     def _true_jacobian(self) -> Jacobian:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .linear import Blocks, Dense, Diagonal, Scalar
 from .runtime import is_capturing
@@ -25,7 +26,16 @@ _WORKSPACE = 6
 
 
 class Jacobian:
-    """Strategy: Jacobians of the steps. Subclasses give ``evaluate``; collapsing steps into chunks comes with it."""
+    """Strategy: Jacobians of the steps. Subclasses give ``evaluate``; collapsing steps into chunks comes with it.
+
+    Attributes:
+        repeatable: whether a recording of its operations may stand for it, given what ``trace`` and ``settings`` tell
+        asks_nothing: whether nothing that it does looks at values, so that a CUDA graph of the caller's may hold it
+    """
+
+    # A class says these for itself (``runtime.declares``): a subclass may do anything.
+    repeatable = False
+    asks_nothing = False
 
     @property
     def true(self) -> bool:
@@ -44,6 +54,40 @@ class Jacobian:
     def blocks_at(self, sequence: Sequence, previous: Tensor, steps: range) -> Blocks | None:
         """The blocks alone, where they do not need the values; None where both come together."""
         return None
+
+    @property
+    def settings(self) -> tuple:
+        """What a recording depends on besides what was traced."""
+        return ()
+
+    def trace(self, sequence: Sequence) -> None:
+        """Add to the trace of a sequence what else the blocks depend on."""
+
+    def for_recording(self, sequence: Sequence) -> Jacobian:
+        """The same, less what it would ask the host at every use."""
+        return self
+
+    def verifier(self, sequence: Sequence) -> Callable[[Tensor, range], Tensor] | None:
+        """A function of the states before steps that flags where a step is not as claimed; from then on the caller verifies."""
+        return None
+
+    def contradiction(self, sequence: Sequence, index: int, state: Tensor, true: Tensor, rounding: float) -> str | None:
+        """What is wrong with what it claims of a step; None where nothing is.
+
+        Args:
+            state: [B, D], before step ``index``
+            true: [1, B, D, D], the Jacobian of that step
+            rounding: relative
+        """
+        return None
+
+    def fit_chunk(self, sequence: Sequence, chunk: int) -> int:
+        """The chunk, or the next larger one by doubling at which the blocks fit in memory."""
+        return chunk
+
+    def steps_at_once(self, sequence: Sequence) -> int:
+        """Of how many steps the blocks fit in memory together, for the backward pass."""
+        return sequence.length
 
     def linearise(
         self, sequence: Sequence, starts: Tensor, chunk: int, first: int = 0, ends: Tensor | None = None
@@ -90,6 +134,7 @@ class DenseJacobian(Jacobian):
     """
 
     memory_budget: int | None = None
+    repeatable = asks_nothing = True
 
     def __post_init__(self):
         if self.memory_budget is not None and (not isinstance(self.memory_budget, int) or self.memory_budget < 1):
@@ -146,6 +191,22 @@ class DenseJacobian(Jacobian):
             return torch.cuda.get_device_properties(device).total_memory // 8
         return torch.cuda.mem_get_info(device)[0] // 4
 
+    @property
+    def settings(self) -> tuple:
+        return (self.memory_budget,)
+
+    def for_recording(self, sequence: Sequence) -> Jacobian:
+        return DenseJacobian(memory_budget=self.budget(sequence))
+
+    def fit_chunk(self, sequence: Sequence, chunk: int) -> int:
+        budget = self.budget(sequence)
+        while chunk < sequence.length and 4 * block_bytes(sequence) * sequence.length > budget * chunk:
+            chunk = min(2 * chunk, sequence.length)
+        return chunk
+
+    def steps_at_once(self, sequence: Sequence) -> int:
+        return max(1, self.budget(sequence) // (4 * block_bytes(sequence)))
+
 
 def block_bytes(sequence: Sequence) -> int:
     """Memory of the dense blocks of one step for all rows."""
@@ -183,6 +244,8 @@ class DiagonalJacobian(Jacobian):
     'CONVERGED'
     """
 
+    repeatable = True
+
     @property
     def true(self) -> bool:
         return True
@@ -193,7 +256,7 @@ class DiagonalJacobian(Jacobian):
             ones = torch.ones(1, 1, layout.rows, layout.width, dtype=layout.dtype, device=layout.device)
             values, pushed = sequence.push(previous, ones, steps)
             return values, Diagonal(pushed[:, 0])
-        values, diagonal, wrong = self.compare(sequence, previous, steps, self.signs(layout))
+        values, diagonal, wrong = self._compare(sequence, previous, steps, self._signs(layout))
         if wrong.any():
             element = int(wrong.any(0).any(0).nonzero()[0])
             raise StepError(
@@ -202,12 +265,27 @@ class DiagonalJacobian(Jacobian):
             )
         return values, Diagonal(diagonal)
 
-    def signs(self, layout: Layout) -> Tensor:
+    def verifier(self, sequence: Sequence) -> Callable[[Tensor, range], Tensor]:
+        sequence.verify_once("diagonal")
+        signs = self._signs(sequence.layout)
+        return lambda previous, steps: self._compare(sequence, previous, steps, signs)[2]
+
+    def contradiction(self, sequence: Sequence, index: int, state: Tensor, true: Tensor, rounding: float) -> str | None:
+        off = (true - torch.diag_embed(true.diagonal(dim1=-2, dim2=-1))).abs()
+        if off.max() <= rounding * (1 + true.abs().max()):
+            return None
+        _, _, row, column = (int(i) for i in (off == off.max()).nonzero()[0])
+        return (
+            f"DiagonalJacobian is claimed, but at step {index + 1} element {row} of the result depends on element {column} of the "
+            f"state (derivative {float(off.max()):.2g}). Use HutchinsonJacobian() or DenseJacobian()"
+        )
+
+    @staticmethod
+    def _signs(layout: Layout) -> Tensor:
         return _signs((1, 1, layout.rows, layout.width), layout, 0)
 
-    def compare(
-        self, sequence: Sequence, previous: Tensor, steps: range, signs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @staticmethod
+    def _compare(sequence: Sequence, previous: Tensor, steps: range, signs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, diagonals, and which elements of the product with ``signs`` [1, 1, B, D] are not theirs, [N, B, D] each."""
         values, pushed = sequence.push(previous, torch.cat([torch.ones_like(signs), signs], 1), steps)
         diagonal, mixed = pushed[:, 0], pushed[:, 1]
@@ -321,6 +399,7 @@ class GivenJacobian(Jacobian):
 
     blocks: Blocks | Callable[..., Blocks]
     exact: bool = False
+    repeatable = asks_nothing = True
 
     def __post_init__(self):
         if not isinstance(self.blocks, Blocks) and (isinstance(self.blocks, Tensor) or not callable(self.blocks)):
@@ -339,6 +418,29 @@ class GivenJacobian(Jacobian):
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         return sequence.values(previous, steps), self.blocks_at(sequence, previous, steps)
+
+    def trace(self, sequence: Sequence) -> None:
+        trace, given = sequence.trace, self.blocks
+        assert trace is not None
+        if isinstance(given, Blocks):
+            trace.run(type(given), lambda: given.data)
+            return
+        state, x = sequence.layout.unpack(sequence.initial.detach().clone()), sequence.inputs(0)
+        inputs = (state,) if x is None else (state, pytree.tree_map(lambda leaf: leaf.detach().clone(), x))
+        trace.run(given, given, *inputs)
+
+    def contradiction(self, sequence: Sequence, index: int, state: Tensor, true: Tensor, rounding: float) -> str | None:
+        try:
+            given = self.blocks_at(sequence, state.unsqueeze(0), range(index, index + 1))
+        except (TypeError, ValueError) as error:
+            return str(error)
+        off, largest = (given.to_dense(sequence.layout.width) - true).abs().max(), true.abs().max()
+        if off <= 100 * rounding * (1 + largest):
+            return None
+        return (
+            f"GivenJacobian is claimed to be exact, but at step {index + 1} it is off by {float(off):.2g} "
+            f"(the true Jacobian's largest entry: {float(largest):.2g})"
+        )
 
     @staticmethod
     def _map(function: Callable, sequence: Sequence, previous: Tensor, steps: range) -> Any:

@@ -79,16 +79,14 @@ class Newton:
         jacobians = (
             "DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(...) or GivenJacobian(...)"
         )
+        solvers = "Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution()"
         for name, value, kind, known in (
             ("jacobian", self.jacobian, Jacobian, jacobians),
             ("stop", self.stop, StoppingTest, "UpdateTest(), PaperTest() or FixedIterations(n)"),
+            ("linear", self.linear, LinearSolver, solvers),
         ):
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected {known}, got {value!r}")
-        if isinstance(self.linear, type) or not hasattr(self.linear, "solve_coupled"):
-            raise TypeError(
-                f"linear: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {self.linear!r}"
-            )
 
     @property
     def quadratic(self) -> bool:
@@ -112,12 +110,10 @@ class Newton:
         chunk = max(1, min(max(chunk, sequence.history), sequence.length))
         # What the step itself costs nobody knows: dependent steps are counted instead.
         plan.note(f"chunk {chunk}: about half a square root of {sequence.length} steps, {_LARGEST_CHUNK} at most")
-        if isinstance(self.jacobian, DenseJacobian):
-            budget = self.jacobian.budget(sequence)
-            while chunk < sequence.length and 4 * block_bytes(sequence) * sequence.length > budget * chunk:
-                chunk = min(2 * chunk, sequence.length)
-                plan.note("chunk enlarged until the blocks fit the memory budget")
-        return max(1, chunk)
+        fitting = self.jacobian.fit_chunk(sequence, chunk)
+        if fitting > chunk:
+            plan.note("chunk enlarged until the blocks fit the memory budget")
+        return fitting
 
     def run(self, sequence: Sequence, guess: Guess, plan: Plan) -> Outcome:
         """Iterate until every row is finished or hopeless."""
@@ -317,11 +313,9 @@ class Iteration:
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
             blocks = type(blocks)(blocks.data * self.newton.shrink)
-        couplings, self.linear = blocks[1:], self.newton.linear
-        self.plan.linear = str(self.linear)
-        if isinstance(self.linear, Auto):
-            self.linear, why = self.linear.choose(couplings)
-            self.plan.linear = f"{self.linear} ({why})"
+        couplings = blocks[1:]
+        self.linear, why = self.newton.linear.choose(couplings)
+        self.plan.linear = f"{self.linear} ({why})" if why else str(self.linear)
         return solve_coupled(couplings, residual, reverse=False, solver=self.linear, look=self.looks)
 
     def replace(self, ends: Tensor) -> None:

@@ -71,6 +71,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def declares(strategy: Any, name: str) -> bool:
+    """Whether the class of a strategy says so for itself: what is said of a class does not hold for its subclasses."""
+    return vars(type(strategy)).get(name, False)
+
+
 @cache
 def has_triton() -> bool:
     """Whether Triton is installed; it is imported only when a kernel is used."""

@@ -16,9 +16,8 @@ from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
-from .jacobian import DenseJacobian, GivenJacobian
 from .newton import Loop, Newton, Outcome
-from .runtime import in_functorch, is_capturing
+from .runtime import declares, in_functorch, is_capturing
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
 from .sequence.layout import Layout
@@ -189,7 +188,7 @@ def _solve_unseen(
     one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
     if (
         not (isinstance(solver, Newton) and solver.stop.fixed is not None and solver.quadratic)
-        or type(solver.jacobian) not in (DenseJacobian, GivenJacobian)
+        or not declares(solver.jacobian, "asks_nothing")
         or not (one_step and isinstance(gradient, Implicit) and on_failure != "raise")
     ):
         raise RuntimeError(

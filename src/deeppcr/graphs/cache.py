@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..convergence import FixedIterations, PaperTest, UpdateTest
 from ..guess import Guess
-from ..jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian
-from ..linear import PCR, Auto, Blocks, ForwardSubstitution, Fused, Hierarchical
+from ..jacobian import Jacobian
 from ..newton import Loop, Newton, Outcome, first_ends
-from ..runtime import is_capturing
+from ..runtime import declares, is_capturing
 from ..sequence import Sequence
 from ..solution import Plan
 from .record import RECORDERS, Recorder
@@ -35,11 +33,6 @@ _MOST_SEEN = 1024
 _MOST_IDLE = 4
 #: So many solves in a row that had to be handed over, and their kind is no longer captured.
 _MOST_MISSES = 3
-
-# Subclasses of these may do anything.
-_JACOBIANS = (DenseJacobian, DiagonalJacobian, GivenJacobian)
-_LINEAR = (Auto, Fused, PCR, Hierarchical, ForwardSubstitution)
-_TESTS = (UpdateTest, PaperTest, FixedIterations)
 
 #: Settings of the process that choose how numbers are multiplied.
 _ARITHMETIC = (
@@ -62,9 +55,7 @@ def may_capture(solver: Newton | Loop, z0: Any) -> bool:
         and solver.quadratic
         and isinstance(first, Tensor)
         and first.device.type in RECORDERS
-        and type(solver.jacobian) in _JACOBIANS
-        and type(solver.linear) in _LINEAR
-        and type(solver.stop) in _TESTS
+        and all(declares(each, "repeatable") for each in (solver.jacobian, solver.linear, solver.stop))
         and torch._C._len_torch_dispatch_stack() == 0  # somebody wants to see the operations
         and not is_capturing(first.device)
     )
@@ -178,23 +169,16 @@ def _put(memory: OrderedDict, key: Hashable, value: Any, most: int) -> None:
         memory.popitem(last=False)
 
 
-def _trace_jacobian(jacobian: Any, sequence: Sequence) -> str | None:
+def _trace_jacobian(jacobian: Jacobian, sequence: Sequence) -> str | None:
     """Add to the trace what a given Jacobian depends on. Returns why the solve cannot be captured, or None."""
     trace = sequence.trace
     if trace is None:
         return "its step cannot be traced"
     if sequence.evaluation != "vmap":
         return f"its steps are evaluated by {sequence.evaluation}"
-    if isinstance(jacobian, GivenJacobian) and trace.refusal is None:
-        given = jacobian.blocks
+    if trace.refusal is None:
         try:
-            if isinstance(given, Blocks):
-                trace.run(type(given), lambda: given.data)
-            else:
-                state = sequence.layout.unpack(sequence.initial.detach().clone())
-                x = sequence.inputs(0)
-                inputs = (state,) if x is None else (state, pytree.tree_map(lambda leaf: leaf.detach().clone(), x))
-                trace.run(given, given, *inputs)
+            jacobian.trace(sequence)
         except Exception:  # if it fails without a trace too, its error says why
             return "its Jacobian cannot be traced"
     return trace.refusal
@@ -210,7 +194,7 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
     return (
         (layout, sequence.length, chunk, spec, *xs),
         (newton.tolerances(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
-        (type(jacobian), jacobian.memory_budget if isinstance(jacobian, DenseJacobian) else None),
+        (type(jacobian), *jacobian.settings),
         (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
     )
 

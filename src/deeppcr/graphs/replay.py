@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..convergence import measure
-from ..jacobian import DenseJacobian, DiagonalJacobian
 from ..newton import Newton, Outcome
 from ..sequence import Sequence
 from ..sequence.trace import without_cast_cache
@@ -52,8 +51,7 @@ class Recording:
         chunks = -(-sequence.length // chunk)
         self._fixed = None if newton.stop.fixed is None else min(newton.stop.fixed, chunks)
         self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
-        if isinstance(newton.jacobian, DenseJacobian):  # which would ask for the free memory each time
-            newton = replace(newton, jacobian=DenseJacobian(memory_budget=newton.jacobian.budget(sequence)))
+        newton = replace(newton, jacobian=newton.jacobian.for_recording(sequence))
         self._newton, self._chunk, self._plan = newton, chunk, Plan(chunk=chunk)
         layout = sequence.layout
         self._kept: dict[str, Tensor] = {}
@@ -67,11 +65,7 @@ class Recording:
             else None
         )
         self._sequence = sequence.moved_to(self._initial, xs)
-        jacobian = newton.jacobian
-        self._compare = None
-        if isinstance(jacobian, DiagonalJacobian):
-            self._compare, self._signs = jacobian.compare, jacobian.signs(layout)
-            self._sequence.verify_once("diagonal")  # as is done below, without a look at values
+        self._verify = newton.jacobian.verifier(self._sequence)
         most = max(_MOST_ITERATIONS, self._fixed or 0)
         self._updates = torch.zeros(most, layout.rows, dtype=torch.float64, device=layout.device)
         self._count = torch.zeros(1, dtype=torch.long, device=layout.device)
@@ -96,9 +90,9 @@ class Recording:
     def _begin(self) -> None:
         self._iteration = Noting(self._newton, self._sequence, self._ends, self._chunk, self._plan)
         self._count.zero_()
-        if self._compare is not None:
+        if self._verify is not None:
             starts, steps = self._iteration.starts(), self._sequence.chunk_steps(self._chunk)[0]
-            self._iteration.needs_safeguard(self._compare(self._sequence, starts, steps, self._signs)[2])
+            self._iteration.needs_safeguard(self._verify(starts, steps))
         self._iterate(None)
 
     def _go_on(self) -> None:

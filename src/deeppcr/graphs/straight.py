@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..guess import Guess
-from ..linear import Blocks, ForwardSubstitution, Fused
+from ..linear import Blocks
 from ..newton import Iteration, Newton, Outcome, first_ends
 from ..sequence import Sequence
 from ..solution import Plan, Result
@@ -57,7 +57,7 @@ class Masking(Iteration):
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         delta = super().solve(blocks, residual)
-        if not isinstance(self.linear, (Fused, ForwardSubstitution)):
+        if self.linear.overflows:
             # A product of blocks may have overflowed where the solution does not, which takes a look to mend.
             self.progress.finish(~torch.isfinite(delta).all(-1).all(0), Result.NOT_CONVERGED)
         return delta

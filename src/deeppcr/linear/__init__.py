@@ -5,7 +5,8 @@ from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
-from .solve import Auto, LinearSolver, solve, solve_coupled
+from .solve import Auto, solve, solve_coupled
+from .solver import LinearSolver
 
 __all__ = [
     "PCR",

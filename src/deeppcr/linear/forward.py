@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .blocks import Blocks
+from .solver import LinearSolver
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardSubstitution:
+class ForwardSubstitution(LinearSolver):
     """L steps one after the other: the least work and memory, no parallelism over steps.
 
     >>> import torch
@@ -21,13 +22,10 @@ class ForwardSubstitution:
     tensor([1.0000, 1.5000, 1.7500])
     """
 
-    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        """Solve ``z_{j+1} = C_j z_j + b_{j+1}``, ``z_0 = b_0`` (reverse: ``z_j = C_j z_{j+1} + b_j``, the last known).
+    overflows = False
+    repeatable = True
 
-        Args:
-            couplings: L - 1 blocks; ``C_j`` stands between unknowns j and j + 1 in both directions
-            rhs: [L, *batch, D], its batch the full (broadcast) one
-        """
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
         last = rhs.shape[0] - 1
         if reverse:
             states = [rhs[last:]]

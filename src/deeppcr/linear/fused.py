@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..runtime import has_triton
 from .blocks import BlockDiagonal, Blocks, Dense
+from .solver import LinearSolver
 
 #: the widest dense blocks, and the largest of block-diagonal ones
 _DENSE, _SMALL = 256, 8
@@ -19,7 +20,7 @@ _DENSE_ANYWHERE, _ROOM = 128, 136 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused:
+class Fused(LinearSolver):
     """Fused kernels on a GPU: reduce chunks, solve for their starts, substitute back, in float32.
 
     Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones. Where a product of
@@ -30,6 +31,9 @@ class Fused:
     >>> Fused().refusal(linear.Scalar(torch.full((3,), 0.5)))
     'the kernels need a CUDA device, the blocks are on cpu'
     """
+
+    overflows = False  # it finds out by itself, without asking the host
+    repeatable = True
 
     def refusal(self, couplings: Blocks) -> str | None:
         """Why there is no kernel for these blocks, or None."""
@@ -49,7 +53,6 @@ class Fused:
         return None
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
         refusal = self.refusal(couplings)
         if refusal is not None:
             raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")

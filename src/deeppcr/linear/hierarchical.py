@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .blocks import Blocks
 from .forward import ForwardSubstitution
+from .solver import LinearSolver
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical:
+class Hierarchical(LinearSolver):
     """O(L) block products in about 2 (chunk - 1) log L / log chunk rounds.
 
     Args:
@@ -26,13 +27,13 @@ class Hierarchical:
     """
 
     chunk: int = 4
+    repeatable = True
 
     def __post_init__(self):
         if not isinstance(self.chunk, int) or self.chunk < 2:
             raise ValueError(f"chunk: at least 2 steps are merged at a level, got {self.chunk!r}")
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
         # Of the L unknowns one is known; the other `steps` are reached in chunks that start from it. Step k of all
         # chunks together is a strided slice, so nothing is padded or copied: a ragged last chunk makes the later
         # slices one shorter. `towards` takes the chunks nearest to the known end.

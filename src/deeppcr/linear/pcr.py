@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .blocks import Blocks, Dense
+from .solver import LinearSolver
 
 
 @dataclass(frozen=True, kw_only=True)
-class PCR:
+class PCR(LinearSolver):
     """Parallel cyclic reduction: ceil(log2 L) rounds, each a batched product of blocks.
 
     The shortest chain of dependent operations, at O(L log L) block products of work.
@@ -28,8 +29,9 @@ class PCR:
     tensor([1.0000, 1.5000, 1.7500])
     """
 
+    repeatable = True
+
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
         if isinstance(couplings, Dense) and couplings.batch_shape == rhs.shape[1:-1]:
             return _solve_dense(couplings.data, rhs, reverse)
         length, stride = rhs.shape[0], 1

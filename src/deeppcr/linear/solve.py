@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +13,15 @@ from .blocks import Blocks, Diagonal, Scalar
 from .cost import pick, pick_and_explain
 from .forward import ForwardSubstitution
 from .fused import Fused
+from .solver import LinearSolver
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOST = 4096  # entries of a cache
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class LinearSolver(Protocol):
-    """What a strategy for linear systems offers: see ``ForwardSubstitution.solve_coupled``."""
-
-    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Auto:
+class Auto(LinearSolver):
     """Fused() where there are kernels, else what is expected to take the least time; ``choose`` says what and why.
 
     >>> import torch
@@ -34,6 +29,8 @@ class Auto:
     >>> Auto().choose(linear.Dense(torch.zeros(7, 2, 2)))
     (PCR(), 'expected: 0.039 ms; ForwardSubstitution(): 0.084 ms, Hierarchical(chunk=4): 0.15 ms')
     """
+
+    repeatable = True
 
     def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
         length = len(couplings) + 1
@@ -51,7 +48,6 @@ class Auto:
         return pick_and_explain(length, width, blocks, vectors, cpu)
 
     def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        """See ``ForwardSubstitution.solve_coupled``: same arguments, same result."""
         return self.choose(couplings, rhs)[0].solve_coupled(couplings, rhs, reverse=reverse)
 
 
@@ -93,7 +89,7 @@ def solve(
     if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
         with torch.autocast(rhs.device.type, enabled=False):
             return solve(blocks, rhs, initial, reverse=reverse, solver=solver)
-    if isinstance(solver, type) or not hasattr(solver, "solve_coupled"):
+    if not isinstance(solver, LinearSolver):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
         )
@@ -284,12 +280,9 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):
         couplings = structure(data)
-        if isinstance(solver, Auto):
-            solver = solver.choose(couplings, rhs)[0]
+        solver, _ = solver.choose(couplings, rhs)
         solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
-        if isinstance(solver, Fused):  # which looks at that by itself, and without asking the host
-            return solution
-        if values_can_be_read(solution) and not torch.isfinite(solution).all():
+        if solver.overflows and values_can_be_read(solution) and not torch.isfinite(solution).all():
             solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
         return solution
 

@@ -67,7 +67,7 @@ def tiling_for(length: int, channels: int, processors: int = 132) -> Tiling:
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``BlockDiagonal`` up to 8 x 8."""
+    """See ``LinearSolver.solve_coupled``: same arguments, same result, for ``BlockDiagonal`` up to 8 x 8."""
     return run(couplings, rhs, reverse, _choose(couplings, rhs))
 
 

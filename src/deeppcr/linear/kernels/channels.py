@@ -58,7 +58,7 @@ def repeat_solve(
     reverse: bool,
     make: Callable[[Tensor, Launches], None],
 ) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``: the launches that were noted for such tensors, made again.
+    """See ``LinearSolver.solve_coupled``: the launches that were noted for such tensors, made again.
 
     Args:
         noted: where launches are noted

@@ -194,7 +194,7 @@ _solved: dict[tuple, Launches] = {}
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
+    """See ``LinearSolver.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
     data, rhs = aligned(couplings.data), aligned(rhs)
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
 

@@ -111,7 +111,7 @@ def tiling_for(length: int, channels: int, processors: int = 132, *, one_sweep: 
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
+    """See ``LinearSolver.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
     return run(couplings, rhs, reverse, _choose(rhs))
 
 

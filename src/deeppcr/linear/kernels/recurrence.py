@@ -47,7 +47,7 @@ def solve(
     reverse: bool,
     make: Callable[[System, Launches], None],
 ) -> Tensor:
-    """See ``ForwardSubstitution.solve_coupled``; ``make`` makes the launches of the ``tiling`` on the first call of a kind."""
+    """See ``LinearSolver.solve_coupled``; ``make`` makes the launches of the ``tiling`` on the first call of a kind."""
 
     def make_first(states: Tensor, launches: Launches) -> None:
         data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data

@@ -1,0 +1,32 @@
+"""What every solver of block bidiagonal systems offers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .blocks import Blocks
+
+
+class LinearSolver:
+    """Strategy: how a block bidiagonal system is solved. Subclasses give ``solve_coupled``.
+
+    Attributes:
+        overflows: whether a product of blocks may overflow although the solution does not, and it takes a look at values to mend
+        repeatable: whether a recording of its operations may stand for it; a class says so for itself (``runtime.declares``)
+    """
+
+    overflows = True
+    repeatable = False
+
+    def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
+        """Who solves such a system, and why; "" where there was nothing to choose from."""
+        return self, ""
+
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
+        """Solve ``z_{j+1} = C_j z_j + b_{j+1}``, ``z_0 = b_0`` (reverse: ``z_j = C_j z_{j+1} + b_j``, the last known).
+
+        Args:
+            couplings: L - 1 blocks; ``C_j`` stands between unknowns j and j + 1 in both directions
+            rhs: [L, *batch, D], its batch the full (broadcast) one
+        """
+        raise NotImplementedError
