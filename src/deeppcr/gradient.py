@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .convergence import StoppingTest
 from .jacobian import DenseJacobian, Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .runtime import is_batched, values_can_be_read
@@ -36,8 +37,20 @@ _REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
 _OTHER = 0.01
 
 
+class Gradient:
+    """Strategy: how the states come by their derivatives."""
+
+    def goes_through(self, stop: StoppingTest) -> bool:
+        """Whether the iterations themselves are differentiated: then the states need no more."""
+        return False
+
+    def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
+        """The states [L, B, D] of a solution, differentiable."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Implicit:
+class Implicit(Gradient):
     """Gradients by the implicit function theorem: one evaluation of all steps, one transposed bidiagonal solve.
 
     Memory does not depend on the number of iterations. The adjoint is checked with one vector-Jacobian product;
@@ -53,9 +66,12 @@ class Implicit:
     torch.Size([3])
     """
 
+    def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
+        return adjoint.attach(states)
+
 
 @dataclass(frozen=True)
-class Unrolled:
+class Unrolled(Gradient):
     """Gradients through Newton's iterations; second derivatives too.
 
     Two further iterations are made at the solution, with a graph: through them first and second derivatives are exact,
@@ -68,15 +84,16 @@ class Unrolled:
     torch.Size([3])
     """
 
+    def goes_through(self, stop: StoppingTest) -> bool:
+        return stop.fixed is not None
 
-def two_newton_steps(sequence: Sequence, states: Tensor, linear: LinearSolver) -> Tensor:
-    """``states`` [L, B, D] after two more iterations with true Jacobians, differentiable twice."""
-    states = states.detach()
-    for _ in range(2):
-        previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
-        values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
-        states = states + solve_coupled(blocks[1:], values - states, reverse=False, solver=linear)
-    return states
+    def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
+        sequence, states = adjoint.sequence, states.detach()
+        for _ in range(2):  # more iterations with true Jacobians
+            previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
+            values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
+            states = states + solve_coupled(blocks[1:], values - states, reverse=False, solver=adjoint.linear)
+        return states
 
 
 class GradientOverflow(RuntimeError):
@@ -367,3 +384,28 @@ class _Attach(torch.autograd.Function):
             )
         with undone(ctx.adjoint.sequence.keepers):
             return ctx.adjoint.solve(gradients), None, None
+
+
+def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:
+    """The states, with a backward pass that raises with this message, unless its gradient is zero.
+
+    Args:
+        depends_on: tensors through which the states depend on whatever a gradient may be asked for, where they do not know it
+            themselves. A backward pass visits only what lies on the way to that
+    """
+    return _Refuse.apply(states, message, *depends_on)
+
+
+class _Refuse(torch.autograd.Function):
+    """States that did not converge: usable, but not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx, states, message, *depends_on):
+        ctx.message, ctx.count = message, len(depends_on)
+        return states.detach().clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if not gradients[0].any():  # what the loss leaves out is not differentiated
+            return None, None, *(None,) * ctx.count
+        raise RuntimeError(f"no gradient: the solve did not converge. {ctx.message}")

@@ -1,11 +1,14 @@
-"""What a solve returns: states, how they were found, and whether they can be trusted."""
+"""What a solve returns: states, how they were found, whether they can be trusted; and what is done where it fails."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 
@@ -51,6 +54,16 @@ class Result(Enum):
     @property
     def severity(self) -> int:
         return list(Result).index(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether states past the exact ones are not to be trusted, nor differentiated."""
+        return self in (Result.NOT_CONVERGED, Result.NON_FINITE)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it claims that all states are right."""
+        return self in (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
 
 
 @dataclass
@@ -121,3 +134,86 @@ class Solution:
         most = int(self.iterations.max()) if self.iterations.numel() else 0
         worst = float(self.residual.max()) if self.residual.numel() else 0.0
         return f"Solution({self.result.name}, iterations={most}, residual={worst:.1e}: {self.message})"
+
+
+# The one policy on failure, of ``solve`` and of ``diffusion.sample``.
+
+
+class _HasResults(Protocol):
+    @property
+    def results(self) -> Sequence[Result]: ...
+
+
+_Outcome = TypeVar("_Outcome", bound=_HasResults)
+
+
+def check_on_failure(on_failure: Any) -> None:
+    if on_failure not in ("loop", "raise", "return"):
+        raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+
+
+def settle(
+    outcome: _Outcome,
+    on_failure: str,
+    finish: Callable[[_Outcome], _Outcome],
+    describe: Callable[[_Outcome], str],
+    *,
+    stacklevel: int,
+) -> _Outcome:
+    """What becomes of an outcome that is not what was asked for: the loop finishes the rows that failed, or it is raised, or
+    returned as it is. Whoever is not raised to is warned.
+
+    Args:
+        finish: the outcome with its failed rows finished by the loop
+        describe: it in words
+        stacklevel: of the warning, as seen from the caller
+    """
+    if on_failure == "raise":
+        raise ConvergenceError(describe(outcome))
+    if on_failure == "loop" and any(result.failed for result in outcome.results):
+        outcome = finish(outcome)
+    warnings.warn(describe(outcome), ConvergenceWarning, stacklevel=stacklevel + 1)
+    return outcome
+
+
+@torch.no_grad()
+def loop_on(
+    step: Callable[[int, Tensor], Tensor], initial: Tensor, states: Tensor, exact_steps: Tensor, stop: int
+) -> Tensor:
+    """Keep the exact states of every row, and compute the others one step at a time, up to step ``stop``.
+
+    Every step sees all rows, as in the loop; only those that need it take its result.
+
+    Args:
+        step: ``step(index, state)``, on states [B, ...]
+        initial: [B, ...]
+        states: [L, B, ...], of which the first ``exact_steps`` [B] are right
+    """
+    first = min(int(exact_steps.min()), stop)
+    found = list(states[:first])
+    state = found[-1] if found else initial
+    for index in range(first, stop):
+        unknown = (exact_steps <= index).view(-1, *(1,) * (state.ndim - 1))
+        state = torch.where(unknown, step(index, state), states[index])
+        found.append(state)
+    return torch.stack(found)
+
+
+def first_not_finite(states: Tensor) -> Tensor:
+    """[B]: the first step after which states [L, B, ...] are not finite; -1 where all are.
+
+    They are looked at all at once: a look at every step would stop an accelerator every time.
+    """
+    bad = ~torch.isfinite(states.detach()).flatten(2).all(-1)
+    return torch.where(bad.any(0), bad.long().argmax(0), -1)
+
+
+def worst_of(results: Sequence[Result]) -> Result:
+    return max(results, key=lambda result: result.severity)
+
+
+def worst_rows(results: Sequence[Result], exact_steps: Tensor) -> tuple[int, int, int]:
+    """Of the rows that ended worst, the one with the fewest exact steps; how many these are; and how many rows ended so."""
+    rows, exact = [row for row, result in enumerate(results) if result is worst_of(results)], exact_steps.tolist()
+    row = min(rows, key=lambda each: exact[each])
+    return row, exact[row], len(rows)

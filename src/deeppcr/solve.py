@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .convergence import measure
-from .gradient import Adjoint, Implicit, Unrolled, two_newton_steps
+from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
@@ -24,10 +25,18 @@ from .sequence.layout import Layout
 from .sequence.purity import changes_in_place
 from .sequence.snapshot import version_of
 from .sequence.trace import coarser_products
-from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-
-_FAILED = (Result.NOT_CONVERGED, Result.NON_FINITE)
-_TRUSTED = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
+from .solution import (
+    ConvergenceWarning,
+    Plan,
+    Result,
+    Solution,
+    check_on_failure,
+    first_not_finite,
+    loop_on,
+    settle,
+    worst_of,
+    worst_rows,
+)
 
 
 def solve(
@@ -83,24 +92,25 @@ def _solve(
     batch_dims: int | None,
     solver: Newton | Loop,
     guess: Any,
-    gradient: Implicit | Unrolled,
+    gradient: Gradient,
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
-    if any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0)):
-        return _solve_unseen(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
-    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
-    traced = not unrolled and may_capture(solver, z0)
-    looped = isinstance(solver, Loop)  # in which a step may keep what it likes
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, traced=traced, watched=not looped)
-    if looped:
-        plan = Plan()
-        outcome = _mark_non_finite(_plain_loop(sequence), Result.LOOP)
-        if Result.NON_FINITE in outcome.results:
-            warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=3)
-        return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
+    capturing = any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0))
+    if capturing:
+        _refuse_capture(step, solver, gradient, on_failure)
+    sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
+    if isinstance(solver, Loop):
+        return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+    through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
+    captured = not capturing and not through and may_capture(solver, z0)
+    sequence, plan = sequence_of(traced=captured), Plan()
     try:
-        return _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
+        start = as_guess(guess, z0, xs)
+        if capturing:
+            return _unseen(sequence, start, solver, gradient, plan)
+        found = _replayed(sequence, start, solver, gradient, plan) if captured else None
+        return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
     except BaseException as error:
         sequence.check_purity(error)  # which may know better what is wrong
         raise
@@ -108,115 +118,12 @@ def _solve(
         sequence.undo_side_effects()
 
 
-def _solve_sequence(
-    sequence: Sequence, start: Guess, solver: Newton, gradient: Implicit | Unrolled, on_failure: str, *, traced: bool
-) -> Solution:
-    plan = Plan()
-    unrolled = isinstance(gradient, Unrolled) and torch.is_grad_enabled()
-    fixed = solver.stop.fixed is not None
-    found = captured_solves.solve(solver, sequence, start, plan) if traced else None
-    if found is not None:  # and has been checked
-        outcome, residual = found
-        if not (torch.is_grad_enabled() and sequence.needs_gradients):
-            sequence.check_purity()
-            return _solution(sequence, outcome, plan, residual)
-        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-        # Its values come from the step as it is now: what a trace cannot see shows here.
-        measured, checked = _measure(sequence, outcome, solver, adjoint.values)
-        if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
-            if _determines_derivatives(adjoint, outcome, solver, Plan()) is outcome:
-                sequence.check_purity()
-                return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
-        else:
-            plan.note("not captured: the step gives another result than when it was recorded")
-
-    with torch.set_grad_enabled(unrolled and fixed):
-        outcome = solver.run(sequence, start, plan)
-    sequence.check_purity()  # a tensor that was kept without its history would cut off gradients
-    plan.derivative = solver.jacobian.name or sequence.derivative
-    adjoint, values = (
-        _adjoint(sequence, outcome, solver)
-        if isinstance(gradient, Implicit) or (unrolled and not fixed)
-        else (None, None)
-    )
-    residual, outcome = _measure(sequence, outcome, solver, values)
-    if adjoint is not None:
-        outcome = _determines_derivatives(adjoint, outcome, solver, plan)
-    adjoint = adjoint if isinstance(gradient, Implicit) else None
-    implicit = adjoint is not None
-
-    if any(result in _FAILED for result in outcome.results):
-        if on_failure != "loop":
-            outcome = _locate_non_finite(sequence, outcome, plan.chunk)
-        if on_failure == "raise":
-            raise ConvergenceError(_describe(sequence, outcome))
-        if on_failure == "loop":
-            with torch.no_grad():
-                outcome = _finish_by_loop(sequence, outcome)
-            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear) if implicit else None
-            residual, again = _measure(sequence, outcome, solver, adjoint.values if adjoint else None)
-            if again.results != outcome.results:
-                raise _differs(sequence)
-        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=4)
-    states = outcome.states
-    sequence.restore_modules()
-    if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
-        if adjoint is None:
-            values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
-        else:
-            values = adjoint.values
-        states = refuse_gradients(states, _describe(sequence, outcome), values)
-    elif adjoint is not None:
-        states = adjoint.attach(states)
-    elif unrolled and not fixed:
-        states = two_newton_steps(sequence, states, solver.linear)
-    return _solution(sequence, replace(outcome, states=states), plan, residual)
-
-
-def _solve_unseen(
-    step: Any,
-    z0: Any,
-    xs: Any,
-    length: int | None,
-    batch_dims: int | None,
-    solver: Newton | Loop,
-    guess: Any,
-    gradient: Implicit | Unrolled,
-    on_failure: str,
-) -> Solution:
-    """While the caller captures a CUDA graph: a fixed number of iterations, and nothing that asks the host."""
-    one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
-    if (
-        not (isinstance(solver, Newton) and solver.stop.fixed is not None and solver.quadratic)
-        or not declares(solver.jacobian, "asks_nothing")
-        or not (one_step and isinstance(gradient, Implicit) and on_failure != "raise")
-    ):
-        raise RuntimeError(
-            "deeppcr.solve looks at values, and while a CUDA graph is captured there are none. What can be captured: one step function "
-            "by Newton(stop=FixedIterations(n)) with DenseJacobian() or an exact GivenJacobian, gradient=Implicit(), and rows that fail "
-            "come out as NaN. Outside of a capture, solves that repeat become CUDA graphs by themselves"
-        )
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)  # pyright: ignore[reportArgumentType]
-    plan = Plan()
-    try:
-        outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
-        plan.derivative = solver.jacobian.name or sequence.derivative
-        plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
-        adjoint, values = _adjoint(sequence, outcome, solver)
-        residual, outcome = _measure(sequence, outcome, solver, values)
-    finally:
-        sequence.undo_side_effects()
-    states = outcome.states if adjoint is None else adjoint.attach(outcome.states)
-    return _solution(sequence, replace(outcome, states=states), plan, residual)
-
-
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
     if not isinstance(solver, (Newton, Loop)):
         raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...) or Loop(), got {solver!r}")
-    if not isinstance(gradient, (Implicit, Unrolled)):
+    if not isinstance(gradient, Gradient):
         raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
-    if on_failure not in ("loop", "raise", "return"):
-        raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    check_on_failure(on_failure)
     if in_functorch():
         raise RuntimeError(
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
@@ -224,19 +131,26 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
         )
 
 
-def _adjoint(sequence: Sequence, outcome: Outcome, solver: Newton) -> tuple[Adjoint | None, Tensor | None]:
-    """What a backward pass needs, if there can be one; and the values of all steps, if they are known."""
-    if not torch.is_grad_enabled():
-        return None, None
-    if not sequence.needs_gradients:  # as far as the first step tells; the others tell here
-        values = sequence.values(_previous(sequence, outcome.states), range(sequence.length))
-        if not values.requires_grad:
-            return None, values
-    adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-    return adjoint, adjoint.values
+def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_failure: str) -> None:
+    """Raise where a solve would ask the host, while the caller captures a CUDA graph."""
+    one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
+    if (
+        not (isinstance(solver, Newton) and solver.stop.fixed is not None and solver.quadratic)
+        or not declares(solver.jacobian, "asks_nothing")
+        or gradient.goes_through(solver.stop)
+        or not (one_step and on_failure != "raise")
+    ):
+        raise RuntimeError(
+            "deeppcr.solve looks at values, and while a CUDA graph is captured there are none. What can be captured: one step function "
+            "by Newton(stop=FixedIterations(n)) with DenseJacobian() or an exact GivenJacobian, gradient=Implicit(), and rows that fail "
+            "come out as NaN. Outside of a capture, solves that repeat become CUDA graphs by themselves"
+        )
 
 
-def _plain_loop(sequence: Sequence) -> Outcome:
+# The ways of a solve.
+
+
+def _by_loop(sequence: Sequence) -> Solution:
     state = sequence.first
     assert state is not None
     states = [state]  # no step is taken twice: it may keep what it likes
@@ -248,59 +162,172 @@ def _plain_loop(sequence: Sequence) -> Outcome:
         state = after
         states.append(state)
     rows, device = sequence.layout.rows, sequence.layout.device
-    return Outcome(
+    outcome = Outcome(
         states=torch.stack(states),
         results=[Result.LOOP] * rows,
         iterations=torch.zeros(rows, dtype=torch.long, device=device),
         exact_steps=torch.full((rows,), sequence.length, device=device),
         updates=torch.zeros(0, rows, device=device),
     )
+    outcome = _mark_non_finite(outcome, Result.LOOP)
+    if Result.NON_FINITE in outcome.results:
+        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=4)
+    return _solution(sequence, outcome, Plan(), torch.zeros_like(sequence.initial.detach()[:, 0]))
 
 
-def _previous(sequence: Sequence, states: Tensor, *, attached: bool = False) -> Tensor:
-    """The state before each step, if need be with the first still attached to the caller's graph."""
-    initial = sequence.initial if attached else sequence.initial.detach()
-    return torch.cat([initial.unsqueeze(0), states[:-1].detach()])
+def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution:
+    """While the caller captures a CUDA graph: a fixed number of iterations, and nothing that asks the host."""
+    outcome = run_unseen(solver, sequence, start, plan)
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
+    judged = _judge(sequence, outcome, solver)
+    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+
+
+def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution | None:
+    """By CUDA graphs of an earlier solve of its kind; None where there are none, or the step is no longer what they hold."""
+    found = captured_solves.solve(solver, sequence, start, plan)
+    if found is None:
+        return None
+    outcome, residual = found  # which has been checked
+    judged = _Judged(outcome, residual, None)
+    if torch.is_grad_enabled() and sequence.needs_gradients:
+        # These values come from the step as it is now: what a trace cannot see shows here.
+        judged = _judge(sequence, outcome, solver)
+        if judged.results != outcome.results or not _is_no_worse(judged.residual, residual, outcome.states, solver):
+            plan.note("not captured: the step gives another result than when it was recorded")
+            return None
+        if _determined(judged, solver, Plan()) is not judged:
+            return None
+    sequence.check_purity()
+    return _solution(sequence, _differentiable(judged, gradient), plan, residual)
+
+
+def _in_parallel(
+    sequence: Sequence,
+    start: Guess,
+    solver: Newton,
+    gradient: Gradient,
+    on_failure: str,
+    plan: Plan,
+    *,
+    through: bool,
+) -> Solution:
+    """By Newton's iteration.
+
+    Args:
+        through: the iterations themselves are differentiated
+    """
+    with torch.set_grad_enabled(through):
+        outcome = solver.run(sequence, start, plan)
+    sequence.check_purity()  # a tensor that was kept without its history would cut off gradients
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
+    if any(result.failed for result in judged.results):
+        if on_failure != "loop":
+            judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))
+        judged = settle(
+            judged,
+            on_failure,
+            lambda failed: _finished_by_loop(sequence, failed.outcome, solver),
+            lambda failed: _describe(sequence, failed.outcome),
+            stacklevel=4,
+        )
+    sequence.restore_modules()
+    failed = on_failure == "return" and any(result.failed for result in judged.results)
+    outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)
+    return _solution(sequence, outcome, plan, judged.residual)
+
+
+# What the step itself says of the states that were found.
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
+
+    Attributes:
+        residual: [B], of the states as they are
+        adjoint: what a backward pass needs; None where there can be none
+    """
+
+    outcome: Outcome
+    residual: Tensor
+    adjoint: Adjoint | None
+
+    @property
+    def results(self) -> list[Result]:
+        return self.outcome.results
+
+
+def _judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> _Judged:
+    """One evaluation of all steps, with a graph where a gradient may be asked for."""
+    adjoint = None
+    if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
+        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        values = adjoint.values
+    else:
+        # As far as the first step tells nothing needs a gradient; whether the others do shows here.
+        with torch.set_grad_enabled(differentiated and torch.is_grad_enabled()):
+            previous = torch.cat([sequence.initial.detach().unsqueeze(0), outcome.states[:-1].detach()])
+            values = sequence.values(previous, range(sequence.length))
+        if values.requires_grad:
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+            values = adjoint.values
+    return _measured(sequence, outcome, solver, adjoint, values.detach())
 
 
 @torch.no_grad()
-def _measure(sequence: Sequence, outcome: Outcome, solver: Newton, values: Tensor | None) -> tuple[Tensor, Outcome]:
-    """The residual of the states as they are, [B]; rows that claim more than it bears out lose their claim."""
+def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> _Judged:
     states, layout = outcome.states.detach(), sequence.layout
-    if values is None:
-        values = sequence.values(_previous(sequence, states), range(sequence.length))
-    residual, held = measure(layout, values.detach(), states, *solver.tolerances(layout.dtype))
-    if not solver.stop.promises:
-        return residual, outcome
+    residual, held = measure(layout, values, states, *solver.tolerances(layout.dtype))
+    if solver.stop.promises:
+        outcome = _without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+    return _Judged(outcome, residual, adjoint)
+
+
+def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
+    """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
+    lost = lost & torch.tensor([result.trusted for result in outcome.results], device=lost.device)
     results = [
-        Result.NOT_CONVERGED if not fine and result in _TRUSTED else result
-        for fine, result in zip(held.tolist(), outcome.results, strict=True)
+        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
     ]
-    changed = torch.tensor([a is not b for a, b in zip(results, outcome.results, strict=True)], device=layout.device)
-    exact = torch.where(changed, 0, outcome.exact_steps)
-    return residual, replace(outcome, results=results, exact_steps=exact)
+    exact = torch.where(lost, exact_steps, outcome.exact_steps)
+    return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
 
 
-def _determines_derivatives(adjoint: Adjoint, outcome: Outcome, solver: Newton, plan: Plan) -> Outcome:
-    """The outcome; rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
-    trusted = torch.tensor([result in _TRUSTED for result in outcome.results], device=outcome.states.device)
-    if not solver.stop.promises or not trusted.any():
-        return outcome
+def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
+    """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
+    outcome, adjoint = judged.outcome, judged.adjoint
+    trusted = torch.tensor([result.trusted for result in outcome.results], device=outcome.states.device)
+    if adjoint is None or not solver.stop.promises or not trusted.any():
+        return judged
     atol, _ = solver.tolerances(outcome.states.dtype)
     exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
     lost = trusted & (exact < outcome.exact_steps)
     if not lost.any():
-        return outcome
+        return judged
     reason = (
         f"gave up on states that are smaller than atol = {atol:g}: the derivative of the step depends on their signs (as that of a "
         "ReLU does), which a tolerance says nothing of; Newton(atol=0) asks for digits of every state"
     )
     plan.note(reason)
-    results = [
-        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
-    ]
-    exact, reasons = torch.where(lost, exact, outcome.exact_steps), (*outcome.reasons, reason)
-    return replace(outcome, results=results, exact_steps=exact, reasons=reasons)
+    return replace(judged, outcome=_without_claim(outcome, lost, exact, reason))
+
+
+def _differentiable(judged: _Judged, gradient: Gradient) -> Outcome:
+    """The outcome, its states differentiable where a backward pass may come."""
+    outcome = judged.outcome
+    if judged.adjoint is None:
+        return outcome
+    return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
+
+
+def _refused(sequence: Sequence, judged: _Judged) -> Outcome:
+    """The outcome, rows of which failed; a backward pass through its states raises."""
+    outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
+    states = refuse_gradients(outcome.states, _describe(sequence, outcome), *depends_on)
+    return replace(outcome, states=states)
 
 
 def _differs(sequence: Sequence) -> StepError:
@@ -326,69 +353,53 @@ def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: New
     return bool((measured <= allowed).all())
 
 
-def _loop_on(sequence: Sequence, outcome: Outcome, rows: Tensor, stop: int) -> Tensor:
-    """Keep the exact states of ``rows`` [B] and compute their others one step at a time, up to step ``stop``.
-
-    Every step sees all rows, as in the loop; only the rows that need it take its result.
-    """
-    first = int(outcome.exact_steps[rows].min())
-    states = list(outcome.states[:first])
-    state = states[-1] if states else sequence.initial
-    for index in range(first, stop):
-        stepped = sequence.step(index, state)
-        taken = rows & (outcome.exact_steps <= index)
-        state = torch.where(taken.unsqueeze(-1), stepped, outcome.states[index])
-        states.append(state)
-    return torch.stack(states)
+# Where Newton failed.
 
 
-def _finish_by_loop(sequence: Sequence, outcome: Outcome) -> Outcome:
-    failed = torch.tensor([r in _FAILED for r in outcome.results], device=sequence.layout.device)
-    states = _loop_on(sequence, outcome, failed, sequence.length)
-    return _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
+def _finished_by_loop(sequence: Sequence, outcome: Outcome, solver: Newton) -> _Judged:
+    failed = torch.tensor([result.failed for result in outcome.results], device=sequence.layout.device)
+    exact = torch.where(failed, outcome.exact_steps, sequence.length)
+    states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
+    outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
+    judged = _judge(sequence, outcome, solver)
+    if judged.results != outcome.results:
+        raise _differs(sequence)
+    return judged
 
 
 def _mark_non_finite(outcome: Outcome, otherwise: Result) -> Outcome:
-    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not.
-
-    They are looked at afterwards, all steps at once: a look at every step would stop an accelerator every time.
-    """
-    bad = ~torch.isfinite(outcome.states.detach()).all(-1)  # [L, B]
-    at = torch.where(bad.any(0), bad.long().argmax(0), -1)
+    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not."""
+    at = first_not_finite(outcome.states)
     results = [
-        result if result not in (*_FAILED, otherwise) else Result.NON_FINITE if index >= 0 else otherwise
+        result if not result.failed and result is not otherwise else Result.NON_FINITE if index >= 0 else otherwise
         for result, index in zip(outcome.results, at.tolist(), strict=True)
     ]
-    exact = torch.where(at >= 0, at, outcome.exact_steps)
-    return replace(outcome, results=results, exact_steps=exact)
+    return replace(outcome, results=results, exact_steps=torch.where(at >= 0, at, outcome.exact_steps))
 
 
-@torch.no_grad()
 def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outcome:
     """Newton knows in which chunk a value stopped being finite; the steps of that chunk tell which it was."""
     rows = torch.tensor([r is Result.NON_FINITE for r in outcome.results], device=sequence.layout.device)
     if not rows.any():
         return outcome
     stop = min(int(outcome.exact_steps[rows].max()) + chunk, sequence.length)
-    bad = ~torch.isfinite(_loop_on(sequence, outcome, rows, stop)).all(-1)
-    exact = torch.where(rows & bad.any(0), bad.long().argmax(0), outcome.exact_steps)
-    return replace(outcome, exact_steps=exact)
+    exact = torch.where(rows, outcome.exact_steps, sequence.length)
+    at = first_not_finite(loop_on(sequence.step, sequence.initial, outcome.states, exact, stop))
+    return replace(outcome, exact_steps=torch.where(rows & (at >= 0), at, outcome.exact_steps))
 
 
 def _describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
-    worst = max(outcome.results, key=lambda result: result.severity)
+    worst = worst_of(outcome.results)
     if worst.severity <= Result.PRECISION_FLOOR.severity:
         return worst.value
-    rows = [row for row, result in enumerate(outcome.results) if result is worst]
-    exact = outcome.exact_steps.tolist()
-    row = min(rows, key=lambda r: exact[r])
-    step = exact[row] + 1 if worst is Result.NON_FINITE else exact[row]
+    row, exact, count = worst_rows(outcome.results, outcome.exact_steps)
+    step = exact + 1 if worst is Result.NON_FINITE else exact
     text = worst.value.format(step=step)
     if worst is Result.NON_FINITE and _has_nan(sequence.inputs(step - 1), sequence.layout, row):
         text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
     if len(outcome.results) > 1:
-        text += f" (row {row}; {len(rows)} of {len(outcome.results)} rows)"
+        text += f" (row {row}; {count} of {len(outcome.results)} rows)"
     return "; ".join([text, *outcome.reasons])
 
 
@@ -414,35 +425,10 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         states=layout.unpack(outcome.states),
         iterations=outcome.iterations.reshape(batch),
         residual=residual.reshape(batch),
-        result=max(outcome.results, key=lambda result: result.severity),
+        result=worst_of(outcome.results),
         results=tuple(outcome.results),
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
         message=_describe(sequence, outcome),
     )
-
-
-def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:
-    """The states, with a backward pass that raises with this message, unless its gradient is zero.
-
-    Args:
-        depends_on: tensors through which the states depend on whatever a gradient may be asked for. A backward pass visits
-            only what lies on the way to that; without any, states that nothing leads away from
-    """
-    return _Refuse.apply(states, message, *(depends_on or (torch.zeros((), requires_grad=True),)))
-
-
-class _Refuse(torch.autograd.Function):
-    """States that did not converge: usable, but not to be differentiated."""
-
-    @staticmethod
-    def forward(ctx, states, message, *depends_on):
-        ctx.message, ctx.count = message, len(depends_on)
-        return states.detach().clone()
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        if not gradients[0].any():  # what the loss leaves out is not differentiated
-            return None, None, *(None,) * ctx.count
-        raise RuntimeError(f"no gradient: the solve did not converge. {ctx.message}")

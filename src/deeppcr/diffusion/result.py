@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..solution import Plan, Result
+from ..solution import Plan, Result, worst_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Samples:
 
     @property
     def result(self) -> Result:
-        return max(self.results, key=lambda result: result.severity)
+        return worst_of(self.results)
 
     @property
     def fell_back(self) -> list[bool]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -13,11 +14,22 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
+from ..gradient import refuse_gradients
 from ..jacobian import Jacobian, ScalarJacobian
 from ..newton import Loop, Newton
 from ..runtime import full_precision, has_tangent, in_functorch
-from ..solution import ConvergenceError, ConvergenceWarning, Plan, Result
-from ..solve import refuse_gradients, solve
+from ..solution import (
+    ConvergenceWarning,
+    Plan,
+    Result,
+    check_on_failure,
+    first_not_finite,
+    loop_on,
+    settle,
+    worst_of,
+    worst_rows,
+)
+from ..solve import solve
 from .coupling import Coupling
 from .describe import jacobian_in_words, start_in_words
 from .implicit import Rotated, attach
@@ -32,8 +44,6 @@ from .window.window import Outcome, Window
 
 #: one object for all calls: a solver knows by it what it has prepared
 _UNIT = GaussianPrior()
-#: of such samples there is no derivative
-_WORTHLESS = (Result.NOT_CONVERGED, Result.NON_FINITE)
 #: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
 #: the loop is no better. From so many times on two of the digits that were asked for are missing.
 _FAR = 100.0
@@ -89,8 +99,7 @@ def sample(
     >>> sample(lambda z, t: 0.9 * z, schedule, Noise.draw((2, 5), steps=100)).final.shape
     torch.Size([2, 5])
     """
-    if on_failure not in ("loop", "raise", "return"):
-        raise ValueError(f'on_failure: expected "loop", "raise" or "return", got {on_failure!r}')
+    check_on_failure(on_failure)
     _refuse_transforms(solver, noise)
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
@@ -180,18 +189,13 @@ def _by_window(
     except Exception:
         problem.check_finite()
         raise
-    failed = [row for row, result in enumerate(outcome.results) if result in _WORTHLESS]
+    failed = any(result.failed for result in outcome.results)
     if failed:
         problem.check_finite()  # before the run it would have cost a wait for the device
-    message = _describe(problem, outcome)
     if failed or _is_far_off(problem, outcome, window.tolerance_for(problem.dtype)):
-        if failed and on_failure == "loop":
-            with full_precision(problem.device):
-                outcome = _finish_by_loop(problem, outcome, failed)
-        message = _describe(problem, outcome)
-        if on_failure == "raise":
-            raise ConvergenceError(message)
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        finish, describe = partial(_finished_by_loop, problem), partial(_describe, problem)
+        outcome = settle(outcome, on_failure, finish, describe, stacklevel=3)
+    message = _describe(problem, outcome)
     if any(result is not Result.CONVERGED for result in outcome.results):
         plan.note(message)
     states = outcome.states
@@ -218,7 +222,7 @@ def _kept(problem: Problem, states: Tensor, keep_states: bool) -> dict[str, Any]
 
 def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, message: str) -> Tensor:
     """The states [L, B, D, K]; those of samples that did not get there raise where a gradient reaches them."""
-    states, bad = outcome.states, [result in _WORTHLESS for result in outcome.results]
+    states, bad = outcome.states, [result.failed for result in outcome.results]
     if not any(bad):
         return attach(problem, coupling, states)
     lost = torch.tensor(bad, device=problem.device)
@@ -229,35 +233,28 @@ def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, mess
     return torch.cat(parts, 1)[:, torch.cat([lost, good]).argsort()]
 
 
-@torch.no_grad()
-def _finish_by_loop(problem: Problem, outcome: Outcome, failed: list[int]) -> Outcome:
+def _finished_by_loop(problem: Problem, outcome: Outcome) -> Outcome:
     """Keep the finished steps of the samples that failed and take their others one at a time."""
-    who = torch.tensor(failed, device=problem.device)
-    exact = outcome.exact_steps[who]
-    first = int(exact.min())
-    states = outcome.states
-    state = states[first - 1, who] if first else problem.initial.detach()[who]
-    for index in range(first, problem.length):
-        stepped = problem.step(index, state, who)
-        state = torch.where((exact <= index)[:, None, None], stepped, states[index, who])
-        states[index, who] = state
+    failed = [row for row, result in enumerate(outcome.results) if result.failed]
+    who, length = torch.tensor(failed, device=problem.device), problem.length
+    exact, states = outcome.exact_steps[who], outcome.states
+    with full_precision(problem.device):
+        step = partial(problem.step, who=who)
+        states[:, who] = loop_on(step, problem.initial.detach()[who], states[:, who], exact, length)
     spent = torch.zeros_like(outcome.evaluations)
-    spent[who] = (problem.length - first) * problem.denoiser.rows_per_call
-    bad = ~torch.isfinite(states).all(-1).all(-1)  # [L, B]
-    at = torch.where(bad.any(0), bad.long().argmax(0), -1).tolist()
+    spent[who] = (length - exact.min()) * problem.denoiser.rows_per_call
+    at = first_not_finite(states[:, who])
     results, exact_steps = list(outcome.results), outcome.exact_steps.clone()
-    looped = torch.arange(problem.length, device=problem.device).unsqueeze(1) >= outcome.exact_steps  # [L, B]
-    residual = outcome.residual.masked_fill(looped, 0)  # of the states that were thrown away
-    for row in failed:
-        results[row] = Result.FINISHED_BY_LOOP if at[row] < 0 else Result.NON_FINITE
-        if at[row] >= 0:
-            exact_steps[row] = at[row]
+    exact_steps[who] = torch.where(at >= 0, at, exact)
+    for row, index in zip(failed, at.tolist(), strict=True):
+        results[row] = Result.FINISHED_BY_LOOP if index < 0 else Result.NON_FINITE
+    looped = torch.arange(length, device=problem.device).unsqueeze(1) >= outcome.exact_steps  # [L, B]
     return replace(
         outcome,
         states=states,
         results=results,
         evaluations=outcome.evaluations + spent,
-        residual=residual,
+        residual=outcome.residual.masked_fill(looped, 0),  # of the states that were thrown away
         exact_steps=exact_steps,
     )
 
@@ -275,14 +272,11 @@ def _is_far_off(problem: Problem, outcome: Outcome, tolerance: float) -> bool:
 
 
 def _describe(problem: Problem, outcome: Outcome) -> str:
-    worst = max(outcome.results, key=lambda result: result.severity)
+    worst = worst_of(outcome.results)
     if worst is Result.CONVERGED:
         return worst.value
-    rows = [row for row, result in enumerate(outcome.results) if result is worst]
-    exact = outcome.exact_steps.tolist()
-    row = min(rows, key=lambda r: exact[r])
-    at = exact[row]
-    share = f"sample {row}; {len(rows)} of {len(outcome.results)} samples"
+    row, at, count = worst_rows(outcome.results, outcome.exact_steps)
+    share = f"sample {row}; {count} of {len(outcome.results)} samples"
     if worst is Result.PRECISION_FLOOR:
         network = problem.coarsest
         whose, finer = "", "use float64"
