@@ -462,3 +462,22 @@ def test_a_derivative_that_is_not_finite_is_called_that(device):
     assert torch.isfinite(states).all()
     with pytest.raises(RuntimeError, match=r"the derivative of step 6 is not finite \(row 1\)"):
         states.sum().backward()
+
+
+def test_iterations_that_the_loop_finished_keep_their_gradient():
+    """A row that is not finite sends the others to the loop as well; through a fixed number of iterations, too."""
+    weights = 0.4 * torch.randn(40, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights[1, 1] = torch.nan
+    z0 = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def gradient(**settings):
+        states = deeppcr.solve(
+            lambda z, w: torch.tanh((w @ z.unsqueeze(-1)).squeeze(-1)), z0, weights, **settings
+        ).states
+        return torch.autograd.grad(states[:, 0].sum(), z0)[0][0]
+
+    with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
+        found = gradient(solver=Newton(stop=deeppcr.FixedIterations(3)), gradient=Unrolled())
+    with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
+        expected = gradient(solver=deeppcr.Loop())
+    torch.testing.assert_close(found, expected)

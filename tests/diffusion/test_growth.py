@@ -10,7 +10,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.start import start_states
+from deeppcr.diffusion.start import GaussianStart
 from deeppcr.diffusion.window import window
 from deeppcr.diffusion.window.iteration import Iteration
 from diffusion import digits
@@ -44,7 +44,7 @@ def finished(initial, denoiser=two_narrow, **settings):
     solver, prior = Window(**settings), GaussianPrior()
     with torch.no_grad():
         prepared = window.Prepared(solver, problem, prior)
-        outcome = prepared.run(solver, problem, None, deeppcr.solution.Plan())
+        outcome = prepared.run(solver, problem, GaussianStart(), deeppcr.solution.Plan())
     return prepared.iteration, outcome
 
 
@@ -121,7 +121,9 @@ def test_rounding_that_was_seen_to_grow_is_said_whether_or_not_a_sample_went_bac
     problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), undecided(device)[:3]), GaussianPrior()
     with torch.no_grad():
         prepared = window.Prepared(Window(), problem, prior)
-        assert prepared.run(Window(), problem, None, deeppcr.solution.Plan()).results == [Result.CONVERGED] * 3
+        assert (
+            prepared.run(Window(), problem, GaussianStart(), deeppcr.solution.Plan()).results == [Result.CONVERGED] * 3
+        )
         iteration = prepared.iteration
         assert not iteration.went_back.any()
         iteration.growth.fill_(1)
@@ -153,7 +155,7 @@ def test_a_step_does_not_leave_while_the_one_before_it_jumps(device):
 def started(initial):
     problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), initial), GaussianPrior()
     iteration = window.Prepared(Window(size=50), problem, prior).iteration
-    states, _ = start_states(None, problem, prior, iteration.coupling)
+    states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
     iteration.hold(problem.initial, problem.shift)
     iteration.load(states)
     return problem, iteration

@@ -22,7 +22,7 @@ from deeppcr.diffusion import (
 )
 from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.start import start_states
+from deeppcr.diffusion.start import as_start
 from diffusion import digits
 
 JACOBIANS = {
@@ -209,7 +209,9 @@ def test_a_coarse_start_lies_closer_than_that_of_the_prior_alone(net, device):
         loop = sample(net, digits.TRAINING, noise, solver=deeppcr.Loop(), keep_states=True).states.flatten(2)
         off = []
         for start in (None, CoarseStart(stride=8, sweeps=6)):
-            states, _ = start_states(start, problem, digits.prior(), coupling)
+            start = as_start(start)
+            prepared = start.prepare(problem, digits.prior())
+            states, _ = start.states(problem, coupling, problem.network, prepared)
             off.append(float((states[..., 0] - loop).abs().mean()))
     assert off[1] < 0.3 * off[0], off
 

@@ -22,7 +22,7 @@ from deeppcr.diffusion import (
     sample,
 )
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.start import start_states
+from deeppcr.diffusion.start import as_start
 from deeppcr.diffusion.window import window
 from deeppcr.diffusion.window.iteration import Iteration, _least_squares
 from deeppcr.solution import Plan
@@ -193,7 +193,7 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
     with torch.no_grad():
         prepared = window.Prepared(Window(size=20), problem, digits.prior())
         iteration = prepared.iteration
-        states, _ = start_states(None, problem, digits.prior(), prepared.coupling)
+        states, _ = GaussianStart().states(problem, prepared.coupling, problem.network, None)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         while min(iteration.prefix.tolist()) < 60:
@@ -219,7 +219,7 @@ def test_early_steps_are_held_to_less_than_late_ones(net, device):
     assert 90 < (thresholds[-1] / thresholds[0]).item() < 100
     with torch.no_grad():
         iteration = window.Prepared(Window(tolerance=1e-2, freeze=0.5), problem, digits.prior()).iteration
-        states, _ = start_states(None, problem, digits.prior(), iteration.coupling)
+        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         while iteration.prefix < 60:
@@ -294,7 +294,7 @@ def test_a_rough_iteration_counts_the_steps_that_still_move(net, device):
     problem = Problem(net, DDPM().steps(digits.TRAINING.take(64)), noise)
     with torch.no_grad():
         iteration = window.Prepared(Window(size=48, accelerate=False, tf32=0.4), problem, digits.prior()).iteration
-        states, _ = start_states(None, problem, digits.prior(), iteration.coupling)
+        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         before = iteration.states.clone()
@@ -465,7 +465,7 @@ def test_a_start_that_was_given_is_not_replayed(net, device, monkeypatch):
     with torch.no_grad():
         prepared = window.Prepared(solver, problem, digits.prior())
         for _ in range(2):
-            prepared.run(solver, problem, torch.zeros(20, 2, *problem.shape, device=device), Plan())
+            prepared.run(solver, problem, as_start(torch.zeros(20, 2, *problem.shape, device=device)), Plan())
     assert {name for name, *_ in prepared.replayed.keys} == {"iterate", "finish"}
 
 

@@ -10,9 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..jacobian import ScalarJacobian
 from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
-from .prior import GaussianPrior
+from .prior import Prior
 from .samplers import Steps, multiply
 
 
@@ -27,7 +26,7 @@ class Coupling:
 
     def __init__(
         self,
-        prior: GaussianPrior | ScalarJacobian,
+        prior: Prior,
         steps: Steps,
         width: int,
         device: torch.device,
@@ -36,19 +35,9 @@ class Coupling:
         self.prior, self.steps = prior, steps
         self.slots, length = steps.slots, len(steps)
         self.basis = None
-        if isinstance(prior, ScalarJacobian):
-            if self.slots > 1:
-                raise ValueError(
-                    "jacobian: ScalarJacobian knows one slot; this sampler keeps several: use GaussianPrior"
-                )
-            value = torch.as_tensor(prior.value, device=device, dtype=dtype)
-            if value.ndim > 1 or (value.ndim and len(value) != length):
-                raise ValueError(f"jacobian: expected a number or [L] with L = {length}, got {tuple(value.shape)}")
-            data = value.expand(length)[:, None]
-        else:
-            data = prior.couplings(steps).to(device, dtype)
-            if prior.basis is not None:
-                self.basis = prior.basis.detach().to(device, dtype)
+        data = prior.couplings(steps).to(device, dtype)
+        if prior.basis is not None:
+            self.basis = prior.basis.detach().to(device, dtype)
         self.blocks: Blocks
         if self.slots > 1:
             small = data.expand(length, width, self.slots, self.slots)
@@ -60,11 +49,11 @@ class Coupling:
 
     @cached_property
     def offsets(self) -> Tensor | None:
-        if not isinstance(self.prior, GaussianPrior) or self.prior.mean is None:
+        prior, like = self.prior.of_path, self.blocks.data
+        if prior.mean is None:
             return None
-        like = self.blocks.data
-        mean = self.into(self.prior.mean.to(like).reshape(1, -1, 1)).squeeze(-1)
-        return self.prior.offsets(self.steps).to(like).reshape(len(self.steps), 1, -1) * mean
+        mean = self.into(prior.mean.to(like).reshape(1, -1, 1)).squeeze(-1)
+        return prior.offsets(self.steps).to(like).reshape(len(self.steps), 1, -1) * mean
 
     def into(self, states: Tensor) -> Tensor:
         """[..., D, K] in the basis."""

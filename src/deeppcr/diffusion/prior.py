@@ -11,10 +11,12 @@ Shapes: L steps, D the flattened sample, K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..jacobian import ScalarJacobian
 from .samplers import Steps
 
 
@@ -86,6 +88,19 @@ class GaussianPrior:
         variance, basis = torch.linalg.eigh(covariance.detach().double())
         return GaussianPrior(variance.clamp(min=0), basis, mean)
 
+    @property
+    def in_words(self) -> str:
+        variance = torch.as_tensor(self.variance)
+        if variance.ndim == 0:
+            return f"GaussianPrior of variance {float(variance):g} in all directions"
+        where = "along the coordinates" if self.basis is None else "along the directions of a basis"
+        return f"GaussianPrior of {len(variance)} variances {where}"
+
+    @property
+    def of_path(self) -> GaussianPrior:
+        """Of the path through Gaussian data that an iteration may start from."""
+        return self
+
     def check(self, shape: torch.Size) -> None:
         """Raise where it is not one of samples of this shape."""
         width = shape.numel()
@@ -144,3 +159,46 @@ class GaussianPrior:
         into[0] = 1
         blocks = keep[:, None] + slopes[:, :, None, None] * (gain[:, :, None] * into)[:, None]
         return blocks[..., 0, 0] if steps.slots == 1 else blocks
+
+
+#: One object for all calls: a solver knows by it what it has prepared.
+UNIT = GaussianPrior()
+
+
+@dataclass(frozen=True)
+class ScalarPrior:
+    """``deeppcr.ScalarJacobian`` where a GaussianPrior may stand: the same for all coordinates."""
+
+    jacobian: ScalarJacobian
+    basis = None
+    in_words = "ScalarJacobian, the same for all coordinates"
+    of_path = UNIT
+
+    def check(self, shape: torch.Size) -> None:
+        """It is one of samples of any shape."""
+
+    def couplings(self, steps: Steps) -> Tensor:
+        """[L, 1]; see ``GaussianPrior.couplings``."""
+        if steps.slots > 1:
+            raise ValueError("jacobian: ScalarJacobian knows one slot; this sampler keeps several: use GaussianPrior")
+        value = torch.as_tensor(self.jacobian.value)
+        if value.ndim > 1 or (value.ndim and len(value) != len(steps)):
+            raise ValueError(f"jacobian: expected a number or [L] with L = {len(steps)}, got {tuple(value.shape)}")
+        return value.expand(len(steps))[:, None]
+
+
+Prior = GaussianPrior | ScalarPrior
+
+
+def as_prior(jacobian: Any) -> Prior:
+    """What a Window takes as ``jacobian``; None is unit variance."""
+    if jacobian is None:
+        return UNIT
+    if isinstance(jacobian, GaussianPrior):
+        return jacobian
+    if isinstance(jacobian, ScalarJacobian):
+        return ScalarPrior(jacobian)
+    raise TypeError(
+        "jacobian: Window takes GaussianPrior(...) or deeppcr.ScalarJacobian(...), which cost nothing to form; for others use "
+        f"solver=deeppcr.Newton(); got {jacobian!r}"
+    )

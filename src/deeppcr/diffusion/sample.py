@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from ..gradient import refuse_gradients
-from ..jacobian import Jacobian, ScalarJacobian
+from ..jacobian import Jacobian
 from ..newton import Loop, Newton
 from ..runtime import full_precision, has_tangent, in_functorch
 from ..solution import (
@@ -31,19 +31,16 @@ from ..solution import (
 )
 from ..solve import solve
 from .coupling import Coupling
-from .describe import jacobian_in_words, start_in_words
 from .implicit import Rotated, attach
 from .noise import Noise
-from .prior import GaussianPrior
+from .prior import UNIT, GaussianPrior, Prior, as_prior
 from .problem import Problem
 from .result import Samples
 from .samplers import DDIM, DDPM, Prediction, Sampler, Steps
 from .schedule import Schedule
-from .start import start_states
+from .start import as_start
 from .window.window import Outcome, Window
 
-#: one object for all calls: a solver knows by it what it has prepared
-_UNIT = GaussianPrior()
 #: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
 #: the loop is no better. From so many times on two of the digits that were asked for are missing.
 _FAR = 100.0
@@ -172,20 +169,14 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
 def _by_window(
     problem: Problem, window: Window, jacobian: Any, start: Any, keep_states: bool, on_failure: str
 ) -> Samples:
-    jacobian = _UNIT if jacobian is None else jacobian
-    if isinstance(jacobian, GaussianPrior):
-        jacobian.check(problem.shape)
-    elif not isinstance(jacobian, ScalarJacobian):
-        raise TypeError(
-            "jacobian: Window takes GaussianPrior(...) or deeppcr.ScalarJacobian(...), which cost nothing to form; for others use "
-            f"solver=deeppcr.Newton(); got {jacobian!r}"
-        )
+    prior = as_prior(jacobian)
+    prior.check(problem.shape)
     plan = Plan(evaluation="rowwise", derivative="given")
     start = window.start_for(problem, start)
-    plan.note(jacobian_in_words(jacobian))
-    plan.note(start_in_words(start, jacobian))
+    plan.note(f"jacobian: {prior.in_words}")
+    plan.note(start.in_words(_name_of(prior)))
     try:
-        outcome = window.run(problem, jacobian, start, plan)
+        outcome = window.run(problem, prior, start, plan)
     except Exception:
         problem.check_finite()
         raise
@@ -200,7 +191,7 @@ def _by_window(
         plan.note(message)
     states = outcome.states
     if torch.is_grad_enabled() and problem.needs_gradients:
-        coupling = Coupling(jacobian, problem.steps, problem.width, problem.device, problem.dtype)
+        coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
     return Samples(
         **_kept(problem, states[..., 0], keep_states),
@@ -212,6 +203,11 @@ def _by_window(
         plan=plan,
         message=message,
     )
+
+
+def _name_of(prior: Prior) -> str:
+    """What the prior of the path to start from is called."""
+    return "a prior of unit variance" if prior is not prior.of_path else "the prior"
 
 
 def _kept(problem: Problem, states: Tensor, keep_states: bool) -> dict[str, Any]:
@@ -308,14 +304,15 @@ def _describe(problem: Problem, outcome: Outcome) -> str:
 def _by_newton(
     problem: Problem, newton: Newton, jacobian: Any, start: Any, keep_states: bool, on_failure: Any
 ) -> Samples:
-    prior = jacobian if isinstance(jacobian, GaussianPrior) else _UNIT
+    prior = jacobian if isinstance(jacobian, GaussianPrior) else UNIT
     prior.check(problem.shape)
+    start = as_start(start)
     problem.check_times()
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
-        states, _ = start_states(start, problem, prior, coupling)
+        states, _ = start.states(problem, coupling, problem.network, start.prepare(problem, prior))
     if jacobian is not prior:
-        coupling = Coupling(_UNIT, problem.steps, problem.width, problem.device, problem.dtype)
+        coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
     rotated = Rotated(problem, coupling)
     if jacobian is not None:
         newton = replace(newton, jacobian=rotated.jacobian if jacobian is prior else jacobian)
@@ -329,8 +326,8 @@ def _by_newton(
         on_failure=on_failure,
     )
     plan = solution.plan
-    plan.note(jacobian_in_words(newton.jacobian if jacobian is None else jacobian))
-    plan.note(start_in_words(start, prior))
+    plan.note(f"jacobian: {prior.in_words if jacobian is prior else newton.jacobian}")
+    plan.note(start.in_words(_name_of(prior)))
     found = rotated.unpack(solution.states)[..., 0]
     return Samples(
         **_kept(problem, found, keep_states),

@@ -18,8 +18,41 @@ from .problem import Problem
 from .result import Samples
 
 
+class Start:
+    """Strategy: a guess of the sample after every step.
+
+    Attributes:
+        may_be_good: whether it may be nearer to the solution than TF32 can tell: the caller had a part in it
+        brings_tensors: whether it holds tensors, which lie somewhere else in every run
+        asks_network: whether it evaluates the network
+    """
+
+    may_be_good = brings_tensors = asks_network = False
+
+    def prepare(self, problem: Problem, prior: GaussianPrior) -> Any:
+        """What ``states`` needs, found once for a kind of run.
+
+        Args:
+            prior: of the path through Gaussian data
+        """
+
+    def states(
+        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
+    ) -> tuple[Tensor, int]:
+        """States [L, B, D, K], and how many rows of each sample the network saw for them.
+
+        Args:
+            coupling: of the prior that it was prepared for
+        """
+        raise NotImplementedError
+
+    def in_words(self, prior: str) -> str:
+        """For the plan; ``prior`` is what that of the path is called."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class GaussianStart:
+class GaussianStart(Start):
     """The path that the ideal denoiser of the prior's Gaussian would take with this noise.
 
     The default but for windows of many steps. It costs no evaluation of the network. Where the Jacobian is no GaussianPrior, it is that of unit variance.
@@ -28,9 +61,17 @@ class GaussianStart:
     GaussianStart()
     """
 
+    def states(
+        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
+    ) -> tuple[Tensor, int]:
+        return _path(problem, coupling, coupling.offsets), 0
+
+    def in_words(self, prior: str) -> str:
+        return f"start: the path that {prior} alone would take with this noise"
+
 
 @dataclass(frozen=True, eq=False)
-class MeanStart:
+class MeanStart(Start):
     """One sample for all steps: the mean of the training set (the paper's), or per class.
 
     Args:
@@ -42,10 +83,19 @@ class MeanStart:
     """
 
     mean: Tensor
+    brings_tensors = True
+
+    def states(
+        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
+    ) -> tuple[Tensor, int]:
+        return _widen(problem, _mean(problem, self.mean)), 0
+
+    def in_words(self, prior: str) -> str:
+        return "start: MeanStart, one sample for all steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoarseStart:
+class CoarseStart(Start):
     """A coarse sampler: the network at every ``stride``-th step alone, its outputs interpolated between.
 
     Args:
@@ -58,6 +108,7 @@ class CoarseStart:
 
     stride: int = 8
     sweeps: int = 4
+    asks_network = True
 
     def __post_init__(self):
         whole = all(isinstance(each, int) for each in (self.stride, self.sweeps))
@@ -66,45 +117,56 @@ class CoarseStart:
                 f"CoarseStart: expected whole numbers, stride from 2, sweeps from 1, got {self.stride!r} and {self.sweeps!r}"
             )
 
+    def prepare(self, problem: Problem, prior: GaussianPrior) -> Coarse:
+        return Coarse(self, problem, prior)
 
-Start = GaussianStart | MeanStart | CoarseStart | Samples | Tensor
+    def states(
+        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Coarse
+    ) -> tuple[Tensor, int]:
+        return prepared.states(problem, coupling, network), prepared.rows
+
+    def in_words(self, prior: str) -> str:
+        return f"start: {self!r}, the network at every {self.stride}th step"
 
 
-def may_be_good(start: Any) -> bool:
-    """Whether a start may be nearer to the solution than TF32 can tell: the caller had a part in it."""
-    return not (start is None or isinstance(start, (GaussianStart, MeanStart, CoarseStart)))
+@dataclass(frozen=True, eq=False)
+class GivenStart(Start):
+    """States [L, B, *shape] from the caller; ``name`` is what they were given as."""
+
+    given: Tensor
+    name: str
+    may_be_good = brings_tensors = True
+
+    def states(
+        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
+    ) -> tuple[Tensor, int]:
+        expected = (problem.length, problem.samples, *problem.shape)
+        if self.given.shape != expected:
+            raise ValueError(f"start: expected states [L, B, *shape] = {expected}, got {tuple(self.given.shape)}")
+        if not torch.isfinite(self.given).all():
+            raise ValueError("start: holds values that are not finite")
+        return _widen(problem, self.given), 0
+
+    def in_words(self, prior: str) -> str:
+        return f"start: {self.name}"
 
 
-def start_states(start: Any, problem: Problem, prior: GaussianPrior, coupling: Coupling) -> tuple[Tensor, int]:
-    """States [L, B, D, K], and how many rows of each sample the network saw for them.
-
-    Args:
-        start: one of ``Start``, or None
-        prior: of the path through Gaussian data
-        coupling: of that prior
-    """
-    if start is None or isinstance(start, GaussianStart):
-        return _path(problem, coupling, coupling.offsets), 0
-    if isinstance(start, CoarseStart):
-        coarse = Coarse(start, problem, prior)
-        return coarse.states(problem, coupling, problem.network), coarse.rows
-    if isinstance(start, MeanStart):
-        return _widen(problem, _mean(problem, start.mean)), 0
+def as_start(start: Any) -> Start:
+    """What a user may pass as ``start``: a strategy, earlier samples, or states; None is the path through Gaussian data."""
+    if start is None:
+        return GaussianStart()
+    if isinstance(start, Start):
+        return start
     if isinstance(start, Samples):
         if start.states is None:
             raise ValueError("start: these samples hold no states; ask for them with keep_states=True")
-        start = start.states
-    if not isinstance(start, Tensor):
-        raise TypeError(
-            "start: expected GaussianStart(), MeanStart(mean), CoarseStart(), earlier Samples or states [L, B, *shape], "
-            f"got {type(start).__name__}"
-        )
-    expected = (problem.length, problem.samples, *problem.shape)
-    if start.shape != expected:
-        raise ValueError(f"start: expected states [L, B, *shape] = {expected}, got {tuple(start.shape)}")
-    if not torch.isfinite(start).all():
-        raise ValueError("start: holds values that are not finite")
-    return _widen(problem, start), 0
+        return GivenStart(start.states, "earlier Samples")
+    if isinstance(start, Tensor):
+        return GivenStart(start, "states that were given")
+    raise TypeError(
+        "start: expected GaussianStart(), MeanStart(mean), CoarseStart(), earlier Samples or states [L, B, *shape], "
+        f"got {type(start).__name__}"
+    )
 
 
 def _mean(problem: Problem, mean: Tensor) -> Tensor:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...jacobian import ScalarJacobian
 from ...linear import Auto
 from ...runtime import full_precision, has_triton
 from ...solution import Plan, Result
 from ..coupling import Coupling
 from ..fingerprint import fingerprint, layout_of, owner_of
-from ..prior import GaussianPrior
+from ..prior import Prior
 from ..problem import Problem
-from ..start import Coarse, CoarseStart, GaussianStart, may_be_good, start_states
+from ..start import CoarseStart, GaussianStart, Start, as_start
 from .graphs import Cache, Replayed
 from .iteration import STRICTER, Iteration
 from .rounding import Rounding, of_network
@@ -115,14 +114,14 @@ class Window:
         """After how many iterations the loop takes over, of so many steps in windows of this size."""
         return self.max_iterations or max(200, 8 * -(-length // size))
 
-    def start_for(self, problem: Problem, start: Any) -> Any:
-        """Where a run starts for which that was not said.
+    def start_for(self, problem: Problem, start: Any) -> Start:
+        """Where a run starts.
 
         A coarse sampler saves more evaluations than it takes where all its steps are in the window at once, and many: those
         of 1,024 steps fell from 5.9 to 4.9 rows a step for latents of MNIST, not at all in windows of an eighth.
         """
         if start is not None:
-            return start
+            return as_start(start)
         whole = self.size_for(problem) == problem.length >= _MANY
         return CoarseStart() if whole and problem.slots == 1 and problem.steps.clip is None else GaussianStart()
 
@@ -131,17 +130,17 @@ class Window:
         left = 1 - torch.arange(1, problem.length + 1, dtype=torch.float64) / problem.length
         return self.freeze * self.tolerance_for(problem.dtype) * _GROWTH**-left
 
-    def run(self, problem: Problem, jacobian: GaussianPrior | ScalarJacobian, start: Any, plan: Plan) -> Outcome:
+    def run(self, problem: Problem, prior: Prior, start: Start, plan: Plan) -> Outcome:
         """Iterate until every sample is finished or the iterations are used up."""
         with torch.inference_mode(False), torch.no_grad():
             refusal = self.no_graphs(problem)
             if refusal is not None:
                 plan.note(f"no CUDA graphs: {refusal}")
-                return Prepared(self, problem, jacobian).run(self, problem, start, plan)
-            key = _key(problem, jacobian)
+                return Prepared(self, problem, prior).run(self, problem, start, plan)
+            key = _key(problem, prior)
             prepared = self._prepared.take(key)
             if prepared is None:
-                prepared = Prepared(self, problem, jacobian)
+                prepared = Prepared(self, problem, prior)
                 self._prepared.forget_with(owner_of(problem.denoiser.function))
             outcome = prepared.run(self, problem, start, plan)
             self._prepared.put(key, prepared)
@@ -156,13 +155,13 @@ class Window:
         return "autocast is on" if torch.is_autocast_enabled("cuda") else None
 
 
-def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
+def _key(problem: Problem, prior: Prior) -> tuple:
     """What a prepared run depends on."""
     denoiser = problem.denoiser
     return (
         fingerprint(denoiser.function),
         problem.steps.key,
-        id(jacobian),  # which the prepared run keeps alive
+        prior,  # known by its identity
         (problem.samples, problem.shape, problem.network_dtype, problem.device),
         (denoiser.guidance, layout_of(denoiser.given)),
     )
@@ -209,15 +208,14 @@ class Prepared:
     The denoiser itself is not kept: a graph knows where its parameters lie.
     """
 
-    def __init__(self, window: Window, problem: Problem, jacobian: GaussianPrior | ScalarJacobian):
-        self.jacobian = jacobian
+    def __init__(self, window: Window, problem: Problem, prior: Prior):
+        self.prior = prior
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(dtype)
-        self.coupling = Coupling(jacobian, steps, problem.width, device, dtype)
-        self.prior = jacobian if isinstance(jacobian, GaussianPrior) else GaussianPrior()
+        self.coupling = Coupling(prior, steps, problem.width, device, dtype)
         self.start_coupling = self.coupling
-        if self.prior is not jacobian:
-            self.start_coupling = Coupling(self.prior, steps, problem.width, device, dtype)
+        if prior.of_path is not prior:
+            self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with full_precision(device):
             eps = problem.eps
         coarse, self.tf32 = of_network(problem, self.coupling, eps), has_tf32(problem)
@@ -238,7 +236,7 @@ class Prepared:
         self.least = torch.zeros_like(self.iteration.allowance)
         self.residual = torch.zeros_like(self.iteration.measured)
         self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
-        self.coarse: dict[CoarseStart, Coarse] = {}
+        self.starts: dict[Start, Any] = {}
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
         self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
@@ -247,7 +245,7 @@ class Prepared:
         self.runs = self.returned = 0
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
-    def run(self, window: Window, problem: Problem, start: Any, plan: Plan) -> Outcome:
+    def run(self, window: Window, problem: Problem, start: Start, plan: Plan) -> Outcome:
         self.runs += 1
         call: Callable[..., None] = _plainly
         quantum = 1
@@ -298,16 +296,16 @@ class Prepared:
         self.kept = problem.with_noise(iteration.states[0], iteration.shift)
         self.network = problem.network if self.runs > 1 else problem.checked_network
 
-    def loop(self, window: Window, problem: Problem, start: Any, call: Callable[..., None], quantum: int) -> None:
+    def loop(self, window: Window, problem: Problem, start: Start, call: Callable[..., None], quantum: int) -> None:
         iteration, self.lost = self.iteration, {}
         most = window.most_iterations(iteration.length, iteration.size)
         # TF32 would move a good start away from the solution, and of one step there is nothing to learn in advance. Steps that
         # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
-        gains = iteration.size > 1 and not may_be_good(start) and most > 3
-        gains = gains and (iteration.size == iteration.length or not isinstance(start, CoarseStart))
+        gains = iteration.size > 1 and not start.may_be_good and most > 3
+        gains = gains and (iteration.size == iteration.length or not start.asks_network)
         rough = window.tf32 is not None and gains and self.tf32
         # What was given from outside is somewhere else in every run.
-        begin = call if isinstance(start, (GaussianStart, CoarseStart)) else _plainly
+        begin = _plainly if start.brings_tensors else call
         begin(self.begin, start, rough)
         left, full, before = iteration.most_rows, iteration.length // iteration.size, math.inf
         for number in range(most):
@@ -349,17 +347,15 @@ class Prepared:
 
         return network
 
-    def begin(self, start: Any, rough: bool) -> None:
+    def begin(self, start: Start, rough: bool) -> None:
         """Load the start."""
         with full_precision(self.device):
-            if isinstance(start, CoarseStart):
-                if start not in self.coarse:
-                    self.coarse[start] = Coarse(start, self.kept, self.prior)
-                coarse = self.coarse[start]
-                states, rows = coarse.states(self.kept, self.start_coupling, self.in_precision(rough)), coarse.rows
-            else:
-                states, rows = start_states(start, self.kept, self.prior, self.start_coupling)
-            self.iteration.load(states, known=may_be_good(start))
+            prepared = self.starts.get(start) or start.prepare(self.kept, self.prior.of_path)
+            if not start.brings_tensors:  # a graph that is recorded now works on what was prepared
+                self.starts[start] = prepared
+            network = self.in_precision(rough)
+            states, rows = start.states(self.kept, self.start_coupling, network, prepared)
+            self.iteration.load(states, known=start.may_be_good)
             self.iteration.evaluations += rows
 
     def iterate(self, count: int, rough: bool) -> None:
