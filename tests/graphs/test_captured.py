@@ -489,12 +489,12 @@ def test_inputs_that_only_seem_large(device):
 
 
 def test_the_cache_is_bounded(device, monkeypatch):
-    monkeypatch.setattr("deeppcr.graphs.cache._MOST_KEPT", 3)
+    monkeypatch.setattr(captured_solves._recordings, "most", 3)
     for length in range(10, 16):
         twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=length))  # noqa: B023
         assert len(captured_solves) <= 3
     assert is_replayed(deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=15))
-    monkeypatch.setattr("deeppcr.graphs.cache._MOST_BYTES", 1)
+    monkeypatch.setattr(captured_solves._recordings, "most_bytes", 1)
     twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=17))
     assert len(captured_solves) == 1
     deeppcr.clear_graphs()

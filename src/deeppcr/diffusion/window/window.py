@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...graphs.cache import prepared_samplers
 from ...jacobian import ScalarJacobian
 from ...linear import Auto
 from ...runtime import full_precision, has_triton
@@ -20,7 +21,7 @@ from ..fingerprint import fingerprint, layout_of, owner_of
 from ..prior import GaussianPrior
 from ..problem import Problem
 from ..start import Coarse, CoarseStart, GaussianStart, may_be_good, start_states
-from .graphs import Cache, Replayed
+from .graphs import Replayed
 from .iteration import STRICTER, Iteration
 from .rounding import Rounding, of_network
 
@@ -88,7 +89,6 @@ class Window:
     max_iterations: int | None = None
     tf32: float | None = 0.01
     graphs: bool = True
-    _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in ("tolerance", "tf32"):
@@ -138,13 +138,10 @@ class Window:
             if refusal is not None:
                 plan.note(f"no CUDA graphs: {refusal}")
                 return Prepared(self, problem, jacobian).run(self, problem, start, plan)
-            key = _key(problem, jacobian)
-            prepared = self._prepared.take(key)
-            if prepared is None:
-                prepared = Prepared(self, problem, jacobian)
-                self._prepared.forget_with(owner_of(problem.denoiser.function))
+            key = _key(self, problem, jacobian)
+            prepared = prepared_samplers.take(key) or Prepared(self, problem, jacobian)
             outcome = prepared.run(self, problem, start, plan)
-            self._prepared.put(key, prepared)
+            prepared_samplers.put(key, prepared, owner_of(problem.denoiser.function))
             return outcome
 
     def no_graphs(self, problem: Problem) -> str | None:
@@ -156,10 +153,11 @@ class Window:
         return "autocast is on" if torch.is_autocast_enabled("cuda") else None
 
 
-def _key(problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
+def _key(window: Window, problem: Problem, jacobian: GaussianPrior | ScalarJacobian) -> tuple:
     """What a prepared run depends on."""
     denoiser = problem.denoiser
     return (
+        window,
         fingerprint(denoiser.function),
         problem.steps.key,
         id(jacobian),  # which the prepared run keeps alive
