@@ -60,12 +60,13 @@ def test_what_is_kept_goes_with_its_owner():
 
 
 def test_an_owner_that_ends_while_the_cache_is_busy_does_not_stop_it():
-    """The last to hold it may be what the cache throws away."""
-    kept, owner = Bounded(most=1), Owner()
-    kept.put("its own", owner, owner)
+    """The last to hold it may be what the cache throws away, while it is told to throw away something else of the owner's."""
+    kept, owner = Bounded(most=2), Owner()
+    kept.put("holds it", owner, owner)
+    kept.put("is its own", None, owner)
     del owner
-    thread = threading.Thread(target=lambda: kept.put("another", None), daemon=True)
+    thread = threading.Thread(target=lambda: kept.put("another", 1), daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
-    assert len(kept) == 1
+    assert kept.values() == [1]

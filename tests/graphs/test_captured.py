@@ -249,6 +249,13 @@ class TestWhatTheStepClosesOver:
                 assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
         assert len(captured_solves) < 10
 
+    def test_recordings_that_are_replayed_are_not_counted_as_idle(self, device):
+        z0, xs, weight = self.problem(device)
+        for number in range(6):
+            scaled = weight / (1 + number)
+            solutions = [deeppcr.solve(lambda z, x: torch.tanh(z @ scaled + x), z0, xs) for _ in range(3)]  # noqa: B023
+            assert is_replayed(solutions[-1]), solutions[-1].plan
+
 
 @pytest.mark.parametrize(
     ("step", "reason"),
