@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import deeppcr
-from deeppcr_paper.timing import no_collection
+from deeppcr_paper.timing import capture
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -20,16 +20,8 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     """
     for _ in range(2):
         function()
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream()
-    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        found = function()
-
-    def replay() -> Any:
-        graph.replay()
-        return found
-
-    return replay
+    replay, found = capture(function, torch.cuda.current_stream())
+    return lambda: (replay(), found)[1]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deeppcr import linear
 from deeppcr.linear.kernels import block_diagonal, diagonal, lookback
-from deeppcr_paper.timing import machine, relative_error
+from deeppcr_paper.timing import capture, machine, relative_error
 
 TOLERANCE = 1e-5
 CALLS, REPEATS = 20, 5
@@ -108,26 +108,19 @@ CASES = (
 )
 
 
-def in_graph(function: Callable[[], Any]) -> Callable[[], None]:
-    """``CALLS`` calls in one CUDA graph, so that a call of some microseconds can be timed."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            function()
-    return graph.replay
-
-
 def directly(function: Callable[[], Any]) -> Callable[[], None]:
+    """``CALLS`` calls."""
+
     def calls():
         for _ in range(CALLS):
             function()
 
     return calls
+
+
+def in_graph(function: Callable[[], Any]) -> Callable[[], None]:
+    """The same in one CUDA graph, so that a call of some microseconds can be timed."""
+    return capture(directly(function))[0]
 
 
 def milliseconds(calls: Callable[[], None]) -> float:

@@ -1,13 +1,12 @@
 """What is timed is called as often as it is said, in turn; what is compared is compared in earnest."""
 
-import gc
 import math
 import time
 
 import pytest
 import torch
 
-from deeppcr_paper.timing import Timing, capture, clocked, hardware, machine, measure, no_collection, relative_error
+from deeppcr_paper.timing import Timing, capture, clocked, hardware, machine, measure, relative_error
 
 CPU = torch.device("cpu")
 
@@ -102,17 +101,3 @@ def test_a_replayed_graph_computes_anew(device):
     x.fill_(5)
     replay()
     assert found.tolist() == [10, 10, 10]
-
-
-def test_no_garbage_is_collected_in_a_capture():
-    assert gc.isenabled()
-    with no_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with no_collection():
-            pass
-        assert not gc.isenabled()  # as it was before
-    finally:
-        gc.enable()

@@ -3,8 +3,9 @@
 import copy
 import gc
 import pickle
-import threading
 import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, fingerprint, sample
 from deeppcr.diffusion.window import graphs, window
+from deeppcr.graphs.cache import prepared_samplers
 from diffusion.test_window import Recorded
 
 SCHEDULE = Schedule.linear(12)
@@ -48,12 +50,12 @@ def test_what_is_kept_goes_with_the_network():
         net = Net()
         assert "CUDA graphs" not in run(net, solver)
         assert "CUDA graphs" in run(net, solver)
-        kept = weakref.ref(next(iter(solver._prepared._kept.values())))
+        kept = weakref.ref(*prepared_samplers.values())
         weight = weakref.ref(net.inner.weight)
         del net
         assert weight() is None
         assert kept() is None
-        assert len(solver._prepared) == 0
+        assert len(prepared_samplers) == 0
     finally:
         gc.enable()
 
@@ -73,7 +75,7 @@ def test_a_network_that_is_held_by_what_it_holds_goes_too(how):
     del net
     gc.collect()
     assert gone() is None
-    assert len(solver._prepared) == 0
+    assert len(prepared_samplers) == 0
 
 
 class Watcher:
@@ -105,15 +107,15 @@ def test_what_cannot_be_watched_leaves_its_identity_to_nobody():
         assert "CUDA graphs" not in run(net, solver)
         assert "CUDA graphs" in run(net, solver)
     assert len(owners) == 4
-    assert len(solver._prepared) == 4
+    assert len(prepared_samplers) == 4
 
 
 def test_clear_graphs_lets_go_of_everything():
     solver, net = Window(), Net()
     run(net, solver)
-    assert len(solver._prepared) == 1
+    assert len(prepared_samplers) == 1
     deeppcr.clear_graphs()
-    assert len(solver._prepared) == 0
+    assert len(prepared_samplers) == 0
     assert "CUDA graphs" not in run(net, solver)
 
 
@@ -121,7 +123,7 @@ def test_a_capture_that_failed_is_tried_again_for_other_shapes_and_parameters():
     solver, net = Window(), Net()
     run(net, solver)
     run(net, solver)
-    next(iter(solver._prepared._kept.values())).replayed.refusal = "a host waits"
+    prepared_samplers.values()[0].replayed.refusal = "a host waits"
     assert "no CUDA graphs: a host waits" in run(net, solver)
     run(net, solver, samples=3)
     notes = run(net, solver, samples=3)
@@ -130,27 +132,6 @@ def test_a_capture_that_failed_is_tried_again_for_other_shapes_and_parameters():
     run(net, solver)
     notes = run(net, solver)
     assert "CUDA graphs" in notes
-
-
-def test_an_owner_that_ends_while_the_cache_is_busy_does_not_stop_it():
-    """The last to hold it may be what the cache throws away."""
-
-    class Owner:
-        pass
-
-    cache, owner = graphs.Cache(most=1), Owner()
-    cache.forget_with(owner)
-    cache.put(((id(owner),),), owner)
-    del owner
-
-    def push_out():
-        cache.put(((0,),), None)
-
-    thread = threading.Thread(target=push_out, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert len(cache) == 1
 
 
 def labelled(z, t, labels):
@@ -210,27 +191,92 @@ def test_what_is_gone_is_equal_to_nothing(monkeypatch):
     assert same != different
 
 
-def test_the_cache_is_bounded_and_lends_each_entry_once():
-    cache = graphs.Cache(most=2)
-    for key in "abc":
-        cache.put(((key,),), key.upper())
-    assert cache.take((("a",),)) is None
-    assert cache.take((("b",),)) == "B"
-    assert cache.take((("b",),)) is None
+def test_equal_windows_share_what_is_kept_and_others_do_not():
+    """Settings hold no cache: what is kept is known by their values."""
+    net, solver = Net(), Window(size=3)
+    run(net, solver)
+    for same in (Window(size=3), copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
+        assert same == solver
+        assert "CUDA graphs" in run(net, same)
+    changes = {"tolerance": 1e-4, "size": 4, "freeze": 0.5, "accelerate": False, "max_iterations": 7, "tf32": None}
+    for name, value in changes.items():
+        assert "CUDA graphs" not in run(net, replace(solver, **{name: value})), name
+    assert "CUDA graphs" in run(net, solver)
 
-    class Owner:
-        pass
 
-    owner = Owner()
-    keys = [((id(owner),), number) for number in range(2)]
-    for key in keys:
-        cache.put(key, 1)
-        cache.forget_with(owner)
-    assert weakref.getweakrefcount(owner) == 1  # not one for every key
-    del owner
-    assert not cache._watched  # who lies there next is watched anew
-    assert all(cache.take(key) is None for key in keys)
-    solver = Window(size=3)
-    for copied in (copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
-        assert copied == solver
-        assert len(copied._prepared) == 0
+def test_so_many_kinds_of_runs_are_kept(monkeypatch):
+    monkeypatch.setattr(prepared_samplers, "most", 2)
+    net, solver = Net(), Window()
+    for samples in (1, 2, 3):
+        run(net, solver, samples=samples)
+    assert len(prepared_samplers) == 2
+    assert "CUDA graphs" not in run(net, solver, samples=1)
+    assert "CUDA graphs" in run(net, solver, samples=3)
+
+
+def test_two_runs_at_once_share_nothing():
+    """While a run is on its way, in its network say, another one of its kind has buffers of its own."""
+    solver, seen = Window(), []
+
+    class Curious(Net):
+        def forward(self, z, t):
+            seen.append(len(prepared_samplers))
+            return super().forward(z, t)
+
+    net = Curious()
+    for _ in range(2):
+        seen.clear()
+        run(net, solver)
+        assert set(seen) == {0}
+        assert len(prepared_samplers) == 1
+
+
+def test_a_run_that_fails_leaves_nothing_to_be_replayed():
+    solver, net, fails = Window(), Net(), []
+    net.register_forward_hook(lambda module, args, found: 1 / 0 if fails else found)
+    assert "CUDA graphs" not in run(net, solver)
+    fails.append(True)
+    with pytest.raises(ZeroDivisionError):
+        run(net, solver)
+    assert len(prepared_samplers) == 0
+
+
+class TestReplayed:
+    """What is called is called once, on its stream, and captured after that; then the graph is all that runs."""
+
+    @pytest.fixture
+    def made(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "its stream")
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its pool")
+        monkeypatch.setattr(graphs, "on_stream", lambda stream: nullcontext())
+        monkeypatch.setattr(graphs, "capture", lambda call, *where: (lambda: self.done.append("replayed"), None))
+        self.done = []
+        return graphs.Replayed(torch.device("cuda"))
+
+    def work(self, *key):
+        self.done.append(key)
+
+    def test_each_call_by_its_name_and_arguments(self, made):
+        for key in (1, 2, 1, 1):
+            made(self.work, key)
+        assert self.done == [(1,), (2,), "replayed", "replayed"]
+
+    def test_what_cannot_be_captured_is_called(self, made, monkeypatch):
+        def refuse(call, *where):
+            raise RuntimeError("a host waits\nand more")
+
+        made(self.work, 1)
+        monkeypatch.setattr(graphs, "capture", refuse)
+        for _ in range(2):
+            made(self.work, 2)
+        assert made.refusal == "a host waits"
+        made(self.work, 1)
+        assert self.done == [(1,), (2,), (2,), "replayed"]
+
+    def test_an_error_of_the_network_is_its_own(self, made):
+        def fail():
+            raise RuntimeError("of the network")
+
+        with pytest.raises(RuntimeError, match="of the network"):
+            made(fail)
+        assert made.refusal is None

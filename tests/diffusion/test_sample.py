@@ -1,5 +1,6 @@
 """Sampling in parallel equals the loop: samplers, Jacobians, lengths, batches, with classes and without."""
 
+import sys
 import warnings
 
 import pytest
@@ -339,3 +340,16 @@ def test_final_samples_do_not_keep_the_others_alive(solver, trained):
     assert final.untyped_storage().nbytes() == final.nbytes
     found = sample(*given, step=DDIM(), solver=solver, keep_states=True)
     assert torch.equal(found.states[-1], final)
+
+
+def test_a_schedule_keeps_the_numbers_of_a_few_samplers(monkeypatch):
+    """As many as there are etas, say, would be a leak."""
+    module = sys.modules["deeppcr.diffusion.sample"]  # the name is also that of the function
+    monkeypatch.setattr(module, "_MOST_KNOWN", 2)
+    schedule = Schedule.linear(5)
+    for eta in (0.0, 0.1, 0.2, 0.1):
+        step, noise = DDIM(eta=eta), Noise.draw((1, 3), steps=5, generator=torch.Generator().manual_seed(0))
+        found = sample(lambda z, t: 0.5 * z, schedule, noise, step=step, solver=deeppcr.Loop())
+        assert len(module._known[schedule]) <= 2
+        fresh = sample(lambda z, t: 0.5 * z, step.steps(schedule), noise, solver=deeppcr.Loop())
+        assert torch.equal(found.final, fresh.final)

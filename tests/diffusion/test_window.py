@@ -25,6 +25,7 @@ from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import as_start
 from deeppcr.diffusion.window import window
 from deeppcr.diffusion.window.iteration import Iteration, _least_squares
+from deeppcr.graphs.cache import prepared_samplers
 from deeppcr.solution import Plan
 from diffusion import digits
 from diffusion.rough import Rough
@@ -540,7 +541,7 @@ def test_the_plan_of_a_gpu_tells_about_its_graphs(net, device, monkeypatch):
     for refusal in (None, None, "a host waits"):
         with torch.no_grad():
             if refusal:
-                next(iter(solver._prepared._kept.values())).replayed.refusal = refusal
+                prepared_samplers.values()[0].replayed.refusal = refusal
             said.append(
                 sample(net, digits.TRAINING.take(20), noise_for(1, 20, device=device), solver=solver).plan.notes
             )
@@ -588,4 +589,4 @@ def test_graphs_replay_what_was_computed(tf32, start):
                 net.leave.weight.mul_(1.02)  # in place: the graphs that there are see it
             if round == 3:
                 net.leave.weight = torch.nn.Parameter(0.98 * net.leave.weight)  # elsewhere: they are made anew
-    assert len(solver._prepared) == 2
+    assert len(prepared_samplers) == 2

@@ -249,6 +249,13 @@ class TestWhatTheStepClosesOver:
                 assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
         assert len(captured_solves) < 10
 
+    def test_recordings_that_are_replayed_are_not_counted_as_idle(self, device):
+        z0, xs, weight = self.problem(device)
+        for number in range(6):
+            scaled = weight / (1 + number)
+            solutions = [deeppcr.solve(lambda z, x: torch.tanh(z @ scaled + x), z0, xs) for _ in range(3)]  # noqa: B023
+            assert is_replayed(solutions[-1]), solutions[-1].plan
+
 
 @pytest.mark.parametrize(
     ("step", "reason"),
@@ -489,12 +496,12 @@ def test_inputs_that_only_seem_large(device):
 
 
 def test_the_cache_is_bounded(device, monkeypatch):
-    monkeypatch.setattr("deeppcr.graphs.cache._MOST_KEPT", 3)
+    monkeypatch.setattr(captured_solves._recordings, "most", 3)
     for length in range(10, 16):
         twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=length))  # noqa: B023
         assert len(captured_solves) <= 3
     assert is_replayed(deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=15))
-    monkeypatch.setattr("deeppcr.graphs.cache._MOST_BYTES", 1)
+    monkeypatch.setattr(captured_solves._recordings, "most_bytes", 1)
     twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=17))
     assert len(captured_solves) == 1
     deeppcr.clear_graphs()

@@ -41,7 +41,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DEEPPCR_CALIBRATE", raising=False)
     monkeypatch.setattr(calibrate, "_known", {})
-    monkeypatch.setattr(calibrate, "_failed", set())
     monkeypatch.setattr(calibrate, "describe", lambda device: dict(ABOUT))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())

@@ -14,17 +14,12 @@ from torch import Tensor, nn
 from deeppcr.gradient import GradientOverflow
 
 from .data import Images
-from .timing import no_collection
+from .timing import capture
 
 
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """What does again on the device what ``step`` does."""
-    if device.type != "cuda":
-        return step
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+    return capture(step, torch.cuda.current_stream(device))[0] if device.type == "cuda" else step
 
 
 class ReplayedSteps:

@@ -5,6 +5,7 @@ Shapes: B rows, w the width, L layers in steps of ``skip``.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 import deeppcr
 from deeppcr.gradient import GradientOverflow
+from deeppcr.graphs.record import no_collection
 
 from .data import Images
 from .experiment import Context, OutOfTime
 from .replay import ReplayedSteps
 from .resnet import Settings
-from .timing import clocked, no_collection, own_stream
+from .timing import clocked, own_stream
 
 #: Steps of a window that are taken one by one, and timed, where the others are replayed.
 TIMED = 2
@@ -113,6 +115,7 @@ class Runner:
         eager = _LayerByLayer(self.network)
         if self.mode == "eager" or self.device.type != "cuda":
             return "loop", eager
+        gc.collect()  # none is collected in a capture
         with no_collection():
             return "graph", torch.cuda.make_graphed_callables(eager, (x.clone(),))  # pyright: ignore
 

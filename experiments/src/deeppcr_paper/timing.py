@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deeppcr.graphs.record import no_collection as no_garbage
+from deeppcr.graphs import record
 
 T = TypeVar("T")
 
@@ -96,38 +96,31 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def capture(function: Callable[[], Any], stream: torch.cuda.Stream | None = None) -> tuple[Callable[[], None], Any]:
     """Record what ``function`` launches on the GPU as a CUDA graph.
 
-    ``function`` must not call autograd's engine: it makes streams of earlier, eager passes wait for the capture, as long
-    as anything of those passes is alive, and that invalidates the capture.
+    ``function`` must not call autograd's engine where there were passes on other streams: it makes these wait for the
+    capture, as long as anything of those passes is alive, and that invalidates the capture.
+
+    Args:
+        stream: where it has been called before; None for a new one, on which it is called once
 
     Returns:
         a function that replays it, and what ``function`` returned: tensors that every replay fills anew
     """
-    # Libraries set themselves up on the first calls in a stream, which a capture does not allow: so it is the same one.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        found = function()
-    return graph.replay, found
+    if stream is None:
+        stream = torch.cuda.Stream()
+        with record.on_stream(stream):
+            function()
+    gc.collect()  # none is collected in a capture
+    return record.capture(function, stream)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """Everything inside goes to one new stream of a GPU: a pass with autograd can be recorded there after eager ones."""
-    if device.type != "cuda":
+    with record.on_stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
         yield
-        return
-    stream, outside = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(outside)
-    with torch.cuda.stream(stream):
-        yield
-    outside.wait_stream(stream)
 
 
 @contextmanager
@@ -139,14 +132,6 @@ def single_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect garbage first, and none inside."""
-    gc.collect()
-    with no_garbage():
-        yield
 
 
 def relative_error(found: Iterable[Tensor], reference: Iterable[Tensor]) -> float:

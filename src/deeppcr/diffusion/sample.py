@@ -44,7 +44,8 @@ from .window.window import Outcome, Window
 #: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
 #: the loop is no better. From so many times on two of the digits that were asked for are missing.
 _FAR = 100.0
-#: the steps of samplers on a schedule: their numbers take longer to find than a few iterations
+#: the steps of so many samplers on a schedule: their numbers take longer to find than a few iterations
+_MOST_KNOWN = 16
 _known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
 
 
@@ -136,6 +137,8 @@ def _steps(schedule: Schedule, step: Sampler, prediction: Prediction) -> Steps:
     key = step, prediction, schedule.last_alpha_bar, schedule.alphas_bar._version, schedule.timesteps._version
     known = _known.setdefault(schedule, {})
     if key not in known:
+        if len(known) == _MOST_KNOWN:
+            known.clear()
         known[key] = step.steps(schedule, prediction)
     return known[key]
 

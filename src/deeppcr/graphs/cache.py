@@ -7,10 +7,8 @@ tensors and numbers that the step closes over. The first solve of a kind runs as
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from ..newton import Loop, Newton, Outcome, first_ends
 from ..runtime import declares, is_capturing
 from ..sequence import Sequence
 from ..solution import Plan
+from .bounded import Bounded
 from .record import RECORDERS, Recorder
 from .replay import Recording
 
@@ -29,6 +28,8 @@ from .replay import Recording
 _MOST_KEPT, _MOST_BYTES = 16, 2**31
 #: Kinds of solves that are remembered.
 _MOST_SEEN = 1024
+#: Prepared runs of samplers that are kept. Each may have gigabytes, in the graphs of its network.
+_MOST_PREPARED = 8
 #: Recordings that differ only in what the step closes over, and have not been replayed since.
 _MOST_IDLE = 4
 #: So many solves in a row that had to be handed over, and their kind is no longer captured.
@@ -67,9 +68,9 @@ class CapturedSolves:
     def __init__(self):
         self._lock = threading.Lock()
         self._recorders: dict[torch.device, Recorder] = {}
-        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._seen: OrderedDict[int, str] = OrderedDict()  # by hash: why such a solve is not captured, or ""
-        self._idle: OrderedDict[int, int] = OrderedDict()  # by hash of a structure: recordings less replays
+        self._recordings = Bounded(_MOST_KEPT, _MOST_BYTES)
+        self._seen = Bounded(_MOST_SEEN)  # by hash: why such a solve is not captured, or ""
+        self._idle = Bounded(_MOST_SEEN)  # by hash of a structure: recordings less replays
 
     def clear(self) -> None:
         with self._lock:
@@ -99,23 +100,24 @@ class CapturedSolves:
         kind = _kind_of(newton, sequence, chunk)
         key = (kind, sequence.trace.key)
         number = hash(key)
-        with self._lock:
-            refusal = self._seen.get(number, "the first of its kind")
-            if number not in self._seen:
-                _put(self._seen, number, "", _MOST_SEEN)
+        refusal = self._seen.get(number)
+        if refusal is None:
+            self._seen.put(number, "")
+            return "the first of its kind"
         if refusal:
             return refusal
         ends = first_ends(sequence, guess, chunk)
         try:
             recorder = self._recorder(sequence.layout.device)
             with recorder.turn():
-                recording = self._find(key)
+                recording = self._recordings.get(key)
                 if recording is None:
                     structure = hash((kind, sequence.trace.structure))
                     if self._idle.get(structure, 0) >= _MOST_IDLE:
                         return "what the step closes over is replaced from solve to solve; hand it over in xs"
                     recording = Recording(newton, sequence, ends, chunk, recorder, structure)
-                    self._add(key, recording)
+                    self._count(structure, 1)
+                    self._recordings.put(key, recording)
                 else:
                     self._count(recording.structure, -1)
                 found = recording.replay(sequence, ends)
@@ -137,36 +139,12 @@ class CapturedSolves:
                 self._recorders[device] = RECORDERS[device.type](device)
             return self._recorders[device]
 
-    def _find(self, key: Hashable) -> Recording | None:
-        with self._lock:
-            if key in self._recordings:
-                self._recordings.move_to_end(key)
-            return self._recordings.get(key)
-
     def _count(self, structure: int, more: int) -> None:
-        with self._lock:
-            _put(self._idle, structure, max(0, self._idle.get(structure, 0) + more), _MOST_SEEN)
-
-    def _add(self, key: Hashable, recording: Recording) -> None:
-        self._count(recording.structure, 1)
-        with self._lock:
-            self._recordings[key] = recording
-            while len(self._recordings) > 1 and (
-                len(self._recordings) > _MOST_KEPT or sum(r.bytes for r in self._recordings.values()) > _MOST_BYTES
-            ):
-                self._recordings.popitem(last=False)
+        self._idle.put(structure, max(0, self._idle.get(structure, 0) + more))
 
     def _forget(self, key: Hashable, reason: str) -> None:
-        with self._lock:
-            self._recordings.pop(key, None)
-            _put(self._seen, hash(key), reason or "it failed", _MOST_SEEN)
-
-
-def _put(memory: OrderedDict, key: Hashable, value: Any, most: int) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > most:
-        memory.popitem(last=False)
+        self._recordings.take(key)
+        self._seen.put(hash(key), reason or "it failed")
 
 
 def _trace_jacobian(jacobian: Jacobian, sequence: Sequence) -> str | None:
@@ -200,8 +178,8 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
 
 
 captured_solves = CapturedSolves()
-#: Whatever else is captured and kept, with a method ``clear``.
-CLEARED: WeakSet[Any] = WeakSet()
+#: What ``deeppcr.diffusion`` keeps from run to run, with the graphs of its iterations. A run takes it and puts it back.
+prepared_samplers = Bounded(_MOST_PREPARED)
 
 
 def clear_graphs() -> None:
@@ -211,5 +189,4 @@ def clear_graphs() -> None:
     >>> deeppcr.clear_graphs()
     """
     captured_solves.clear()
-    for other in list(CLEARED):
-        other.clear()
+    prepared_samplers.clear()

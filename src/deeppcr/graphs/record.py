@@ -1,4 +1,4 @@
-"""The one place that captures CUDA graphs for solves: a function, done once more on the device."""
+"""The one place that captures CUDA graphs: a function, done once more on the device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,61 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..sequence.trace import Watch
+
+T = TypeVar("T")
+#: PyTorch captures one graph at a time.
+RECORDING = threading.RLock()
+
+
+def capture(function: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[Callable[[], None], T]:
+    """Record what ``function`` launches, on memory that stays where it is; nothing of it is done now.
+
+    Args:
+        stream: where it was called before: libraries set themselves up in the first calls, which a capture does not allow
+        pool: of memory, shared with other graphs that are not replayed at the same time
+
+    Returns:
+        what does it all again, and what ``function`` returned: tensors that every replay fills anew
+
+    Raises:
+        RuntimeError: it asks the host, say, which a graph cannot; the current stream is as it was
+    """
+    graph = torch.cuda.CUDAGraph()
+    how: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with RECORDING, on_stream(stream), no_collection(), torch.cuda.graph(graph, **how):
+        found = function()
+    return graph.replay, found
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is inside goes to another stream: after all that came before it, and before all that comes after."""
+    with torch.cuda.device(stream.device):
+        outer = torch.cuda.current_stream()
+        stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:  # a capture that fails does not always leave its stream
+            torch.cuda.set_stream(outer)
+            outer.wait_stream(stream)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recorder:
@@ -44,9 +94,8 @@ class CudaGraphs(Recorder):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(device):
-            anchor = torch.zeros(1, device=device)
-            self._anchor = self.record(lambda: anchor.zero_())  # a pool lives as long as one of its graphs
+        anchor = torch.zeros(1, device=device)
+        self._anchor = self.record(lambda: anchor.zero_())  # a pool lives as long as one of its graphs
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -57,36 +106,10 @@ class CudaGraphs(Recorder):
                 torch.cuda.current_stream().synchronize()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], None]:
-        outer = torch.cuda.current_stream()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with RECORDING:
-                self._stream.wait_stream(outer)
-                with torch.cuda.stream(self._stream):
-                    self.rehearse(function)
-                how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "thread_local"}
-                with no_collection(), torch.cuda.graph(graph, pool=self._pool, **how):
-                    function()
-        finally:  # a capture that fails does not always leave its stream
-            torch.cuda.set_stream(outer)
-            outer.wait_stream(self._stream)
-        return graph.replay
-
-
-#: PyTorch captures one graph at a time.
-RECORDING = threading.Lock()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage is collected inside: what it frees, another CUDA graph say, would end a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        with RECORDING:  # a rehearsal must not get into what another thread captures
+            with on_stream(self._stream):
+                self.rehearse(function)
+            return capture(function, self._stream, self._pool)[0]
 
 
 #: By type of device. Elsewhere there is nothing to gain.

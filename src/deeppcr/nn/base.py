@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,6 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 _HARDLY_ANYTHING = 1e-30
 
 
-@cache
 def _kernels() -> Any:
     """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
     from . import forward
@@ -115,10 +114,68 @@ class _Way(NamedTuple):
     why: str = ""
 
 
-#: What ``Network._way`` found, so that a call only looks it up.
-_ways: dict[tuple, _Way | None] = {}
-_UNKNOWN: Any = object()
-_MOST = 4096
+def _covered(shape: torch.Size, rows: int, device: torch.device, chunk: int | str, usual: bool) -> tuple[bool, bool]:
+    """Whether there are kernels of this size for the loop, and in parallel."""
+    width = shape[-1]
+    if width > _NARROW and (len(shape) == 4 or width > WIDEST or (device.type == "cuda" and not has_room(device))):
+        return False, False
+    chunks = 2 * math.isqrt(shape[:-2].numel()) if isinstance(chunk, str) else -(-shape[0] // chunk)
+    room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+    return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
+
+
+def _choose_without_kernels(shape: torch.Size, rows: int, device: torch.device) -> tuple[Mode, str]:
+    """Whether in parallel, and why: by a rule of thumb."""
+    steps, width = shape[0], shape[-1]
+    if device.type == "cpu":
+        deep = steps >= 4096 and width <= 16 and rows <= 4
+        rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
+    else:
+        deep = steps >= 64 and width <= 64
+        rule = "without kernels the loop wins below 64 steps or above width 64"
+    return "parallel" if deep else "sequential", rule
+
+
+@lru_cache(maxsize=4096)  # found once for a kind of call, which then is always done in the same way
+def _find_way(
+    shape: torch.Size,
+    rows: int,
+    device: torch.device,
+    mode: Mode,
+    usual: bool,
+    activation: str,
+    chunk: int | Literal["auto"],
+    tolerances: tuple[float, float],
+) -> _Way | None:
+    """How the fused kernels run weights of this shape on so many rows; None where they do not do what is asked."""
+    in_loop, in_parallel = _covered(shape, rows, device, chunk, usual)
+    choice, backward, why = None, None, ASKED if mode == "sequential" else ""
+    if mode == "auto" and not in_loop:
+        mode, _ = _choose_without_kernels(shape, rows, device)
+    if mode != "sequential" and in_parallel:
+        choice = choose(shape, rows, activation, chunk, _MOST_PRODUCTS, device)
+        backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
+        loop = mode == "auto" and choice.mode == "sequential"
+        if backward != (shape[0] if loop else choice.chunk):
+            back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
+            choice = replace(choice, why=f"{choice.why}; backward {back}")
+        if loop:
+            choice, why = None, choice.why
+    elif mode == "auto":
+        why = "there are kernels for the loop only"
+    if choice is None and (mode == "parallel" or not in_loop):
+        return None
+    atol, rtol = tolerances
+    layers = _kernels().Layers(
+        skip=shape[1] if len(shape) == 4 else 1,
+        residual=len(shape) == 4,
+        activation=activation,
+        atol=float(atol),
+        rtol=float(rtol),
+        chunk=shape[0] if choice is None else choice.chunk,
+        backward=backward,
+    )
+    return _Way(layers, choice, why)
 
 
 class Network(nn.Module):
@@ -221,7 +278,7 @@ class Network(nn.Module):
             if states is not None:
                 return states
         if chosen == "auto":
-            chosen, why = self._choose_without_kernels(hidden)
+            chosen, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if chosen == "sequential" and not _is_exporting():
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
@@ -245,7 +302,8 @@ class Network(nn.Module):
         """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
         if not self._may_use_kernels(hidden):
             return False
-        in_loop, in_parallel = self._covered(hidden, self._is_usual())
+        how = (hidden.device, self.newton.chunk, self._is_usual())
+        in_loop, in_parallel = _covered(self.weight.shape, hidden.shape[0], *how)
         return in_loop if mode == "sequential" or (mode == "auto" and in_loop) else in_parallel
 
     def _is_usual(self) -> bool:
@@ -254,64 +312,16 @@ class Network(nn.Module):
             self._usual = (self.newton, _is_usual(self.newton))
         return self._usual[1] and self.guess == _REPEATED
 
-    def _covered(self, hidden: Tensor, usual: bool) -> tuple[bool, bool]:
-        """Whether there are kernels of this size for the loop, and in parallel."""
-        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
-        width = shape[-1]
-        if width > _NARROW and (len(shape) == 4 or width > WIDEST or (hidden.is_cuda and not has_room(hidden.device))):
-            return False, False
-        chunks = 2 * math.isqrt(shape[:-2].numel()) if chunk == "auto" else -(-shape[0] // chunk)
-        room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-        return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
-
     def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
         """How the fused kernels do what is asked; None where they do not."""
-        newton, usual = self.newton, self._is_usual()
+        newton = self.newton
+        atol, rtol = newton.tolerances(hidden.dtype)
         # The derivative of a ReLU is all about signs, of which an absolute tolerance says nothing where states vanish; with a
         # skip connection they do not. (``solve`` looks for such states afterwards, which would keep a GPU waiting.)
-        signs = self.activation == "relu" and newton.atol is None and len(weight.shape) == 3 and torch.is_grad_enabled()
-        how = (mode, usual, self.activation, newton.chunk, newton.atol, newton.rtol, signs)
-        key = (weight.shape, hidden.shape[0], hidden.device, *how)
-        found = _ways.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = self._find_way(hidden, mode, usual, signs)
-            if len(_ways) >= _MOST:
-                _ways.clear()
-            _ways[key] = found
-        return found
-
-    def _find_way(self, hidden: Tensor, mode: Mode, usual: bool, signs: bool) -> _Way | None:
-        shape, rows, chunk = self.weight.shape, hidden.shape[0], self.newton.chunk
-        in_loop, in_parallel = self._covered(hidden, usual)
-        choice, backward, why = None, None, ASKED if mode == "sequential" else ""
-        if mode == "auto" and not in_loop:
-            mode, _ = self._choose_without_kernels(hidden)
-        if mode != "sequential" and in_parallel:
-            choice = choose(shape, rows, str(self.activation), chunk, _MOST_PRODUCTS, hidden.device)
-            backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
-            loop = mode == "auto" and choice.mode == "sequential"
-            if backward != (shape[0] if loop else choice.chunk):
-                back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
-                choice = replace(choice, why=f"{choice.why}; backward {back}")
-            if loop:
-                choice, why = None, choice.why
-        elif mode == "auto":
-            why = "there are kernels for the loop only"
-        if choice is None and (mode == "parallel" or not in_loop):
-            return None
-        atol, rtol = self.newton.tolerances(hidden.dtype)
-        if signs:
+        if self.activation == "relu" and newton.atol is None and len(weight.shape) == 3 and torch.is_grad_enabled():
             atol = _HARDLY_ANYTHING
-        layers = _kernels().Layers(
-            skip=shape[1] if len(shape) == 4 else 1,
-            residual=len(shape) == 4,
-            activation=str(self.activation),
-            atol=float(atol),
-            rtol=float(rtol),
-            chunk=shape[0] if choice is None else choice.chunk,
-            backward=backward,
-        )
-        return _Way(layers, choice, why)
+        how = (mode, self._is_usual(), str(self.activation), newton.chunk, (atol, rtol))
+        return _find_way(weight.shape, hidden.shape[0], hidden.device, *how)
 
     def _fused(self, weight: Tensor, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
         """By the fused kernels; None where they do not do what is asked."""
@@ -380,17 +390,6 @@ class Network(nn.Module):
             solution.plan.note(why)
         self._passed, self._looped = replace(solution, states=None), None
         return solution.states
-
-    def _choose_without_kernels(self, hidden: Tensor) -> tuple[Mode, str]:
-        """Whether in parallel, and why: by a rule of thumb."""
-        steps, width = self.weight.shape[0], self.weight.shape[-1]
-        if hidden.device.type == "cpu":
-            deep = steps >= 4096 and width <= 16 and hidden.shape[0] <= 4
-            rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
-        else:
-            deep = steps >= 64 and width <= 64
-            rule = "without kernels the loop wins below 64 steps or above width 64"
-        return "parallel" if deep else "sequential", rule
 
     def _apply_activation(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)

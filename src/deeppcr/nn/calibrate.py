@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,8 +66,8 @@ class Kind:
 _BUSY = 1.3
 
 _lock = threading.Lock()
-_known: dict[tuple[torch.device, Kind], Times] = {}
-_failed: set[tuple[torch.device, Kind]] = set()
+#: What was measured or read from the file; None where a measurement failed, which is not tried again.
+_known: dict[tuple[torch.device, Kind], Times | None] = {}
 
 
 def find(device: torch.device, kind: Kind, width: int, layers: int) -> tuple[Times, str]:
@@ -88,12 +87,11 @@ def find(device: torch.device, kind: Kind, width: int, layers: int) -> tuple[Tim
             about = describe(device)
             path = cache_file(about)
             found = read(path, about).get(kind.name)
-            if found is None and layers >= _SHALLOW and key not in _failed and may_measure():
-                found = _measure(device, kind, width, path, about)
-            if found is None:
+            if found is None and not (layers >= _SHALLOW and may_measure()):
                 return built_in(device, kind)
-            _known[key] = found
-        return _known[key], "measured on this device"
+            _known[key] = found or _measure(device, kind, width, path, about)
+        found = _known[key]
+    return built_in(device, kind) if found is None else (found, "measured on this device")
 
 
 def may_measure() -> bool:
@@ -116,7 +114,6 @@ def _measure(device: torch.device, kind: Kind, width: int, path: Path | None, ab
             found = measure(Kernels(device, kind, width, seconds_on_device, seconds_of_call), kind, width)
     except Exception as error:  # out of memory, say: the choice is worse without, but nobody's network fails for it
         _log.warning("measuring networks (%s) failed, built-in times are taken: %r", kind.name, error)
-        _failed.add((device, kind))
         return None
     write(path, about, kind, found)
     return found
@@ -342,7 +339,6 @@ def write(path: Path | None, about: dict[str, Any], kind: Kind, times: Times) ->
         _log.info("the times could not be kept: %s", error)
 
 
-@cache
 def _of_an_h200() -> tuple[dict[str, Any], dict[int, Times]]:
     """What they hold for, and those of networks with ReLU by width."""
     content = json.loads(Path(__file__).with_name("h200.json").read_text())

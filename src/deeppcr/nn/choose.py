@@ -1,4 +1,4 @@
-"""What ``mode="auto"`` and ``chunk="auto"`` take where there are kernels, looked up after the first call of its kind."""
+"""What ``mode="auto"`` and ``chunk="auto"`` take where there are kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from . import calibrate, cost
 #: Why a pass is the loop where nothing was chosen.
 ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 
-#: So that a call only looks it up, and the same call is never done in two ways.
-_choices: dict[tuple, cost.Choice] = {}
-_MOST = 4096
 #: Layers wider than this go back by other kernels than forward. Measured on an H200 with one row (the products of Jacobians cost
 #: as much for every further one, the loop next to nothing), for widths of 72 to 256 and 64 to 4,096 layers; deeper networks are taken to be like those.
 _WIDE = 64
@@ -36,27 +33,21 @@ def choose(
     device: torch.device,
 ) -> cost.Choice:
     """Chunk and mode for weights of this shape: [blocks, (skip,) w, w], with ``skip`` a residual network."""
-    key = (shape, rows, activation, chunk, device)
-    found = _choices.get(key)
-    if found is None:
-        blocks, width, residual = shape[0], shape[-1], len(shape) == 4
-        skip = shape[1] if residual else 1
-        kind = calibrate.Kind.of(width, activation, skip, residual)
-        times, source = calibrate.find(device, kind, width, blocks * skip)
-        found = cost.choose(
-            times,
-            source,
-            blocks=blocks,
-            rows=rows,
-            skip=skip,
-            activation=activation,
-            residual=residual,
-            most_chunks=most_products // (rows * width**2),
-            chunk=None if chunk == "auto" else min(chunk, blocks),
-        )
-        if chunk == "auto" and width > _WIDE and rows == 1 and (back := _back_in_chunks(blocks, width)) is not None:
-            found = replace(found, backward="parallel", backward_chunk=back)
-        if len(_choices) >= _MOST:
-            _choices.clear()
-        _choices[key] = found
+    blocks, width, residual = shape[0], shape[-1], len(shape) == 4
+    skip = shape[1] if residual else 1
+    kind = calibrate.Kind.of(width, activation, skip, residual)
+    times, source = calibrate.find(device, kind, width, blocks * skip)
+    found = cost.choose(
+        times,
+        source,
+        blocks=blocks,
+        rows=rows,
+        skip=skip,
+        activation=activation,
+        residual=residual,
+        most_chunks=most_products // (rows * width**2),
+        chunk=None if chunk == "auto" else min(chunk, blocks),
+    )
+    if chunk == "auto" and width > _WIDE and rows == 1 and (back := _back_in_chunks(blocks, width)) is not None:
+        found = replace(found, backward="parallel", backward_chunk=back)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ def without_cast_cache(device_type: str) -> Iterator[None]:
         yield
 
 
-@cache
+@lru_cache(maxsize=1024)  # by operation: its tags take ten times as long as the rest of a look
 def _facts_of(func: Any) -> tuple[str | None, bool]:
     """Why an operation cannot be recorded, or None; and whether it changes tensors in place."""
     name = func.overloadpacket.__name__
@@ -164,7 +164,6 @@ def _facts_of(func: Any) -> tuple[str | None, bool]:
     return (f"it {reasons[0]} ({name})" if reasons else None), func._schema.is_mutable
 
 
-@cache
 def _hides(func: Any) -> str | None:
     """Why the trace of an operation does not tell all that it depends on, or None."""
     name = func.overloadpacket.__name__

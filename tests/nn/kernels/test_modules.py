@@ -7,7 +7,6 @@ import copy
 import pickle
 import time
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,9 +71,9 @@ def assert_like_float64(net, x, tolerance=TOLERANCE):
 @pytest.mark.parametrize("room", [False, True])
 def test_wide_layers_need_a_device_with_room(room, monkeypatch):
     monkeypatch.setattr(base, "has_room", lambda device: room)
-    hidden = SimpleNamespace(shape=(1, 0), is_cuda=True, device=torch.device("cuda", 0))
-    assert build("mlp", 9, "cpu", width=64)._covered(hidden, True) == (True, True)
-    assert build("mlp", 9, "cpu", width=65)._covered(hidden, True) == (room, room)
+    for width, expected in ((64, True), (65, room)):
+        shape = build("mlp", 9, "cpu", width=width).weight.shape
+        assert base._covered(shape, 1, torch.device("cuda", 0), "auto", True) == (expected, expected)
 
 
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
@@ -438,11 +437,11 @@ def test_what_there_are_no_kernels_for(settings, mode, by_kernels):
 
 def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
     monkeypatch.setattr(base, "_MOST_ROWS", 2)
+    monkeypatch.setattr(base, "_find_way", base._find_way.__wrapped__)
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
-        monkeypatch.setattr(net, "_choose_without_kernels", lambda _, rule=rule: (rule, "a rule"))
-        monkeypatch.setattr(base, "_ways", {})
+        monkeypatch.setattr(base, "_choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -476,7 +475,7 @@ def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
         way = net._way(net.weight, hidden, "auto")
         mode, why = ("sequential", way.why) if way.choice is None else ("parallel", way.choice.why)
     else:
-        mode, why = net._choose_without_kernels(hidden)
+        mode, why = base._choose_without_kernels(net.weight.shape, rows, hidden.device)
     assert mode == expected
     assert len(why.split()) > 5
 
@@ -538,7 +537,7 @@ def test_the_backward_pass_has_chunks_of_its_own(
 
     made_up = cost.Choice(choice[0], 3, choice[1], 2, "made up")
     monkeypatch.setattr(base, "choose", lambda *_: made_up)
-    monkeypatch.setattr(base, "_ways", {})
+    monkeypatch.setattr(base, "_find_way", base._find_way.__wrapped__)
     monkeypatch.setattr(adjoint, "_noted", {})
     monkeypatch.setattr(adjoint.Launches, "launch", launched)
     monkeypatch.setattr(dense, "solve_chain", solved)

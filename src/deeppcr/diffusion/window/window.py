@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...graphs.cache import prepared_samplers
 from ...linear import Auto
 from ...runtime import full_precision, has_triton
 from ...solution import Plan, Result
@@ -19,7 +20,7 @@ from ..fingerprint import fingerprint, layout_of, owner_of
 from ..prior import Prior
 from ..problem import Problem
 from ..start import CoarseStart, GaussianStart, Start, as_start
-from .graphs import Cache, Replayed
+from .graphs import Replayed
 from .iteration import STRICTER, Iteration
 from .rounding import Rounding, of_network
 
@@ -87,7 +88,6 @@ class Window:
     max_iterations: int | None = None
     tf32: float | None = 0.01
     graphs: bool = True
-    _prepared: Cache = field(default_factory=Cache, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in ("tolerance", "tf32"):
@@ -137,13 +137,10 @@ class Window:
             if refusal is not None:
                 plan.note(f"no CUDA graphs: {refusal}")
                 return Prepared(self, problem, prior).run(self, problem, start, plan)
-            key = _key(problem, prior)
-            prepared = self._prepared.take(key)
-            if prepared is None:
-                prepared = Prepared(self, problem, prior)
-                self._prepared.forget_with(owner_of(problem.denoiser.function))
+            key = _key(self, problem, prior)
+            prepared = prepared_samplers.take(key) or Prepared(self, problem, prior)
             outcome = prepared.run(self, problem, start, plan)
-            self._prepared.put(key, prepared)
+            prepared_samplers.put(key, prepared, owner_of(problem.denoiser.function))
             return outcome
 
     def no_graphs(self, problem: Problem) -> str | None:
@@ -155,10 +152,11 @@ class Window:
         return "autocast is on" if torch.is_autocast_enabled("cuda") else None
 
 
-def _key(problem: Problem, prior: Prior) -> tuple:
+def _key(window: Window, problem: Problem, prior: Prior) -> tuple:
     """What a prepared run depends on."""
     denoiser = problem.denoiser
     return (
+        window,
         fingerprint(denoiser.function),
         problem.steps.key,
         prior,  # known by its identity
