@@ -255,7 +255,7 @@ MODULES: dict[str, Callable[[Gate, bool, float, Tensor, Tensor], Any]] = {
     "buffer": lambda gate, second, n, v, m: setattr(gate, "shift", v),
     "buffer changed in place": lambda gate, second, n, v, m: gate.shift.copy_(v),
     "parameter": lambda gate, second, n, v, m: setattr(gate.linear, "weight", nn.Parameter(m, requires_grad=False)),
-    "data of a parameter": lambda gate, second, n, v, m: setattr(gate.linear.weight, "data", m.clone()),
+    "data of a parameter": lambda gate, second, n, v, m: setattr(gate.linear.weight, "data", m),
     "parameter changed in place": lambda gate, second, n, v, m: gate.linear.weight.copy_(m),
     "hook": lambda gate, second, n, v, m: hooked(gate, second),
     "closure of a hook": lambda gate, second, n, v, m: hook_with_a_closure(gate, n),

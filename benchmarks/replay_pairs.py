@@ -7,8 +7,7 @@ is drawn for a pair depends on its number alone. States are [L, B, WIDTH].
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -108,7 +107,7 @@ def in_an_attribute_of_an_attribute(body: Body) -> Hold:
 
 
 def in_a_class(body: Body) -> Hold:
-    kind = type("Step", (), {"__call__": lambda self, *inputs: body(self.held, *inputs)})
+    kind = type("Step", (), {"__call__": lambda self, *inputs: body(vars(type(self))["held"], *inputs)})
     return put_on(kind, kind())
 
 
@@ -343,16 +342,6 @@ def by_inputs(what: str, draw: Draw) -> Pair:
     return Pair(what, "xs", lambda second: solved(step, z0, make(second)), rounding_of(draw))
 
 
-@contextmanager
-def tf32(enabled: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def by_autocast(what: str, draw: Draw) -> Pair:
     """Products in bfloat16 take another factor, for rounding alone would be too little to see. What rounds so much does not converge."""
     draw.dtype = torch.float32
@@ -378,8 +367,11 @@ def by_tf32(what: str, draw: Draw) -> Pair:
     step = lambda z, x: torch.tanh(300 * (z @ weight - z.sum(-1, keepdim=True)) / 8) + x  # noqa: E731
 
     def attempt(second: bool) -> Found:
-        with tf32(second):
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if second else "ieee"
+        try:
             return solved(step, z0, xs, solver=Newton(chunk=1, stop=FixedIterations(8)))
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
 
     return Pair(what, "settings", attempt, 0.02)
 
