@@ -236,7 +236,7 @@ def sampled(denoiser: Any, schedule: Schedule, noise: Tensor, **settings: Any) -
 
 
 #: One for all samples, as the default is.
-WINDOW = Window(tolerance=1e-6)
+WINDOW = Window(tolerance=1e-4)
 
 
 def solve_by(what: str, where: str, draw: Draw) -> Pair:

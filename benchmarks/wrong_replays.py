@@ -72,7 +72,8 @@ def draw_tasks(pairs: int, seed: int, device: str, *, samples: bool | None = Non
 
 
 def preload(device: str) -> None:
-    """What a first solve imports takes seconds: once is enough. Nothing here touches a GPU, which a forked process could not use then."""
+    """What a first solve imports takes seconds: once is enough. Nothing here may touch a GPU, which a forked process could not use then."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for whoever only asks whether there is one
     deeppcr.solve(torch.cos, torch.ones(2, 3), length=9)
     sample(lambda z, t: 0.1 * z, replay_pairs.SCHEDULE, torch.ones(2, 3), step=DDIM())
     if device == "cuda":
@@ -166,7 +167,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--json", type=Path, help="where to write what became of each pair")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
