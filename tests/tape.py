@@ -50,16 +50,21 @@ class _Writer(TorchDispatchMode):
         if asks or func is torch.ops.aten.lift_fresh.default:  # the latter copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         found = func(*args, **kwargs)
-        self.lines.append((func, args, kwargs, found))
+        given = {_storage(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        leaves = pytree.tree_leaves(found)
+        made = [
+            index
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+            and not (leaf._is_zerotensor() or leaf.is_meta)
+            and _storage(leaf) not in given  # a view follows by itself
+        ]
+        self.lines.append((func, args, kwargs, leaves, made))
         return found
 
     def replay(self):
         with torch.no_grad():
-            for func, args, kwargs, found in self.lines:
-                given = {_storage(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-                again = func(*args, **kwargs)
-                for old, new in zip(pytree.tree_leaves(found), pytree.tree_leaves(again), strict=True):
-                    if not isinstance(old, Tensor) or old._is_zerotensor() or old.is_meta:
-                        continue
-                    if _storage(old) not in given:  # a view follows by itself
-                        old.copy_(new)
+            for func, args, kwargs, leaves, made in self.lines:
+                again = pytree.tree_leaves(func(*args, **kwargs)) if made else func(*args, **kwargs)
+                for index in made:
+                    leaves[index].copy_(again[index])

@@ -257,6 +257,103 @@ class TestWhatTheStepClosesOver:
             assert is_replayed(solutions[-1]), solutions[-1].plan
 
 
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __call__(self, z):
+        return torch.sin(self.scale * z)
+
+
+class OnItsClass:
+    scale = 1.0
+
+    def method(self, z):
+        return torch.sin(self.scale * z)
+
+
+def in_a_slot():
+    step = Slotted()
+    return step, lambda scale: setattr(step, "scale", scale)
+
+
+def in_a_class():
+    return OnItsClass().method, lambda scale: setattr(OnItsClass, "scale", scale)
+
+
+def in_a_list_of_closures():
+    make = lambda scale: lambda z: torch.sin(scale * z)  # noqa: E731
+    inner = [torch.cos, None]
+    return lambda z: inner[1](z), lambda scale: inner.__setitem__(1, make(scale))
+
+
+def in_a_partial():
+    inner = [None]
+    return lambda z: inner[0](z), lambda scale: inner.__setitem__(0, partial(lambda s, z: torch.sin(s * z), scale))
+
+
+def in_a_keyword_of_a_partial():
+    step = partial(lambda z, *, scale: torch.sin(scale * z), scale=None)
+    return step, lambda scale: step.keywords.update(scale=scale)
+
+
+def in_a_default():
+    def step(z, scale=None):
+        return torch.sin(scale * z)
+
+    return step, lambda scale: setattr(step, "__defaults__", (scale,))
+
+
+def in_a_keyword_default():
+    def step(z, *, scale=None):
+        return torch.sin(scale * z)
+
+    return step, lambda scale: step.__kwdefaults__.update(scale=scale)
+
+
+def in_a_global_variable():
+    namespace = {"torch": torch}
+    exec("def step(z): return torch.sin(scale * z)", namespace)
+    return namespace["step"], lambda scale: namespace.update(scale=scale)
+
+
+def in_an_attribute_of_an_attribute():
+    settings = SimpleNamespace(inner=SimpleNamespace())
+    return lambda z: torch.sin(settings.inner.scale * z), lambda scale: setattr(settings.inner, "scale", scale)
+
+
+def in_a_hook():
+    module = nn.Identity()
+
+    def put(scale):
+        module._forward_hooks.clear()
+        module.register_forward_hook(lambda module, inputs, found: torch.sin(scale * found))
+
+    return module, put
+
+
+PLACES = [
+    *(in_a_slot, in_a_class, in_a_list_of_closures, in_a_partial, in_a_keyword_of_a_partial, in_a_default),
+    *(in_a_keyword_default, in_a_global_variable, in_an_attribute_of_an_attribute, in_a_hook),
+]
+
+
+@pytest.mark.parametrize("of", ["number", "tensor"])
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_a_step_holds_what_changes(place, of, device):
+    """Each value has a recording of its own, and none gets that of another."""
+    step, put = place()
+    z0 = torch.linspace(-1, 1, 6, dtype=torch.float64, device=device).reshape(2, 3)
+    values = [0.5, 1.0] if of == "number" else [torch.full_like(z0[0], scale) for scale in (0.5, 1.0)]
+    replayed = []
+    for number in (0, 0, 1, 1, 0, 1):
+        put(values[number])
+        solution = deeppcr.solve(step, z0, length=8, solver=Newton(chunk=1))
+        assert relative_error(solution.states, plain_loop(step, z0, length=8)) < 1e-9
+        replayed.append(is_replayed(solution))
+    assert replayed == [False, True, False, True, True, True]
+    assert len(captured_solves) == 2
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [

@@ -1,0 +1,91 @@
+"""A recording is never replayed for a step that has changed: pairs that differ in one thing, one after the other.
+
+``benchmarks/wrong_replays.py`` holds hundreds of them against processes of their own, on a GPU; here are a few, against solves that are
+not recorded.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr.graphs import record
+from deeppcr.sequence import trace
+from tape import Tape
+
+
+@pytest.fixture(scope="module")
+def program():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        import wrong_replays
+
+        yield wrong_replays
+
+
+@pytest.fixture
+def hunt(program, device, monkeypatch):
+    """What becomes of pairs of solves, one round."""
+
+    def run(tasks):
+        with monkeypatch.context() as patch:
+            patch.delitem(record.RECORDERS, device.type, raising=False)
+            expected = [(pair.attempt(False), pair.attempt(True)) for pair in (task.make() for task in tasks)]
+        if device.type == "cpu":
+            monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
+        return program.hunt(tasks, expected.__getitem__, 1)
+
+    deeppcr.clear_graphs()
+    yield run
+    deeppcr.clear_graphs()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
+def test_no_pair_is_mixed_up(seed, program, hunt, device):
+    every = hunt(program.draw_tasks(12, seed, device.type, samples=False))
+    assert [(seen.task.what, seen.where, seen.wrong) for seen in every if seen.wrong] == []
+    assert sum(seen.replays for seen in every) > sum(seen.solves for seen in every) / 2
+
+
+@pytest.mark.parametrize(
+    ("what", "number"), [("number", 1), ("tensor", 3)]
+)  # none with gradients, which would tell too
+def test_a_stale_replay_would_be_seen(what, number, program, hunt, device, monkeypatch):
+    """With a trace that is blind to it."""
+    encode = trace.Trace._encode
+
+    def blind(self, value):
+        found = encode(self, value)
+        if what == "number" and isinstance(value, float):
+            return None
+        outside = isinstance(value, torch.Tensor) and isinstance(found, tuple) and isinstance(found[0], int)
+        return found[1:] if what == "tensor" and outside else found
+
+    monkeypatch.setattr(trace.Trace, "_encode", blind)
+    (seen,) = hunt([program.Task(number, what, False, device.type)])
+    assert any("replayed: states differ" in problem for problem in seen.wrong)
+
+
+def test_a_pair_that_proves_nothing_is_seen(program, hunt, device):
+    class Equal(program.Task):
+        def make(self):
+            pair = super().make()
+            first = pair.attempt
+            pair.attempt = lambda second: first(False)
+            return pair
+
+    (seen,) = hunt([Equal(0, "number", False, device.type)])
+    assert [problem for problem in seen.wrong if "proves nothing" in problem]
+
+
+def test_every_difference_can_be_made(program, device):
+    """And is one: the two functions of each pair differ in what they do to the same states."""
+    changes = program.replay_pairs.CHANGES
+    for name, change in changes.items():
+        draw = program.replay_pairs.Draw(0, device.type)
+        make, use = change(draw)
+        z = draw.normal(3, program.replay_pairs.WIDTH)
+        one, other, again = (use(make(second), z).clone() for second in (False, True, False))
+        assert torch.equal(one, again), name
+        assert (one - other).abs().max() > 0.05, name
