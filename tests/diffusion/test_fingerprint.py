@@ -1,7 +1,8 @@
 """What CUDA graphs of a denoiser depend on is in its fingerprint: wherever it hides."""
 
 import functools
-from types import SimpleNamespace
+from collections import OrderedDict, deque
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,3 +172,300 @@ def test_a_fingerprint_sees_the_class_of_what_is_called():
     outer[0].__class__, plain.__class__ = Twice, Loud
     assert fingerprint(outer) != before[0]
     assert fingerprint(plain) != before[1]
+
+
+class Slotted:
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self, scale, hidden=0):
+        self.scale, self.__hidden = scale, hidden
+
+    def __call__(self, z):
+        return (self.scale + self.__hidden) * z
+
+
+class Below(Slotted):
+    __slots__ = ("more",)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, z, t):
+        return self.function(z)
+
+
+def closing_over(value):
+    return lambda z: z * value
+
+
+def with_default(value):
+    return lambda z, scale=value: z * scale
+
+
+def with_keyword_default(value):
+    def scaled(z, *, scale=value):
+        return z * scale
+
+    return scaled
+
+
+def with_attribute(value):
+    def scaled(z):
+        return z * scaled.scale
+
+    scaled.scale = value
+    return scaled
+
+
+def nested(value):
+    def outer(z):
+        def inner(z):
+            return z * value
+
+        return inner(z)
+
+    return outer
+
+
+def hooked(value, register):
+    module = torch.nn.ReLU()
+    getattr(module, register)(lambda module, *rest: value)
+    return module
+
+
+#: What a denoiser may close over: made of a number, on which its result depends.
+HELD = {
+    "a number": lambda n: n,
+    "a closure": closing_over,
+    "a closure in a list": lambda n: [torch.sin, closing_over(n)],
+    "a closure in a closure": lambda n: closing_over(closing_over(n)),
+    "a nested function": nested,
+    "a default": with_default,
+    "a keyword default": with_keyword_default,
+    "a function's attribute": with_attribute,
+    "a partial": lambda n: functools.partial(closing_over, n),
+    "a partial of a partial": lambda n: functools.partial(torch.mul, other=functools.partial(closing_over, value=n)),
+    "a function behind a cache": lambda n: functools.lru_cache(closing_over(n)),
+    "a bound method": lambda n: (lambda each: setattr(each, "scale", n) or each.__call__)(Processor()),
+    "an object": lambda n: SimpleNamespace(scale=n),
+    "an attribute of an attribute": lambda n: SimpleNamespace(inner=SimpleNamespace(scale=n)),
+    "far inside": lambda n: SimpleNamespace(a=[{"b": SimpleNamespace(c=(closing_over(n),))}]),
+    "a slot": Slotted,
+    "a slot of a class above": lambda n: Below(n),
+    "a slot with a private name": lambda n: Slotted(1, n),
+    "a list": lambda n: [1, [n]],
+    "a tuple": lambda n: (1, (n, 3)),
+    "a deque": lambda n: deque([n]),
+    "a set": lambda n: {1, n + 5},
+    "a value of a dictionary": lambda n: {"a": {"b": n}},
+    "a key of a dictionary": lambda n: {("a", n): 1},
+    "the order of a dictionary": lambda n: OrderedDict([("a", 1), ("b", 1)][::n]),
+    "a module's mode": lambda n: torch.nn.Sequential(torch.nn.Dropout()).train(n == 1),
+    "a module's attribute": lambda n: torch.nn.Sequential(torch.nn.LeakyReLU(n)),
+    "a module in a dictionary": lambda n: {"nets": [torch.nn.LeakyReLU(n)]},
+    "a function that a module holds": lambda n: Calling(closing_over(n)),
+    "an object that a module holds": lambda n: Calling(Slotted(n)),
+    "a hook": lambda n: hooked(n, "register_forward_hook"),
+    "a hook that comes before": lambda n: hooked(n, "register_forward_pre_hook"),
+    "how often it is the same": lambda n: [[1], [1]] if n == 1 else [[1]] * 2,
+}
+#: not so yet
+UNSEEN = {"a key of a dictionary", "the order of a dictionary", "how often it is the same"}
+ANEW = {
+    "a function's attribute",
+    "far inside",
+    "a slot",
+    "a slot of a class above",
+    "a slot with a private name",
+    "a deque",
+    "a function that a module holds",
+    "an object that a module holds",
+    "a hook",
+    "a hook that comes before",
+}
+
+
+def cases(table, failing):
+    fails = pytest.mark.xfail(strict=True)
+    rows = {name: case if isinstance(case, tuple) else (case,) for name, case in table.items()}
+    return [pytest.param(*row, marks=[fails] if name in failing else [], id=name) for name, row in rows.items()]
+
+
+@pytest.mark.parametrize("make", cases(HELD, UNSEEN))
+def test_a_fingerprint_sees_what_is_closed_over(make):
+    held = make(1)
+
+    def denoiser(z, t):
+        return held
+
+    before, kept = fingerprint(denoiser), held
+    assert fingerprint(denoiser) == before
+    held = make(-1)
+    assert fingerprint(denoiser) != before
+    held = kept
+    assert fingerprint(denoiser) == before
+
+
+@pytest.mark.parametrize("make", cases(HELD, ANEW))
+def test_a_fingerprint_is_the_same_where_what_is_closed_over_is_made_anew(make):
+    held = make(1)
+
+    def denoiser(z, t):
+        return held
+
+    before, kept = fingerprint(denoiser), held
+    held = make(1)
+    assert kept is not held or isinstance(kept, int)
+    assert fingerprint(denoiser) == before
+    assert hash(fingerprint(denoiser)) == hash(before)
+
+
+def counting():
+    count = 0
+
+    def next_number():
+        nonlocal count
+        count += 1
+        return count
+
+    return next_number
+
+
+#: What is changed in place: what is held, and by what its result becomes another.
+IN_PLACE = {
+    "a slot": (Slotted(1), lambda held: setattr(held, "scale", 2)),
+    "a deque": (deque([1]), lambda held: held.append(2)),
+    "a closure": (counting(), lambda held: held()),
+    "a closure that a module holds": (Calling(counting()), lambda held: held.function()),
+    "a slot that a module holds": (Calling(Slotted(1)), lambda held: setattr(held.function, "scale", 2)),
+    "a program": (
+        closing_over(1),
+        lambda held: setattr(held, "__code__", (lambda: lambda z: held).__code__.co_consts[1]),
+    ),
+    "far inside": ([{"a": SimpleNamespace(b=SimpleNamespace(c=[1]))}], lambda held: held[0]["a"].b.c.append(2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("held", "change"), cases(IN_PLACE, IN_PLACE.keys() - {"a closure", "a program", "far inside"})
+)
+def test_a_fingerprint_sees_what_changes_in_place(held, change):
+    denoiser = lambda z, t: held  # noqa: E731
+    before = fingerprint(denoiser)
+    change(held)
+    assert fingerprint(denoiser) != before
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([1], (1,))])
+def test_a_fingerprint_tells_equal_values_apart(one, other):
+    held = one
+    denoiser = lambda z, t: held  # noqa: E731
+    before = fingerprint(denoiser)
+    held = other
+    assert fingerprint(denoiser) != before
+
+
+@pytest.mark.xfail(strict=True)
+def test_a_fingerprint_takes_nan_for_nan():
+    held = float("nan")
+    denoiser = lambda z, t: held  # noqa: E731
+    before = fingerprint(denoiser)
+    held = float("nan") + 1
+    assert fingerprint(denoiser) == before
+
+
+SCALE, NETWORK, SETTINGS = 1, torch.nn.Linear(3, 3), ModuleType("settings")
+SETTINGS.SCALE, SETTINGS.inner = 1, ModuleType("settings.inner")
+SETTINGS.inner.SCALE = 1
+
+
+def scaled(z):
+    return z * SCALE
+
+
+class Scaling:
+    def __init__(self):
+        self.number = 1
+
+    def __call__(self, z, t):
+        return self.by_scale(z) * self.number
+
+    def by_scale(self, z):
+        return z * SCALE
+
+
+class ScalingModule(torch.nn.Module):
+    by_scale = Scaling.by_scale
+
+    def forward(self, z, t):
+        return self.by_scale(z)
+
+
+class Indirect(torch.nn.Module):
+    @property
+    def doubled(self):
+        return 2 * self.once()
+
+    @staticmethod
+    def once():
+        return SCALE
+
+    def forward(self, z, t):
+        return z * self.doubled
+
+
+def in_a_function_inside(z, t):
+    return sum(z * SCALE for _ in range(1))
+
+
+GLOBALS = {
+    "its own": lambda z, t: z * SCALE,
+    "of a function inside": in_a_function_inside,
+    "of a function that it calls": lambda z, t: scaled(z),
+    "of a method": Scaling().by_scale,
+    "of a method that is called": lambda z, t, held=Scaling(): held.by_scale(z),
+    "of an object that is called": Scaling(),
+    "of a module": torch.nn.Sequential(ScalingModule()),
+    "of a module behind properties": Indirect(),
+    "of a partial": functools.partial(lambda one, z, t: scaled(z), 1),
+}
+
+
+@pytest.mark.parametrize("denoiser", cases(GLOBALS, GLOBALS))
+def test_a_fingerprint_sees_global_variables(denoiser, monkeypatch):
+    before = fingerprint(denoiser)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", 2)
+        assert fingerprint(denoiser) != before
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "NETWORK", 2)  # which none of them names
+        assert fingerprint(denoiser) == before
+
+
+@pytest.mark.xfail(strict=True)
+def test_a_fingerprint_sees_networks_and_settings_that_are_global(monkeypatch):
+    def denoiser(z, t):
+        return NETWORK(z) * SETTINGS.SCALE + SETTINGS.inner.SCALE
+
+    seen = [fingerprint(denoiser)]
+    for where, name, value in ((SETTINGS, "SCALE", 2), (SETTINGS.inner, "SCALE", 3), (NETWORK, "training", False)):
+        monkeypatch.setattr(where, name, value)
+        seen.append(fingerprint(denoiser))
+    monkeypatch.setitem(globals(), "NETWORK", torch.nn.Linear(3, 3))
+    seen.append(fingerprint(denoiser))
+    assert len(set(seen)) == 5
+    monkeypatch.setattr(SETTINGS, "OTHER", 2, raising=False)
+    assert fingerprint(denoiser) == seen[-1]
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.parametrize("make", [ScalingModule, Scaling])
+def test_a_fingerprint_sees_another_program_of_a_class(make, monkeypatch):
+    denoiser = make()
+    before = fingerprint(denoiser)
+    monkeypatch.setattr(make, "by_scale", lambda self, z: z)
+    assert fingerprint(denoiser) != before
