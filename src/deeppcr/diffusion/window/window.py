@@ -57,8 +57,8 @@ class Window:
     leaves (see ``tf32``). From the second call on with the same denoiser, sampler and shapes the iterations are replayed
     from CUDA graphs. Graphs read the denoiser's parameters where they lie: changes in place are seen; where they were
     replaced, or anything else that the denoiser reaches was, graphs are made anew: also global variables that its code names.
-    What is kept outside of Python, in global variables of libraries or in large arrays of NumPy is not seen: a denoiser whose
-    result depends on changes there needs ``graphs=False``.
+    Changes outside of Python, in global variables of libraries or in large arrays of NumPy are not seen: a denoiser whose
+    result depends on them needs ``graphs=False``.
 
     Args:
         tolerance: of the final sample, absolute; default 1e-3 in float32 and below, 1e-8 in float64
