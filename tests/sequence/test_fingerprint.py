@@ -269,6 +269,7 @@ HELD = {
     "an object that a module holds": lambda n: Calling(Slotted(n)),
     "a hook": lambda n: hooked(n, "register_forward_hook"),
     "a hook that comes before": lambda n: hooked(n, "register_forward_pre_hook"),
+    "which one of two it is": lambda n: (lambda one, other: [one, other, one if n == 1 else other])([1], [2]),
     "how often it is the same": lambda n: [[1], [1]] if n == 1 else [[1]] * 2,
 }
 
@@ -471,6 +472,24 @@ def test_a_fingerprint_sees_hooks_of_all_modules():
 
 class Marker:
     pass
+
+
+def far_away(value):
+    for _ in range(20):
+        value = closing_over(value)
+    return value
+
+
+@pytest.mark.parametrize("make", [lambda: far_away(1), lambda: {closing_over(1)}], ids=["far away", "in a set"])
+def test_a_fingerprint_tells_apart_by_identity_where_it_does_not_look(make):
+    held = make()
+    denoiser = lambda z, t: held  # noqa: E731
+    before, kept = fingerprint(denoiser), held
+    assert fingerprint(denoiser) == before
+    held = make()
+    assert fingerprint(denoiser) != before
+    held = kept
+    assert fingerprint(denoiser) == before
 
 
 def test_a_fingerprint_tells_objects_apart_that_hold_nothing():
