@@ -63,6 +63,12 @@ def test_rows_that_influence_each_other():
     assert check(lambda z: torch.softmax(z, 0), Z0, length=10, batch_dims=0) == []
 
 
+def test_rows_that_are_not_finite_beside_others():
+    overflows = torch.full((2, 3), 0.88e308, dtype=torch.float64)
+    (finding,) = check(lambda z: 0.99 * z + 0 * z.sum(0), overflows, length=1)
+    assert finding.kind == "rows"
+
+
 def test_only_one_step_in_the_middle_is_wrong():
     layers = [nn.Linear(4, 4).double() for _ in range(9)]
     assert check(layers, Z0, steps=9) == []

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from .jacobian import DenseJacobian, Jacobian
 from .sequence import Sequence
 from .sequence.evaluate import StepError
-from .sequence.fold import shares
 from .sequence.purity import close
 from .sequence.reach import modules_of
+from .sequence.rows import rounding_of, rows_that_differ, shares, sizes_of
 from .sequence.trace import coarser_products
 
 #: Steps that are compared with themselves alone.
@@ -206,11 +206,11 @@ def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]
         for row in {0, rows - 1}:
             moved = state.clone()
             moved[row] += 0.1 * (1 + moved[row].abs())
-            changed = (sequence.step(index, moved) - reference).abs().amax(-1)
-            changed[row] = 0
-            limit = _rounding(sequence) * (1 + reference.abs().amax(-1))
-            if (changed > limit).any():
-                other = int((changed > limit).nonzero()[0])
+            allowed = rounding_of(sequence.layout) * (1 + sizes_of(reference))
+            changed = rows_that_differ(sequence.step(index, moved), reference, allowed)
+            changed[row] = False
+            if changed.any():
+                other = int(changed.nonzero()[0])
                 yield Finding(
                     "rows",
                     f"row {row} of the state changes row {other} of the result at step {index + 1}. Rows of a batch must not influence each "
@@ -241,7 +241,7 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
             (pulled,) = torch.autograd.grad(value, start, cotangent, allow_unused=True, materialize_grads=True)
         forward, reverse = (cotangent * pushed).sum(-1), (pulled * tangent).sum(-1)
         scale = (cotangent * pushed).abs().sum(-1) + (pulled * tangent).abs().sum(-1)
-        wrong = (forward - reverse).abs() > 10 * _rounding(sequence) * scale
+        wrong = (forward - reverse).abs() > 10 * rounding_of(sequence.layout) * scale
         if wrong.any():
             row = int(wrong.nonzero()[0])
             yield Finding(
@@ -258,14 +258,10 @@ def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], j
         return  # an approximation claims nothing
     for index, state in zip(looked_at, states, strict=False):
         true = DenseJacobian().evaluate(sequence, state.unsqueeze(0), range(index, index + 1))[1].to_dense()
-        wrong = jacobian.contradiction(sequence, index, state, true, _rounding(sequence))
+        wrong = jacobian.contradiction(sequence, index, state, true, rounding_of(sequence.layout))
         if wrong is not None:
             yield Finding("structure", wrong)
             return
-
-
-def _rounding(sequence: Sequence) -> float:
-    return 100 * torch.finfo(sequence.layout.dtype).eps * max(1.0, sequence.layout.width**0.5)
 
 
 def _random_state(device: torch.device) -> Tensor:

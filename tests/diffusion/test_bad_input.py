@@ -1,5 +1,7 @@
 """What cannot be sampled is refused with one clear message."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -162,9 +164,9 @@ SOLVERS = [Window(), deeppcr.Newton(), deeppcr.Loop()]
 def test_noise_of_another_dtype_than_the_network(layer, solver):
     for function, match in (
         (lambda z, t: layer(z), r"noise: is torch\.float64, but the denoiser's parameters are torch\.float32"),
-        (lambda z, t: GLOBALS["layer"](z), r"noise: is torch\.float64, which the denoiser does not take"),
+        (lambda z, t: GLOBALS["layer"]()(z), r"noise: is torch\.float64, which the denoiser does not take"),
     ):
-        GLOBALS["layer"] = layer
+        GLOBALS["layer"] = weakref.ref(layer)
         with pytest.raises(TypeError, match=match):
             sample(function, SCHEDULE, torch.randn(2, 1, 4, dtype=torch.float64), step=DDIM(), solver=solver)
 
@@ -240,15 +242,16 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_network_that_is_random_or_mixes_rows_is_found_out(name, samples):
-    """Also where it hides from the look for modules in train mode, behind a global name, and converges as if nothing were."""
+    """Also where it hides from the look for modules in train mode, behind a weak reference, and converges as if nothing were."""
     make, match = HIDDEN[name]
-    net = GLOBALS["net"] = make()
+    net = make()
+    GLOBALS["net"] = weakref.ref(net)
     calls = []
 
     def denoiser(z, t):
         calls.append(len(z))
         z = z + torch.where((t == 35)[:, None], float("inf"), 0.0) if name == "one NaN for all" else z
-        return GLOBALS["net"](0.9 * z)
+        return GLOBALS["net"]()(0.9 * z)
 
     schedule, noise = Schedule.linear(40), torch.randn(samples, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -258,6 +261,14 @@ def test_a_network_that_is_random_or_mixes_rows_is_found_out(name, samples):
         if name in ("dropout", "batch norm"):
             net.eval()
             assert sample(denoiser, schedule, noise, step=DDIM()).result is deeppcr.Result.CONVERGED
+
+
+NET = nn.Dropout()
+
+
+def test_a_global_network_in_train_mode_is_named():
+    with pytest.raises(ValueError, match="denoiser: is in train mode, where its Dropout is random"):
+        run(lambda z, t: NET(z))
 
 
 def test_a_network_that_takes_no_few_rows():

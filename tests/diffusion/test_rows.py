@@ -10,7 +10,8 @@ from torch import nn
 
 import deeppcr
 from deeppcr import Result
-from deeppcr.diffusion import DDIM, Noise, Schedule, Window, fingerprint, parallelize, problem, sample
+from deeppcr.diffusion import DDIM, Noise, Schedule, Window, parallelize, problem, sample
+from deeppcr.sequence.fingerprint import Same
 
 LENGTH = 100
 SCHEDULE = Schedule.linear(LENGTH)
@@ -35,6 +36,7 @@ COUPLED = {
     "only in the last step": lambda z, t: 1.1 * ideal(z, t) if t[0] == 0 else ideal(z, t),
     "any row": lambda z, t: 1.1 * ideal(z, t) if (t < 20).any() else ideal(z, t),
     "the largest time": lambda z, t: 1.1 * ideal(z, t) if t.max() > 50 else ideal(z, t),
+    "nothing alone": lambda z, t: ideal(z, t) + 0 * z.std(0),
     "rows that mix late": lambda z, t: ideal(z, t) + 0.3 * column((1 - t / LENGTH) ** 8) * z.mean(0),
 }
 SOLVERS = [Window(), Window(size=8), Window(size=LENGTH), deeppcr.Newton()]
@@ -312,7 +314,7 @@ class Around(nn.Module):
 
 def test_a_network_that_is_gone_is_no_proof_of_the_next(monkeypatch):
     """Which may lie where it lay: here everything lies at one address, since Python's memory promises none."""
-    monkeypatch.setattr(fingerprint, "id", lambda value: 1, raising=False)
+    monkeypatch.setattr(Same, "__hash__", lambda self: 1)
     denoiser = Holder(Around(ideal))
     with torch.no_grad():
         sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
@@ -326,6 +328,24 @@ def test_an_object_that_calls_another_function_is_looked_at_anew():
     with torch.no_grad():
         sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
         denoiser.net = mixing
+        with pytest.raises(ValueError, match="rows must not influence each other"):
+            sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+
+
+FLAGS = types.SimpleNamespace(wrong=False)
+function = ideal
+
+
+def calls_global(z, t):
+    return function(z, t)
+
+
+@pytest.mark.parametrize("denoiser", [calls_global, lambda z, t: either(z, t, FLAGS.wrong)], ids=["function", "flag"])
+def test_another_global_variable_is_looked_at_anew(denoiser, monkeypatch):
+    with torch.no_grad():
+        sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
+        monkeypatch.setitem(globals(), "function", mixing)
+        monkeypatch.setattr(FLAGS, "wrong", True)
         with pytest.raises(ValueError, match="rows must not influence each other"):
             sample(denoiser, SCHEDULE, draw(), solver=Window(size=8))
 

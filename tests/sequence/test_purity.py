@@ -4,6 +4,7 @@ from collections import deque
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -649,6 +650,24 @@ class Experiment:
         return (lambda z: self.network(z)) if way == "attribute" else (lambda z: self.apply(z))
 
 
+class Caller:
+    def __init__(self):
+        self.inner = [normed()]
+
+    def apply(self, z):
+        return self.first()(z)
+
+    def first(self):
+        return self.inner[0]
+
+    def hidden(self, z):
+        return HIDDEN(z)
+
+
+PYTHON = ModuleType("python")
+PYTHON.network = normed()
+
+
 def _in_a_function_inside(z):
     def inner(z):
         return HIDDEN(z)
@@ -663,8 +682,19 @@ def _in_a_function_inside(z):
         lambda z: sum(HIDDEN(each) for each in (z,)),
         Experiment().step("attribute"),
         Experiment().step("method"),
+        (lambda held: lambda z: held.apply(z))(Caller()),
+        (lambda held: lambda z: held.hidden(z))(Caller()),
+        lambda z: PYTHON.network(z),
     ],
-    ids=["function inside", "generator", "attribute of an object", "method of an object"],
+    ids=[
+        "function inside",
+        "generator",
+        "attribute of an object",
+        "method of an object",
+        "list that a method of a method names",
+        "global variable that a method names",
+        "Python's module",
+    ],
 )
 def test_modules_are_found_in_functions_inside_and_in_objects(step):
     with pytest.raises(StepError, match="changes the buffer '_u'"):

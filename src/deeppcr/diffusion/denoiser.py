@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from ..sequence.reach import modules_of
 
 #: modules that compute something else in train mode, and what they do there
 _RANDOM = (
@@ -158,38 +160,12 @@ def _refuse_train_mode(function: Callable) -> None:
 
 
 def walk_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a denoiser with their names: itself, what it is bound to, what it closes over."""
-    for value in reachable(function):
-        if isinstance(value, nn.Module):
-            yield from value.named_modules()
+    """The modules in a denoiser with their names: itself, and all that it reaches."""
+    for root in modules_of(function):
+        yield from root.named_modules()
 
 
-def reachable(function: Any, depth: int = 4) -> list[Any]:
-    """Modules, tensors and everything else that is no container, reached through closures, partials and bindings."""
-    if isinstance(function, (nn.Module, Tensor)) or depth == 0:
-        return [function]
-    inner: list[Any] = []
-    if isinstance(function, functools.partial):
-        inner = [function.func, *function.args, *function.keywords.values()]
-    elif isinstance(function, (list, tuple)):
-        inner = list(function)
-    elif isinstance(function, dict):
-        inner = list(function.values())
-    elif hasattr(function, "__self__") and not isinstance(function.__self__, type(functools)):
-        inner = [function.__self__]
-    elif hasattr(function, "__code__"):
-        inner = [function.__code__, *(cell.cell_contents for cell in function.__closure__ or () if filled(cell))]
-        inner += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    elif hasattr(function, "__dict__") and not isinstance(function, type):
-        inner = list(vars(function).values())
-    else:
-        return [function]
-    return [found for value in inner for found in reachable(value, depth - 1)]
-
-
-def filled(cell: Any) -> bool:
-    """Whether a cell of a closure holds anything yet."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+def layout_of(nest: Any) -> Hashable:
+    """Shapes and dtypes of a nest of tensors."""
+    leaves, spec = pytree.tree_flatten(nest)
+    return str(spec), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)

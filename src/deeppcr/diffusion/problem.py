@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..runtime import full_precision, has_tangent
+from ..sequence.fingerprint import kind_of
+from ..sequence.rows import rows_that_differ, sizes_of
 from ..sequence.trace import Products
-from .denoiser import Denoiser, filled, reachable
-from .fingerprint import PLAIN, Same, owner_of
+from .denoiser import Denoiser
 from .noise import Noise
 from .samplers import Coefficients, Steps
 
@@ -32,8 +31,6 @@ _TOGETHER = 8
 _by_themselves: WeakKeyDictionary[Any, dict[Hashable, frozenset[torch.dtype]]] = WeakKeyDictionary()
 #: of one denoiser no more kinds than these: where a closure holds another number in every call, each call is a kind
 _KINDS = 64
-#: containers of more entries are not looked into: a denoiser may note something there in every call
-_FEW = 16
 
 
 class Problem:
@@ -159,10 +156,9 @@ class Problem:
         except (RuntimeError, ValueError) as error:
             raise _takes_not(len(place), len(samples), error) from error
         found = outputs[picked]
-        if samples.is_cuda and self._differ(apart, found):  # which may be of TF32
+        if samples.is_cuda and self._differ(found, apart):  # which may be of TF32
             found = self.network(*call)[picked]
-        if self._differ(apart, found):
-            raise _not_by_itself(random=self._differ(found, self.network(*call)[picked]))
+        self._compare(found, apart, lambda: self.network(*call)[picked])
 
     @torch.no_grad()
     def check_times(self) -> None:
@@ -181,9 +177,7 @@ class Problem:
                 alone = torch.cat([self._evaluate([row]) for part in beside for row in part])
             except (RuntimeError, ValueError) as error:
                 raise _takes_not(1, len(beside[0]), error) from error
-            if self._differ(alone, together):
-                again = torch.cat([*map(self._evaluate, beside)])
-                raise _not_by_itself(random=self._differ(together, again))
+            self._compare(together, alone, lambda: torch.cat([*map(self._evaluate, beside)]))
         self.rows_seen = seen
         _remember(*self._kind, self.denoiser.seen_dtypes or frozenset())
 
@@ -213,18 +207,12 @@ class Problem:
     @cached_property
     def _kind(self) -> tuple[Any, Hashable]:
         """What a denoiser and a kind of run are known by."""
-        function, device = self.denoiser.function, self.device
-        held = reachable(function)
-        modules = [each for each in held if isinstance(each, nn.Module)]
         # Precision may be switched between calls: by autocast around, in parameters, by what is closed over or a module holds.
-        cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        values = (each for nest in (held, *(vars(module).values() for module in modules)) for each in nest)
-        switches = [each for each in values if isinstance(each, (bool, torch.dtype, CodeType))]
-        precision = cast, self.denoiser.parameter_dtypes, *switches
-        about = self.steps.key, self.shape, self.network_dtype, device, self.denoiser.guidance is None
-        closed = isinstance(function, (FunctionType, MethodType, functools.partial))
-        kind = hash((*about, *precision)), tuple(map(Same, modules)), _made_of(function) if closed else None
-        return _known_by(function), kind
+        kind = self.device.type
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        about = self.steps.key, self.shape, self.network_dtype, self.device, self.denoiser.guidance is None
+        owner, made_of = kind_of(self.denoiser.function)
+        return owner, (hash((*about, cast, self.denoiser.parameter_dtypes)), made_of)
 
     @cached_property
     def _spread(self) -> tuple[Tensor, list[int], list[list[int]]]:
@@ -253,12 +241,22 @@ class Problem:
         self.denoiser.seen_dtypes, self.rows_seen = frozenset({*products.dtypes, returned}), seen
         return found
 
-    def _differ(self, one: Tensor, other: Tensor) -> bool:
-        """Whether outputs of the same rows [N, D] are further apart than rounding explains, where the first are finite."""
+    def _compare(self, beside: Tensor, apart: Tensor, again: Callable[[], Tensor]) -> None:
+        """Raise where rows [N, D] differ with others beside them: random where a second call like the first does, too."""
+        if not self._differ(beside, apart):
+            return
+        if self._differ(again(), beside):
+            raise ValueError(
+                "denoiser: gives another result each time it is called: is it in train mode, with dropout?"
+            )
+        raise ValueError(
+            "denoiser: gives a row another result when other rows stand beside it: one call holds rows of different times and "
+            "samples, so t must be used row by row (not as t[0]), and rows must not influence each other"
+        )
+
+    def _differ(self, found: Tensor, expected: Tensor) -> bool:
         # Weaker couplings than this are lost in the tolerance; rounding, which depends on the number of rows, is far below.
-        sizes = torch.nan_to_num(one.abs(), 0, 0, 0).amax(-1, keepdim=True)
-        allowed = 3 * self.eps**0.5 * sizes
-        return bool((torch.isfinite(one) & ~((one - other).abs() <= allowed)).any())
+        return bool(rows_that_differ(found, expected, 3 * self.eps**0.5 * sizes_of(expected)).any())
 
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""
@@ -267,52 +265,6 @@ class Problem:
 
 def _takes_not(rows: int, taken: int, error: Exception) -> ValueError:
     return ValueError(f"denoiser: any number of rows may come, but it took {taken} and not {rows} of them: {error}")
-
-
-def _not_by_itself(*, random: bool) -> ValueError:
-    if random:
-        return ValueError("denoiser: gives another result each time it is called: is it in train mode, with dropout?")
-    return ValueError(
-        "denoiser: gives a row another result when other rows stand beside it: one call holds rows of different times and "
-        "samples, so t must be used row by row (not as t[0]), and rows must not influence each other"
-    )
-
-
-def _known_by(function: Any) -> Any:
-    """What stays the same where a denoiser is made anew for every call: the code of a function, what a partial calls."""
-    if isinstance(function, functools.partial):
-        return _known_by(function.func)
-    if isinstance(function, FunctionType):
-        return function.__code__
-    return getattr(function, "known_by", owner_of(function))
-
-
-def _last(entry: Any) -> Any:
-    """What an entry of a list or, with its key, of a dictionary holds."""
-    return entry[-1] if isinstance(entry, tuple) and entry else entry
-
-
-def _made_of(value: Any, depth: int = 6) -> Hashable:
-    """What tells functions of the same code apart: what they close over. Of tensors their shapes: values change in training."""
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    inside: Any = None
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if filled(cell)]
-        inside = value.__code__, *cells, value.__defaults__, tuple((value.__kwdefaults__ or {}).items())
-    elif isinstance(value, MethodType):
-        inside = value.__self__, value.__func__
-    elif isinstance(value, functools.partial):
-        inside = value.func, value.args, tuple(value.keywords.items())
-    elif isinstance(value, (list, tuple, dict)):
-        inside = () if len(value) > _FEW else value.items() if isinstance(value, dict) else value
-        if not isinstance(value, tuple):  # a number in there may count calls; flags are among the switches of ``_kind``
-            inside = [each for each in inside if not isinstance(_last(each), (int, float))]
-    if inside is None or depth == 0:
-        return Same(value)
-    return type(value), tuple(_made_of(each, depth - 1) for each in inside)
 
 
 def _seen(owner: Any, kind: Hashable) -> frozenset[torch.dtype] | None:

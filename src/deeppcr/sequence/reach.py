@@ -1,18 +1,183 @@
-"""The modules that a step reaches: those that it is, holds, or closes over, also through other functions."""
+"""What a function reaches: the ONE walk, and the modules that it finds.
+
+Types are asked here, not values: a proxy answers for something else, or raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+import math
+import sys
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from functools import cached_property, partial
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-#: Containers with more entries than this are not looked into.
+from .stack import MODULE_INTERNALS
+
+#: Containers with more entries than this are not looked into for modules.
 LARGEST = 1000
 #: Of a model with more modules than this, only those are looked at that the step names.
 _MOST_MODULES = 200
+#: So many functions and objects may stand one behind the other; containers and modules do not count.
+_DEPTH = 8
+#: Packages whose functions are what they are, whatever stands in global variables.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "deeppcr"}
+#: Methods that a call of an object does not run.
+_NOT_RUN = frozenset(("__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"))
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_WITHOUT_DEPTH = (nn.Module, *CONTAINERS)
+#: Known by their value.
+PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
+
+
+class Walk:
+    """Everything that a function reaches, as far as it is asked for, and on its shortest way.
+
+    That is what it closes over, its defaults and attributes, the global variables that its code names, and so on: of partials,
+    methods, containers, objects (slots too), modules (hooks too), and what classes have under names that any code has used.
+    Functions of libraries are not asked for global variables, nor their classes for anything.
+
+    Iterating gives each thing with what it holds, by name, the function first. ``go`` says what is to come later.
+
+    Args:
+        largest: containers with more entries count as empty
+        everything: else objects that are not called give only modules and what is named by any code: one may hold the whole
+            program
+
+    Attributes:
+        used: the code of all functions met, and all names that they use
+    """
+
+    def __init__(self, function: Any, *, largest: float = math.inf, everything: bool = True):
+        self.used: set[Any] = set()
+        self._largest, self._everything = largest, everything
+        self._numbers = {id(function): 0}
+        self._order = [(function, _DEPTH)]  # which keeps all of them where they are
+        self._left = _DEPTH
+        self._slots: dict[type, list[Any]] = {}
+        self._classes: dict[type, set[str]] = {}  # and the names that were looked up there
+        self._partly: list[tuple[Any, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[Any, list[tuple[Hashable, Any]]]]:
+        at = 0
+        while True:
+            while at < len(self._order):
+                value, left = self._order[at]
+                at += 1
+                kind = type(value)
+                self._left = left if issubclass(kind, _WITHOUT_DEPTH) else left - 1
+                yield value, self._held_by(value, kind)
+            self._left = _DEPTH
+            named = self._named_in_classes()
+            if not named:
+                return
+            yield None, named
+            self._order += self._partly  # of which more may be named now
+            self._partly = []
+
+    def go(self, value: Any) -> int | None:
+        """Have what a thing holds come later, once. Its number in the order of coming; None where it is too far away."""
+        number = self._numbers.get(id(value))
+        if number is None and self._left > 0:
+            number = self._numbers[id(value)] = len(self._order)
+            self._order.append((value, self._left))
+        return number
+
+    def _held_by(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
+        if issubclass(kind, nn.Module):
+            own = [(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS]
+            if value._forward_hooks or value._forward_pre_hooks:
+                own += [("hook after", each) for each in value._forward_hooks.values()]
+                own += [("hook before", each) for each in value._forward_pre_hooks.values()]
+            return [
+                *own,
+                *self._in_slots(value, kind),
+                *value._parameters.items(),
+                *value._buffers.items(),
+                *value._modules.items(),
+            ]
+        if kind is MethodType:
+            return [("__func__", value.__func__), ("__self__", value.__self__)]
+        if kind is BuiltinMethodType:
+            return [("__name__", value.__name__), ("__self__", value.__self__)]
+        held = self._attributes_of(value, kind)
+        if issubclass(kind, CONTAINERS):
+            if len(value) > self._largest:
+                return held
+            if issubclass(kind, dict):
+                return [*held, *dict.items(value)]
+            return held if issubclass(kind, (set, frozenset)) else [*held, *enumerate(value)]
+        if issubclass(kind, partial):
+            return [*held, ("func", value.func), *enumerate(value.args), *value.keywords.items()]
+        if kind is FunctionType:
+            return [*held, *self._held_by_function(value)]
+        if self._everything or callable(value):
+            return held
+        self._partly.append((value, self._left + 1))
+        return [(name, each) for name, each in held if name in self.used or issubclass(type(each), nn.Module)]
+
+    def _held_by_function(self, function: FunctionType) -> list[tuple[Hashable, Any]]:
+        code, scope = function.__code__, function.__globals__
+        cells = dict(zip(code.co_freevars, map(_contents_of, function.__closure__ or ()), strict=True))
+        held = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+        if _is_of_library(scope.get("__name__")):
+            return [*held, *cells.items()]
+        names = dict.fromkeys(_names_in(code))
+        self.used.add(code)
+        self.used.update(names)
+        seen: set[int] = set()
+        return [*held, *_named_in(cells, cells, names, seen), *_named_in(scope, names, names, seen, "global ")]
+
+    def _attributes_of(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
+        try:
+            inside = object.__getattribute__(value, "__dict__")
+        except AttributeError:  # it has none
+            inside = {}
+        return [*inside.items(), *self._in_slots(value, kind)]
+
+    def _in_slots(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
+        slots = self._slots.get(kind)
+        if slots is None:
+            self.meet(kind)
+            slotted = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each))
+            slots = [slot for own in slotted for slot in own.values() if type(slot) is MemberDescriptorType]
+            self._slots[kind] = slots
+        found = []
+        for slot in slots:
+            try:
+                found.append((slot.__name__, slot.__get__(value)))
+            except AttributeError:  # still empty
+                continue
+        return found
+
+    def meet(self, kind: type) -> None:
+        """Have what a class has under names that are used come last."""
+        for each in kind.__mro__:
+            if each not in self._classes and not _is_of_library(each.__module__):
+                self._classes[each] = set()
+
+    def _named_in_classes(self) -> list[tuple[Hashable, Any]]:
+        found = []
+        for owner, done in self._classes.items():
+            for name, value in vars(owner).items():
+                special = name.startswith("__") and type(value) is FunctionType and name not in _NOT_RUN
+                if name not in done and (special or name == "forward" or name in self.used):
+                    done.add(name)
+                    if type(value) not in (MemberDescriptorType, GetSetDescriptorType):
+                        found.append(((owner.__qualname__, name), _unwrapped(value)))
+        return found
 
 
 def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
@@ -21,8 +186,22 @@ def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
     Args:
         used: takes the code of the step's functions, all names that they use, and the integers and strings that they hold
     """
+    if issubclass(type(step), nn.Module):
+        return [step]
     found: dict[int, nn.Module] = {}
-    _find(step, 4, found, set() if used is None else used, set())
+    values: set[Any] = set()
+    walk = Walk(step, largest=LARGEST, everything=False)
+    for _, held in walk:
+        for _, each in held:
+            kind = type(each)
+            if issubclass(kind, nn.Module):
+                found[id(each)] = each
+            elif kind is int or kind is str:
+                values.add(each)
+            elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, Tensor, float)):
+                walk.go(each)
+    if used is not None:
+        used |= walk.used | values
     return list(found.values())
 
 
@@ -46,52 +225,33 @@ def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
     return list({id(m): m for m in [root, *(m for inner in named for m in inside(inner, used))]}.values())
 
 
-# In what follows types are asked, not values: a proxy answers for something else, or raises.
+def _named_in(
+    scope: dict[str, Any], wanted: Iterable[str], names: Iterable[str], seen: set[int], prefix: str = ""
+) -> list[tuple[Hashable, Any]]:
+    """What stands in a scope under the wanted names; of Python's modules there, what they have under names that are used."""
+    found: list[tuple[Hashable, Any]] = []
+    for name in wanted:
+        value = scope.get(name, seen)
+        if value is seen:
+            continue
+        if not issubclass(type(value), ModuleType):
+            found.append((prefix + name, value))
+        elif id(value) not in seen and not _is_of_library(vars(value).get("__name__")):
+            seen.add(id(value))
+            found += _named_in(vars(value), names, names, seen, f"{prefix}{name}.")
+    return found
 
 
-def _find(value: Any, depth: int, found: dict[int, nn.Module], used: set[Any], seen: set[int]) -> None:
+def _is_of_library(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function behind a method of any kind, or a property."""
     kind = type(value)
-    if issubclass(kind, nn.Module):
-        found[id(value)] = value
-    elif kind is int or kind is str:
-        used.add(value)
-    elif depth and id(value) not in seen and not issubclass(kind, (type, ModuleType, Tensor)):
-        seen.add(id(value))
-        for each in _held_by(value, used):
-            _find(each, depth - 1, found, used, seen)
-
-
-def _held_by(value: Any, used: set[Any]) -> Iterable[Any]:
-    kind = type(value)
-    if kind in (list, tuple, dict):
-        return () if len(value) > LARGEST else value.values() if kind is dict else value
-    if kind is partial:
-        return [value.func, *value.args, *value.keywords.values()]
-    if kind is MethodType:
-        return [value.__func__, value.__self__, *_attributes_of(value.__self__).values()]
-    attributes = _attributes_of(value)
-    if kind is FunctionType:
-        held = [*attributes.values(), *(value.__defaults__ or ()), *map(_contents_of, value.__closure__ or ())]
-        if not (value.__module__ or "").startswith("torch."):  # whose functions hold none
-            used.add(value.__code__)
-            names, scope = _names_in(value.__code__), value.__globals__
-            used.update(names)
-            held += [scope[name] for name in names if name in scope]
-        return held
-    if callable(value):
-        return attributes.values()
-    # An object that is not called may hold the whole program.
-    return [each for name, each in attributes.items() if name in used or issubclass(type(each), nn.Module)]
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    """Of an object that is neither a module nor a type."""
-    if issubclass(type(value), (nn.Module, type, ModuleType)):
-        return {}
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has none
-        return {}
+    if kind is property:
+        return value.fget
+    return value.__func__ if kind in (staticmethod, classmethod) else value.func if kind is cached_property else value
 
 
 def _names_in(code: CodeType) -> list[str]:

@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from ..linear.hierarchical import interleave
 from ..runtime import has_tangent, is_capturing
 from .evaluate import StepError, StepGroup, vmap_over_steps
-from .fold import check_fold
 from .history import WithHistory
 from .hooks import NoHooks, refuse_hooked
 from .layout import Layout, describe
 from .purity import Purity, changes_in_place
+from .rows import check_fold
 from .snapshot import version_of
 from .stack import group_callables
 from .trace import Trace

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 from ...graphs.cache import prepared_samplers
 from ...linear import Auto
 from ...runtime import full_precision, has_triton
+from ...sequence.fingerprint import fingerprint, owner_of
 from ...solution import Plan, Result
 from ..coupling import Coupling
-from ..fingerprint import fingerprint, layout_of, owner_of
+from ..denoiser import layout_of
 from ..prior import Prior
 from ..problem import Problem
 from ..start import CoarseStart, GaussianStart, Start, as_start
@@ -55,8 +56,9 @@ class Window:
     the network works in full float32 precision, whatever is set for TF32, but for the first iterations, in which no step
     leaves (see ``tf32``). From the second call on with the same denoiser, sampler and shapes the iterations are replayed
     from CUDA graphs. Graphs read the denoiser's parameters where they lie: changes in place are seen; where they were
-    replaced, or anything else that can be found in the denoiser or its closure was, graphs are made anew. A denoiser whose
-    result depends on global variables needs ``graphs=False``.
+    replaced, or anything else that the denoiser reaches was, graphs are made anew: also global variables that its code names.
+    Changes outside of Python, in global variables of libraries or in large arrays of NumPy are not seen: a denoiser whose
+    result depends on them needs ``graphs=False``.
 
     Args:
         tolerance: of the final sample, absolute; default 1e-3 in float32 and below, 1e-8 in float64

@@ -1,4 +1,4 @@
-"""Whether steps may be folded into the rows of one call: rows of such a call against real steps.
+"""Whether a row gives the same beside other rows: the ONE comparison, and that of steps that are folded into rows of one call.
 
 Shapes: L steps, B rows, D the packed state.
 """
@@ -13,6 +13,30 @@ from torch.utils import _pytree as pytree
 
 from ..runtime import is_out_of_memory
 from .evaluate import StepError, StepGroup
+from .layout import Layout
+
+
+def rows_that_differ(found: Tensor, expected: Tensor, allowed: Tensor | float) -> Tensor:
+    """Which rows are further apart than is allowed [..., 1]; what is not finite in both is the function's own doing.
+
+    Args:
+        found, expected: [..., D], the same rows of two calls, with others beside them
+
+    Returns:
+        [...], bool
+    """
+    same = (found - expected).abs() <= allowed
+    return ~(same | ~(torch.isfinite(found) | torch.isfinite(expected))).all(-1)
+
+
+def sizes_of(rows: Tensor) -> Tensor:
+    """The largest finite value of each row: [..., D] to [..., 1]."""
+    return rows.where(torch.isfinite(rows), 0).abs().amax(-1, keepdim=True)
+
+
+def rounding_of(layout: Layout) -> float:
+    """What rounding may change in a step of values up to 1, which depends on how many rows there are."""
+    return 100 * torch.finfo(layout.dtype).eps * max(1.0, layout.width**0.5)
 
 
 @torch.no_grad()
@@ -41,12 +65,8 @@ def check_fold(group: StepGroup, initial: Tensor, first: Tensor, length: int) ->
         if is_out_of_memory(error):
             raise
         raise StepError(f"step: declared rowwise, but it does not take another number of rows: {error}") from error
-    finite = torch.isfinite(exact)
-    scale = exact.where(finite, 0).abs().max()
-    allowed = 100 * torch.finfo(group.layout.dtype).eps * max(1.0, group.layout.width**0.5)
-    same = (folded.double() - exact).abs() <= allowed * (1 + scale)
-    # What is not finite is the step's own doing where it is so in both; the solve will say where it comes from.
-    if not (same | (~finite & ~torch.isfinite(folded))).all():
+    allowed = rounding_of(group.layout) * (1 + sizes_of(exact).max())
+    if rows_that_differ(folded.double(), exact, allowed).any():
         raise StepError(
             "step: declared rowwise, but rows of a folded call differ from those of a real step: "
             "something it closes over has rows of its own, or its rows influence each other"

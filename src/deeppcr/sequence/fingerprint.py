@@ -1,0 +1,190 @@
+"""Is this the same function? What it reaches, as a value that can be compared."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+
+from .reach import CONTAINERS, PLAIN, Walk
+from .snapshot import version_of
+
+#: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
+_FEW = 16
+#: arrays of so many bytes are looked at
+_SMALL = 1024
+#: Objects that are known by their identity: how PyTorch works inside, and what knows all of a program.
+_MACHINERY = ("torch._", "logging")
+#: Known by what they hold.
+_OPEN = (*CONTAINERS, partial, MethodType, BuiltinMethodType, SimpleNamespace, type(None), object)
+#: What does not change from call to call by itself.
+_FIXED = (FunctionType, MethodType, BuiltinMethodType, partial, *CONTAINERS)
+#: What precision and ways of computing are switched by.
+_SWITCHES = (bool, torch.dtype, CodeType)
+
+
+def owner_of(function: Callable) -> Any:
+    """What a function is known by: itself, or what a method is bound to, since methods are made anew at every look."""
+    return getattr(function, "__self__", function)
+
+
+def fingerprint(function: Callable) -> tuple:
+    """What a recording of a function depends on: where its tensors lie, and all else that it reaches. Begins with its owner's ``id``.
+
+    What tensors hold does not matter, for a graph reads them when it is replayed: but for a single number on the CPU, which is
+    an argument of the kernels. What is made anew and equal gives the same fingerprint, but for the owner. Not seen is what changes
+    outside of Python, in large arrays of NumPy, in global variables of libraries, or behind more objects than a walk goes through.
+    """
+    owner = owner_of(function)
+    found: list[Hashable] = [id(owner), Same(owner)]
+    walk = Walk(function)
+    hooks = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+    found += [_mark(each, walk) for every in hooks for each in every.values()]
+    for value, held in walk:
+        marks: list[Hashable] = [_what(value, held)]
+        for name, each in held:
+            kind = type(each)
+            marks.append(name if type(name) is str else _mark(name, walk))
+            if kind in PLAIN:  # most are
+                marks += (kind, each)
+            else:
+                marks.append(_mark(each, walk))
+        found.append(tuple(marks))
+    return tuple(found)
+
+
+def _what(value: Any, held: list) -> Hashable:
+    """What is to be known of a thing beside what it holds."""
+    kind = type(value)
+    if kind is FunctionType:
+        return value.__code__
+    if issubclass(kind, nn.Module):
+        return kind, value.training, None if isinstance(value._buffers, dict) else Same(value)
+    if issubclass(kind, (set, frozenset)):  # which have no order
+        return kind, frozenset((type(each), each) if type(each) in PLAIN else Same(each) for each in value)
+    # An object is what it holds; where that is nothing, or not all of it lies open, it counts which one it is.
+    return kind if kind in _OPEN or (held and _is_open(kind)) else (kind, Same(value))
+
+
+def _is_open(kind: type) -> bool:
+    """Whether objects of a class keep nothing outside of Python: it is written in Python, down to its first base."""
+    firsts = (each for each in kind.__mro__ if each.__base__ is object and each not in _OPEN)
+    return all("__slots__" in vars(each) or "__weakref__" in vars(each) for each in firsts)
+
+
+def _mark(value: Any, walk: Walk) -> Hashable:
+    """A thing by its value, by where it lies, by which one it is, or by its number in a walk that is to go there."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is tuple or kind is torch.Size:
+        return kind, *[(type(each), each) if type(each) in PLAIN else _mark(each, walk) for each in value]
+    if issubclass(kind, Tensor):
+        return _place(value)
+    if not issubclass(kind, nn.Module):
+        if issubclass(kind, (float, complex)):
+            return kind, repr(value)  # which tells zeros apart, and NaN is NaN
+        if kind.__module__ == "numpy" and getattr(value, "nbytes", math.inf) <= _SMALL:
+            return str(value.dtype), value.shape, value.tobytes()
+        if issubclass(kind, type):
+            walk.meet(value)
+        if _is_whole(value):
+            return Same(value)
+    number = walk.go(value)
+    return Same(value) if number is None else number
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is known by its identity."""
+    kind = type(value)
+    if kind is BuiltinMethodType:  # of a list or a tensor, say, or a function
+        return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
+    return issubclass(kind, (type, ModuleType)) or str(kind.__module__).startswith(_MACHINERY)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    usual = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    try:
+        held = repr(tensor.item()) if tensor.ndim == 0 and tensor.is_cpu else None  # as text NaN equals itself
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, held
+    except (RuntimeError, ValueError):  # it is sparse, or yet to be made
+        return Same(tensor), version_of(tensor)
+    return place if usual else (*place, Same(tensor))
+
+
+def kind_of(function: Callable) -> tuple[Any, Hashable]:
+    """What stays the same where a function is made anew for every call, and what tells two of them apart.
+
+    Of tensors that is their shapes: values change in training. What may be noted in every call does not count: numbers in lists,
+    dictionaries and global variables, long containers, and of objects and modules all but switches and functions.
+    """
+    found: list[Hashable] = []
+    walk = Walk(function, largest=_FEW)
+    fixed = {id(function)}  # what no object holds
+    for value, held in walk:
+        kind = type(value)
+        loose = id(value) not in fixed or not issubclass(kind, _FIXED)
+        counts = kind in (list, dict, deque)
+        marks: list[Hashable] = []
+        for name, each in held:
+            inner, mark = type(each), None
+            if inner in _SWITCHES:
+                mark = each
+            elif inner in PLAIN or issubclass(inner, (float, complex)):
+                number = issubclass(inner, (int, float, complex))
+                if not loose and not (number and (counts or str(name).startswith("global "))):
+                    mark = inner, each
+            elif issubclass(inner, Tensor):
+                mark = None if loose else (each.shape, each.dtype)
+            elif not issubclass(kind, nn.Module) or not issubclass(inner, nn.Module):  # the inside of modules is theirs
+                if issubclass(inner, nn.Module) or not (loose or issubclass(inner, _FIXED)):
+                    mark = Same(each)
+                if not loose:
+                    fixed.add(id(each))
+                if not _is_whole(each):
+                    walk.go(each)
+            if mark is not None:
+                marks.append((name if type(name) in PLAIN else None, mark))
+        if issubclass(kind, nn.Module):
+            marks.append(value.training)
+        if marks or not loose or kind is FunctionType:
+            found.append((value.__code__ if kind is FunctionType else kind, *marks))
+    return _known_by(function), tuple(found)
+
+
+def _known_by(function: Any) -> Any:
+    if isinstance(function, partial):
+        return _known_by(function.func)
+    if isinstance(function, FunctionType):
+        return function.__code__
+    return getattr(function, "known_by", owner_of(function))
+
+
+class Same:
+    """Equal where the same object is meant, as long as it lives: what is gone is equal to nothing.
+
+    It keeps nothing alive that can be watched: what a module holds may hold the module.
+    """
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any):
+        self._hash = id(value)
+        try:
+            self._value = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._value() is other._value() is not None
+
+    def __hash__(self) -> int:
+        return self._hash
