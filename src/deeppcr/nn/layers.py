@@ -27,13 +27,6 @@ class Layers:
     chunk: int | None = None
     backward: int | None = None
 
-    def __post_init__(self):
-        own = (self.skip, self.residual, self.activation, self.atol, self.rtol, self.chunk, self.backward)
-        object.__setattr__(self, "_hash", hash(own))
-
-    def __hash__(self) -> int:  # once, not in each of the lookups of a call
-        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
-
     def backward_blocks(self, blocks: int) -> int:
         """Blocks in a chunk of the backward pass."""
         return self.chunk_blocks(blocks) if self.backward is None else min(blocks, self.backward)

@@ -33,7 +33,9 @@ GAINS = {"relu": 1.2, "tanh": 1.0, "sigmoid": 2.0}
 def several_groups(monkeypatch):
     """Networks that an interpreter can do have few chunks, which would be one group: see also ``test_one_group``."""
     monkeypatch.setattr(cost, "ONE_GROUP", 1)
-    monkeypatch.setattr(forward, "_plans", {})
+    forward.plan_for.cache_clear()
+    yield
+    forward.plan_for.cache_clear()
 
 
 def network(blocks, width=3, rows=1, *, skip=1, residual=False, activation="tanh", gain=None, device="cpu"):
@@ -516,7 +518,7 @@ def test_one_group(chunks, device, monkeypatch):
     layers = Layers(**MLP, activation="tanh", chunk=2)
     problem = network(2 * chunks - 1, rows=2, device=device)
     x, report = forward.run(*problem, None, layers)
-    plan = forward.plan_for(problem[0], 2, None, layers)
+    plan = forward.plan_for(2 * chunks - 1, 2, 3, layers, False, device)
     assert (plan.chunks, plan.groups) == (chunks, 1)
     assert all(report.passes_taken())
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE
