@@ -19,7 +19,7 @@ from ..launch import aligned, launch
 from ..linear.kernels import dense
 from ..linear.kernels.dense import is_finite, multiply
 from .kernels import activate
-from .layers import Layers
+from .layers import ACTIVATIONS, Layers
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "blocks", "chunk_blocks"]
@@ -144,9 +144,6 @@ def gradients_of_layers(
     tl.store(bias_gradients + layer * WIDTH + i, of_biases, mask=inside)
 
 
-_ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
-
-
 def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
     """The gradients of all layers' outputs [T, B, w] and of the initial state.
 
@@ -168,7 +165,7 @@ def all_gradients(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
     rows, width = x.shape[1:]
     if width > dense.NARROW or rows > _FEW_ROWS:
         adjoints, initial = adjoint(weight, x, gradients, layers)
-        values = _ACTIVATIONS[layers.activation](x[:-1])
+        values = ACTIVATIONS[layers.activation].function(x[:-1])
         of_weights = adjoints.mT * values if rows == 1 else torch.bmm(adjoints.mT, values)
         return of_weights.view_as(weight), adjoints.sum(1).view(weight.shape[:-1]), initial
     count = x.shape[0] - 1
@@ -209,18 +206,10 @@ def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
     blocks = weight.shape[0]
     if gradients.ndim == 2:
         gradients = torch.cat([gradients.new_zeros(blocks - 1, *gradients.shape), gradients.unsqueeze(0)])
-    slopes, adjoints = slopes_at(x[:-1], layers), torch.empty_like(gradients)
+    slopes, adjoints = ACTIVATIONS[layers.activation].slope(x[:-1]), torch.empty_like(gradients)
     transposed = dense.Chain(weight[1:].mT, 0, True, 2)
     scales = dense.Chain(slopes[1:], 0, True)
     chunk = min(layers.backward_blocks(blocks), max(1, blocks - 1))
     rhs, states = dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True)
     dense.solve_chain(transposed, rhs, states, chunk, scales)
     return adjoints, slopes[0] * (adjoints[0] @ weight[0])
-
-
-def slopes_at(z: Tensor, layers: Layers) -> Tensor:
-    """The derivative of the activation."""
-    value = _ACTIVATIONS[layers.activation](z)
-    if layers.activation == "relu":
-        return (value > 0).to(z.dtype)
-    return 1 - value * value if layers.activation == "tanh" else value * (1 - value)

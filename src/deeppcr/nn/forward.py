@@ -16,9 +16,9 @@ from ..launch import aligned, launch
 from ..linear.kernels import dense
 from ..runtime import apply_directly, is_batched, is_capturing
 from . import kernels
-from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients, slopes_at
+from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients
 from .cost import chunks_in_group
-from .layers import Layers
+from .layers import ACTIVATIONS, Layers
 from .report import Report
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
@@ -208,7 +208,7 @@ class _Wide(_Narrow):
         launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
         if product:
             blocks = dense.Chain(self.weight, 0, False, 2)
-            slopes = dense.Chain(slopes_at(self.x[:-1], self.layers), 0, False)
+            slopes = dense.Chain(ACTIVATIONS[self.layers.activation].slope(self.x[:-1]), 0, False)
             self.products = dense.multiply_wide(blocks, slopes, "columns", plan.chunks - 1, self.rows, plan.chunk)
         deltas = torch.zeros_like(self.starts)
         # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..convergence import error_left
 from ..solution import Plan, Result, Solution
+
+#: A row is settled when no more than this is left, in units of the tolerance.
+ENOUGH = 0.1
 
 
 @dataclass
@@ -26,18 +30,10 @@ class Report:
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
-        found = self.found[: 2 * self.rounds].tolist()
-        taken = []
-        for row in range(self.found.shape[-1]):
-            done = 0
-            for k in range(1, 2 * self.rounds):
-                before, last = found[k - 1][0][row], found[k][0][row]
-                close = last < before and last * max(last / (before - last), 1.0) <= 0.1
-                if last <= 0.01 or close:
-                    done = k + 1
-                    break
-            taken.append(done)
-        return taken
+        found = self.found[: 2 * self.rounds, 0].cpu()
+        before, last = found[:-1], found[1:]
+        settled = error_left(last, last, before) <= ENOUGH
+        return torch.where(settled.any(0), settled.int().argmax(0) + 2, 0).tolist()
 
     def iterations(self, taken: list[int]) -> list[int]:
         """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""

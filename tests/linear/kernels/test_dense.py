@@ -124,9 +124,12 @@ def test_batches(batch, coupling_batch, reverse, device):
     assert_right(dense.solve_coupled(couplings, rhs, reverse=reverse, chunk=3), couplings, rhs, reverse)
 
 
-def test_blocks_that_rows_share_are_not_copied():
-    data = torch.zeros(4, 1, 3, 3)
-    assert dense._flatten_batch(data, torch.Size([5])).data_ptr() == data.data_ptr()
+@pytest.mark.parametrize("batch", [(5,), (2, 3)])
+def test_blocks_that_rows_share_are_not_copied(batch, monkeypatch):
+    data, seen = torch.zeros(4, *(1,) * len(batch), 3, 3), []
+    monkeypatch.setattr(dense, "launch", lambda kernel, programs, arguments, *_, **__: seen.append(arguments[0]))
+    dense.solve_coupled(linear.Dense(data), torch.zeros(5, *batch, 3))
+    assert {blocks.data_ptr() for blocks in seen} == {data.data_ptr()}
 
 
 @either_way
