@@ -339,6 +339,13 @@ def error_left(update: Tensor, largest: Tensor, before: Tensor) -> Tensor:
     """The error left after an update by true Jacobians, all in units of the tolerance.
 
     They are believed as far as a row's largest update is smaller than the one before it, or an update is negligible.
-    The kernels of networks do the same: see ``nn.kernels.settled``.
+    The same is said of numbers below, and by ``nn.kernels.settled`` in a kernel.
     """
     return torch.where(update <= NEGLIGIBLE, update, update * still_to_come(largest, before))
+
+
+def error_left_of_one(update: float, before: float) -> float:
+    """``error_left`` of a row's only update: in PyTorch that takes longer than the kernels that found it."""
+    if update <= NEGLIGIBLE:
+        return update
+    return update * max(update / (before - update), 1.0) if update < before else math.inf

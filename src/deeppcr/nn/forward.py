@@ -120,11 +120,8 @@ class _Narrow:
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
         self.blocks, (_, self.rows, self.width) = weight.shape[0], x.shape
-
-    @property
-    def captured_rounds(self) -> int:
-        """Trained residual networks take four as a rule: see docs/performance.md."""
-        return 4 if self.layers.residual else 3
+        # Trained residual networks take four rounds as a rule: see docs/performance.md.
+        self.captured_rounds = 4 if layers.residual else 3
 
     def one_round(self, first_pass: int) -> None:
         """Two passes: one with new Jacobians, one with the same."""
@@ -171,11 +168,11 @@ class _Narrow:
 class _Wide(_Narrow):
     """The same for wider layers, of networks without skip connections."""
 
-    captured_rounds = 1
     idle_when_settled = False  # what a settled row does not need is done all the same, and costs as much
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         super().__init__(weight, bias, x, layers, plan)
+        self.captured_rounds = 1
         self.constants = (layers.activation, self.width, plan.shape.padded, 16)
 
     def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:

@@ -68,7 +68,7 @@ def parts(workspace, rows, chunks, groups, WIDTH: tl.constexpr):
 
 @triton.jit
 def settled(found, passes, row, rows):
-    """Whether by the last of so many passes the error left of a row's states is small enough: ``convergence.error_left``.
+    """Whether by the last of so many passes the error left of a row's states is small enough: see ``convergence.error_left``.
 
     The correction it found is the error of the states it rolled out, as far as the Jacobians are right. A pass that finds
     its row settled does nothing and leaves its number zero: the row stays settled. ``Report`` sees it in the same way.

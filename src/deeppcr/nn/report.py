@@ -6,11 +6,12 @@ Shapes: B rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..convergence import error_left
+from ..convergence import error_left_of_one
 from ..solution import Plan, Result, Solution
 
 #: A row is settled when no more than this is left, in units of the tolerance.
@@ -30,10 +31,15 @@ class Report:
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
-        found = self.found[: 2 * self.rounds, 0].cpu()
-        before, last = found[:-1], found[1:]
-        settled = error_left(last, last, before) <= ENOUGH
-        return torch.where(settled.any(0), settled.int().argmax(0) + 2, 0).tolist()
+        taken = []
+        for found in zip(*self.found[: 2 * self.rounds, 0].tolist(), strict=True):
+            passes = 0
+            for k, (before, last) in enumerate(pairwise(found), 2):
+                if error_left_of_one(last, before) <= ENOUGH:
+                    passes = k
+                    break
+            taken.append(passes)
+        return taken
 
     def iterations(self, taken: list[int]) -> list[int]:
         """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""

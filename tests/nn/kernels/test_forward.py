@@ -496,7 +496,23 @@ def _settled(found, done, ROWS: tl.constexpr):
 
 
 def test_the_report_and_the_kernels_agree_on_what_is_settled(device):
-    corrections = [0.0, 1e-30, 0.005, 0.01, 0.0101, 0.05, 0.09, 0.099, 0.1, 0.11, 0.15, 0.2, 1.0, 50.0, float("inf")]
+    corrections = [
+        0.0,
+        1e-30,
+        0.005,
+        0.01,
+        0.0101,
+        0.05,
+        0.09,
+        0.0999,
+        0.1001,
+        0.11,
+        0.15,
+        0.2,
+        1.0,
+        50.0,
+        float("inf"),
+    ]
     before, last = torch.cartesian_prod(torch.tensor(corrections), torch.tensor(corrections))[:128].T
     found = torch.zeros(2, 2, 128, device=device)
     found[0, 0], found[1, 0] = before, last
