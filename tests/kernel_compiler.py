@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deeppcr import launch, linear
-from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
+from deeppcr import linear
+from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback, recurrence
 from deeppcr.nn import adjoint, forward
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,13 +49,13 @@ def compile_for(kernel, arguments, constants, options):
         found.append({"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, **of})
 
 
-def caught(self, kernel, programs, arguments, constants, *, warps, integers=(), registers=None):
+def caught(kernel, programs, arguments, constants, *, warps, integers=(), registers=None):
     if programs:
         compile_for(kernel, arguments, constants, {"num_warps": warps} | ({"maxnreg": registers} if registers else {}))
-    self.noted = None
 
 
-launch.Launches.launch = caught
+for module in (block_diagonal, dense, diagonal, lookback, recurrence, adjoint, forward):
+    module.launch = caught
 forward.Report.passes_taken = lambda report: [2]
 of: dict = {}
 

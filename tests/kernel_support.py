@@ -3,7 +3,6 @@
 The ``conftest.py`` of each folder with such tests takes the hook and the fixtures from here.
 """
 
-import ctypes
 import dataclasses
 import os
 import sys
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def pytest_configure(config):
@@ -193,7 +191,7 @@ def poisoned_memory(device):
 
 
 class Compiled:
-    """Takes the launches of a kernel as one that was compiled does: tensors or, instead of them, pointers.
+    """Takes the launches of a kernel as one that was compiled does, and sees that it was compiled for such arguments.
 
     Args:
         kernel: an interpreted one
@@ -206,7 +204,6 @@ class Compiled:
 
     def __init__(self, kernel, run, arguments):
         self.kernel, self.interpret = kernel, run
-        self.pointers = {at: each.dtype for at, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
         self.compiled_for = self.specialised(arguments)
 
     def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
@@ -217,11 +214,9 @@ class Compiled:
     def specialised(self, arguments):
         """What Triton compiles a kernel for."""
         free, found = self.kernel.kwargs.get("do_not_specialize") or (), []
-        for at, (name, value) in enumerate(zip(self.kernel.arg_names, arguments, strict=True)):
-            if isinstance(value, torch.Tensor) or at in self.pointers:
-                place = value.data_ptr() if isinstance(value, torch.Tensor) else value
-                assert place >= 0
-                found.append(place % 16 == 0)
+        for name, value in zip(self.kernel.arg_names, arguments, strict=True):
+            if isinstance(value, torch.Tensor):
+                found.append((value.dtype, value.data_ptr() % 16 == 0))
             elif isinstance(value, int):
                 found.append((-(2**31) <= value < 2**31, name in free or (value == 1, value % 16 == 0)))
             elif isinstance(value, float):  # of which only the type is compiled in
@@ -233,12 +228,7 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*arguments):
             Compiled.launches += 1
-            arguments = list(arguments)
             assert self.specialised(arguments) == self.compiled_for, self.kernel.fn.__name__
-            for at, dtype in self.pointers.items():
-                if isinstance(arguments[at], int):
-                    buffer = (ctypes.c_byte * 8).from_address(arguments[at])
-                    arguments[at] = torch.frombuffer(buffer, dtype=dtype)
             if self.interpret is not None:
                 self.interpret(self.kernel, *arguments, grid=grid, warmup=False)
 
@@ -246,7 +236,7 @@ class Compiled:
 
 
 def _compile(patch, *, interpret):
-    """From now on interpreted kernels return something that can be launched again."""
+    """From now on interpreted kernels return something that can be launched again, and nothing was launched before."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from deeppcr import launch
 
@@ -260,61 +250,27 @@ def _compile(patch, *, interpret):
 
     patch.setattr(interpreter.InterpretedFunction, "run", first)
     patch.setattr(launch, "current_stream", lambda device: 0)
-
-
-def _forget(patch):
-    """From now on nothing was launched before."""
-    from deeppcr import launch
-    from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback
-    from deeppcr.nn import adjoint, forward
-
-    for module, cache in ((launch, "_compiled"), (dense, "_solved"), (forward, "_plans")):
-        patch.setattr(module, cache, {})
-    for module in (block_diagonal, diagonal, adjoint):
-        patch.setattr(module, "_noted", {})
-    patch.setattr(lookback, "noted", {})
-    patch.setattr(sys.modules["deeppcr.linear.solve"], "_prepared", {})  # the name is also that of the function
+    patch.setattr(launch, "_compiled", {})
 
 
 @pytest.fixture
 def compiled(device, monkeypatch):
-    """Launches are made again with new pointers, without a GPU too; a list of how many at a time."""
-    from deeppcr.launch import Launches
-
-    _forget(monkeypatch)
+    """Kernels are launched again as they were compiled, without a GPU too. A function: how many were, past Triton's launch."""
     if device.type == "cpu":
         _compile(monkeypatch, interpret=True)
-    repeated = []
-
-    def counting(name):
-        again = getattr(Launches, name)
-
-        def counted(self, *arguments):
-            repeated.append(len(self.noted))
-            return again(self, *arguments)
-
-        monkeypatch.setattr(Launches, name, counted)
-
-    for name in ("again", "again_for_new"):
-        counting(name)
-    return repeated
+    before = Compiled.directly
+    return lambda: Compiled.directly - before
 
 
-class Calls(TorchDispatchMode):
-    """Counts calls of PyTorch's operations, and launches; ``before``: those that were made before each operation."""
+class Launches:
+    """Counts launches."""
 
     def __enter__(self):
-        self.operations, self.before, self.launches = [], [], -Compiled.launches
-        return super().__enter__()
+        self.count = -Compiled.launches
+        return self
 
     def __exit__(self, *exception):
-        self.launches += Compiled.launches
-        return super().__exit__(*exception)
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.operations.append(function.__name__)
-        self.before.append(self.launches + Compiled.launches)
-        return function(*arguments, **(keywords or {}))
+        self.count += Compiled.launches
 
 
 @pytest.fixture
@@ -324,7 +280,6 @@ def uncomputed(device, monkeypatch):
 
     if device.type != "cpu":
         pytest.skip("counts launches by pretending: --device=cpu")
-    _forget(monkeypatch)
     _compile(monkeypatch, interpret=False)
     monkeypatch.setattr(Fused, "refusal", lambda self, couplings: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deeppcr import Result, UpdateTest
-from deeppcr.convergence import Progress, still_to_come
+from deeppcr.convergence import Progress, error_left, error_left_of_one, still_to_come
 from deeppcr.sequence.layout import Layout
 
 
@@ -106,6 +106,13 @@ def test_one_lucky_iteration_proves_nothing():
 def test_what_is_still_to_come():
     update, before = torch.tensor([0.0, 0.5, 0.9, 1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     assert torch.allclose(still_to_come(update, before), torch.tensor([1.0, 1.0, 9.0, math.inf, math.inf]))
+
+
+def test_the_error_left_of_numbers_and_of_tensors():
+    sizes = torch.tensor([0.0, 1e-30, 0.005, 0.01, 0.011, 0.1, 0.5, 0.9, 1.0, 2.0, math.inf], dtype=torch.float64)
+    update, before = torch.cartesian_prod(sizes, sizes).T
+    of_numbers = [error_left_of_one(*each) for each in zip(update.tolist(), before.tolist(), strict=True)]
+    assert error_left(update, update, before).tolist() == of_numbers
 
 
 def test_hopeless_only_when_neither_prefix_nor_updates_can_arrive():

@@ -22,6 +22,8 @@ from .solution import Result
 #: A state is kept for good, or handed to the loop as exact, only when its update is this many units of rounding of its
 #: own size: whatever is frozen with a larger error may be amplified by the steps that follow, and no test sees it again.
 _SETTLED = 4
+#: An update this far below the tolerance is believed to be the error that is left, whatever came before it.
+NEGLIGIBLE = 0.01
 #: Iterations that are granted unjudged: what converges at all has mostly done so by then.
 _PATIENCE = 12
 #: Iterations over which progress is then measured.
@@ -284,12 +286,8 @@ class Progress:
         return self.ratio(torch.where(harmless, size, size * factor), states)
 
     def error_left(self, update: Tensor) -> Tensor:
-        """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance.
-
-        They are believed as far as this update is smaller than the one before it, or far below the tolerance.
-        """
-        expected = update * still_to_come(update.amax(0), self.updates[-1])
-        return torch.where(update <= 0.01, update, expected)
+        """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance."""
+        return error_left(update, update.amax(0), self.updates[-1])
 
     def _detect_floor(self, worst: Tensor, off: Tensor, delta: Tensor, states: Tensor) -> None:
         """Rows whose update no longer shrinks although it is so small that it should: only rounding is left."""
@@ -338,6 +336,21 @@ def measure(layout: Layout, values: Tensor, states: Tensor, atol: float, rtol: f
 
 def still_to_come(update: Tensor, before: Tensor) -> Tensor:
     """What later updates add up to in units of this one, if they go on falling as they did; at least 1."""
-    rate = update / before
-    total = torch.where(rate < 1, (rate / (1 - rate)).clamp(min=1), math.inf)
+    total = torch.where(update < before, (update / (before - update)).clamp(min=1), math.inf)
     return torch.where(update == 0, 1.0, total)
+
+
+def error_left(update: Tensor, largest: Tensor, before: Tensor) -> Tensor:
+    """The error left after an update by true Jacobians, all in units of the tolerance.
+
+    They are believed as far as a row's largest update is smaller than the one before it, or an update is negligible.
+    The same is said of numbers below, and by ``nn.kernels.settled`` in a kernel.
+    """
+    return torch.where(update <= NEGLIGIBLE, update, update * still_to_come(largest, before))
+
+
+def error_left_of_one(update: float, before: float) -> float:
+    """``error_left`` of a row's only update: in PyTorch that takes longer than the kernels that found it."""
+    if update <= NEGLIGIBLE:
+        return update
+    return update * max(update / (before - update), 1.0) if update < before else math.inf

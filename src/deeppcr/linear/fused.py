@@ -64,12 +64,6 @@ class Fused(LinearSolver):
         with torch.cuda.device(rhs.device):
             return kernels.solve_coupled(couplings, rhs, reverse=reverse)
 
-    def noted(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Any:
-        """The ``Launches`` that ``solve_coupled`` made for such tensors, to be made again; None where they cannot be."""
-        if self.refusal(couplings) is not None:
-            return None
-        return _kernels(type(couplings)).noted(couplings, rhs, reverse=reverse)
-
 
 @cache
 def has_room(device: torch.device) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from .fused import Fused
 from .solver import LinearSolver
 
 _HALF = (torch.bfloat16, torch.float16)
-_MOST = 4096  # entries of a cache
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +80,16 @@ def solve(
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
     """
-    if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
-        return found
     batch = _check(blocks, rhs, initial)
-    if torch.is_autocast_enabled(rhs.device.type):  # products of blocks are no place for a lower precision
+    # Products of blocks are no place for a lower precision: here that of the first with the initial state.
+    if initial is not None and torch.is_autocast_enabled(rhs.device.type):
         with torch.autocast(rhs.device.type, enabled=False):
             return solve(blocks, rhs, initial, reverse=reverse, solver=solver)
     if not isinstance(solver, LinearSolver):
         raise TypeError(
             f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
         )
-    given, result_dtype = (blocks, rhs), rhs.dtype
+    result_dtype = rhs.dtype
     if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
         initial = initial.float() if initial is not None else None
@@ -111,58 +107,7 @@ def solve(
     elif initial is not None:
         rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
     solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
-    if initial is None and rhs is given[1]:  # not in another precision or shape
-        _prepare(*given, couplings, reverse, solver)
     return solution if solution.dtype == result_dtype else solution.to(result_dtype)
-
-
-#: By ``_key``: launches that can be made again, and how many bytes after the first block the couplings begin.
-_prepared: dict[tuple, tuple[Any, int]] = {}
-
-
-def _key(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> tuple:
-    """All that the checks, the choice of a solver and the launches depend on, but for who observes the tensors."""
-    data = blocks.data
-    return (
-        type(blocks), data.shape, data.stride(), data.dtype, data.device, data.data_ptr() % 16,
-        rhs.shape, rhs.stride(), rhs.dtype, rhs.device, rhs.data_ptr() % 16, reverse, type(solver),
-    )  # fmt: skip
-
-
-def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> Tensor | None:
-    """By the launches of an earlier call whose tensors differed in their values and places only; None if there was none.
-
-    Checks, views and the choice of a solver take longer than the kernels of a small system do.
-    """
-    # In this order: a compiler that looked into the dictionary would compile anew whenever it has grown.
-    if torch.compiler.is_compiling() or not _prepared:
-        return None
-    try:
-        prepared = _prepared.get(_key(blocks, rhs, reverse, solver))
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, sizes that are symbols, or tensors without strides
-        return None
-    if prepared is None:
-        return None
-    data, (launches, offset) = blocks.data, prepared
-    if is_observed(data, rhs) or not (_is_plain(data) and _is_plain(rhs)):
-        return None
-    if torch.cuda.current_device() != rhs.device.index:
-        return None
-    return launches.again_for_new(rhs, data.data_ptr() + offset, rhs.data_ptr())
-
-
-def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
-    """After a call: note for ``_solve_again`` what it has launched."""
-    if type(solver) not in (Auto, Fused) or is_traced(rhs) or len(couplings) == 0:
-        return
-    key = _key(blocks, rhs, reverse, solver)
-    if key in _prepared:  # and was passed by, since the tensors are observed
-        return
-    launches = Fused().noted(couplings, rhs, reverse=reverse)
-    if launches is not None:
-        if len(_prepared) >= _MOST:
-            _prepared.clear()
-        _prepared[key] = launches, couplings.data.data_ptr() - blocks.data.data_ptr()
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:
@@ -188,22 +133,22 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
     # A compiler traces no custom function with a jvp, and plans memory by itself.
     if not look or torch.compiler.is_compiling():
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
-    return _solve_system(couplings.data, rhs, type(couplings), solver, reverse)
+    return _solve_system(couplings, rhs, solver, reverse)
 
 
-def _solve_system(data: Tensor, rhs: Tensor, *how: Any) -> Tensor:
+def _solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
-    if is_observed(data, rhs):
-        return _Solve.apply(data, rhs, *how)
-    return _Solve.forward(data, rhs, *how)
+    if is_observed(couplings.data, rhs):
+        return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
+    return _solution(couplings, rhs, solver, reverse)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers lie in memory as they are."""
-    return type(tensor) in _PLAIN and not tensor.is_neg()
-
-
-_checked: dict[tuple, torch.Size] = {}
+def _solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
+    solver, _ = solver.choose(couplings, rhs)
+    solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
+    if solver.overflows and values_can_be_read(solution) and not torch.isfinite(solution).all():
+        solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
+    return solution
 
 
 def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
@@ -213,59 +158,41 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
         )
     data = blocks.data
-    for name, tensor in (("rhs", rhs), ("blocks", data), ("initial", initial)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name != "initial"):
+    given = (
+        (("rhs", rhs), ("blocks", data)) if initial is None else (("rhs", rhs), ("blocks", data), ("initial", initial))
+    )
+    for name, tensor in given:
+        if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if torch.compiler.is_compiling():
-        return _check_tensors(blocks, rhs, initial)
-    # Shapes, dtypes and devices repeat, and those that were right before are so again.
-    key = (type(blocks), data.shape, data.dtype, data.device, rhs.shape, rhs.dtype, rhs.device)
-    if initial is not None:
-        key += (initial.shape, initial.dtype, initial.device)
-    try:
-        batch = _checked.get(key)
-    except TypeError:  # sizes that are symbols cannot be looked up
-        return _check_tensors(blocks, rhs, initial)
-    if batch is None:
-        batch = _check_tensors(blocks, rhs, initial)
-        if len(_checked) >= _MOST:
-            _checked.clear()
-        _checked[key] = batch
-    return batch
-
-
-def _check_tensors(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
-    if rhs.ndim < 2:
-        raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(rhs.shape)}")
-    if rhs.shape[0] == 0:
-        raise ValueError("rhs: has no steps (L = 0)")
-    if blocks.data.ndim < 1 + blocks.core_dims:
-        raise ValueError(
-            f"blocks: {type(blocks).__name__} expects at least {1 + blocks.core_dims} dimensions, "
-            f"got shape {tuple(blocks.data.shape)}"
-        )
-    if blocks.core_dims >= 2 and blocks.data.shape[-1] != blocks.data.shape[-2]:
-        raise ValueError(f"blocks: the matrices must be square, got shape {tuple(blocks.data.shape)}")
-    if len(blocks) != rhs.shape[0]:
-        raise ValueError(f"blocks: {len(blocks)} of them for {rhs.shape[0]} steps in rhs")
-    if blocks.width not in (None, rhs.shape[-1]):
-        raise ValueError(f"blocks: width {blocks.width}, but rhs has width {rhs.shape[-1]}")
-    if initial is not None and (initial.ndim < 1 or initial.shape[-1] != rhs.shape[-1]):
-        raise ValueError(f"initial: expected [*batch, {rhs.shape[-1]}], got shape {tuple(initial.shape)}")
-    for name, tensor in (("rhs", rhs), ("blocks", blocks.data), ("initial", initial)):
-        if tensor is None:
-            continue
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
         if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
             raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
-    shapes = blocks.batch_shape, rhs.shape[1:-1], initial.shape[:-1] if initial is not None else ()
-    try:
-        return torch.broadcast_shapes(*shapes)
-    except RuntimeError:
+    shape, core = rhs.shape, blocks.core_dims
+    if len(shape) < 2:
+        raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(shape)}")
+    if shape[0] == 0:
+        raise ValueError("rhs: has no steps (L = 0)")
+    if data.ndim < 1 + core:
         raise ValueError(
-            f"blocks, rhs, initial: batch shapes {tuple(shapes[0])}, {tuple(shapes[1])} and {tuple(shapes[2])} do not broadcast"
-        ) from None
+            f"blocks: {type(blocks).__name__} expects at least {1 + core} dimensions, got shape {tuple(data.shape)}"
+        )
+    if core >= 2 and data.shape[-1] != data.shape[-2]:
+        raise ValueError(f"blocks: the matrices must be square, got shape {tuple(data.shape)}")
+    if len(blocks) != shape[0]:
+        raise ValueError(f"blocks: {len(blocks)} of them for {shape[0]} steps in rhs")
+    if blocks.width not in (None, shape[-1]):
+        raise ValueError(f"blocks: width {blocks.width}, but rhs has width {shape[-1]}")
+    if initial is not None and (initial.ndim < 1 or initial.shape[-1] != shape[-1]):
+        raise ValueError(f"initial: expected [*batch, {shape[-1]}], got shape {tuple(initial.shape)}")
+    batch, of_blocks, of_initial = shape[1:-1], blocks.batch_shape, () if initial is None else initial.shape[:-1]
+    if of_blocks in ((), batch) and of_initial in ((), batch):  # to broadcast takes longer than all of the checks
+        return batch
+    try:
+        return torch.broadcast_shapes(of_blocks, batch, of_initial)
+    except RuntimeError:
+        shapes = f"{tuple(of_blocks)}, {tuple(batch)} and {tuple(of_initial)}"
+        raise ValueError(f"blocks, rhs, initial: batch shapes {shapes} do not broadcast") from None
 
 
 class _Solve(torch.autograd.Function):
@@ -279,12 +206,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(data, rhs, structure, solver, reverse):
-        couplings = structure(data)
-        solver, _ = solver.choose(couplings, rhs)
-        solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
-        if solver.overflows and values_can_be_read(solution) and not torch.isfinite(solution).all():
-            solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
-        return solution
+        return _solution(structure(data), rhs, solver, reverse)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -300,7 +222,7 @@ class _Solve(torch.autograd.Function):
                 return _Solve.backward(ctx, grad)
         data, states = ctx.saved_tensors
         transposed = ctx.structure(data).transpose()
-        adjoint = _solve_system(transposed.data, grad, ctx.structure, ctx.solver, not ctx.reverse)
+        adjoint = _solve_system(transposed, grad, ctx.solver, not ctx.reverse)
         grad_data = None
         if ctx.needs_input_grad[0]:
             left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launches, aligned, empty, repeat
+from ..launch import aligned, launch
 from ..linear.kernels import dense
 from ..linear.kernels.dense import is_finite, multiply
 from .kernels import activate
-from .layers import Layers
+from .layers import ACTIVATIONS, Layers
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "blocks", "chunk_blocks"]
@@ -144,10 +144,6 @@ def gradients_of_layers(
     tl.store(bias_gradients + layer * WIDTH + i, of_biases, mask=inside)
 
 
-_ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
-_noted: dict[tuple, Launches] = {}
-
-
 def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
     """The gradients of all layers' outputs [T, B, w] and of the initial state.
 
@@ -159,13 +155,8 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
     rows, width = x.shape[1:]
     if width > (HELD_WITHOUT_PRODUCT if layers.backward_blocks(weight.shape[0]) == weight.shape[0] else dense.NARROW):
         return _adjoint_wide(weight, x, gradients, layers)
-    adjoints, initial = empty(x, x.shape[0] - 1, rows, width), empty(x, rows, width)
-
-    def make(launches: Launches) -> None:
-        _solve(weight, x, gradients, adjoints, initial, layers, launches)
-
-    key = ("adjoint", weight.shape, gradients.shape, layers, x.device)
-    repeat(_noted, key, (weight, x, gradients, adjoints, initial), make)
+    adjoints, initial = x.new_empty(x.shape[0] - 1, rows, width), x.new_empty(rows, width)
+    _solve(weight, x, gradients, adjoints, initial, layers)
     return adjoints, initial
 
 
@@ -174,28 +165,20 @@ def all_gradients(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
     rows, width = x.shape[1:]
     if width > dense.NARROW or rows > _FEW_ROWS:
         adjoints, initial = adjoint(weight, x, gradients, layers)
-        values = _ACTIVATIONS[layers.activation](x[:-1])
+        values = ACTIVATIONS[layers.activation].function(x[:-1])
         of_weights = adjoints.mT * values if rows == 1 else torch.bmm(adjoints.mT, values)
         return of_weights.view_as(weight), adjoints.sum(1).view(weight.shape[:-1]), initial
-    of_weights, of_biases, initial = torch.empty_like(weight), empty(x, *weight.shape[:-1]), empty(x, rows, width)
-
-    def make(launches: Launches) -> None:
-        layer_count = x.shape[0] - 1
-        adjoints = launches.empty((layer_count, rows, width), x)
-        _solve(weight, x, gradients, adjoints, initial, layers, launches)
-        shape = dense.Shape(width)
-        warps, stages = shape.without
-        arguments, constants = (x, adjoints, of_weights, of_biases, rows), (layers.activation, width, shape.padded)
-        launches.launch(gradients_of_layers, layer_count, arguments, (*constants, stages), warps=warps)
-
-    key = ("all", weight.shape, gradients.shape, layers, x.device)
-    repeat(_noted, key, (weight, x, gradients, of_weights, of_biases, initial), make)
+    count = x.shape[0] - 1
+    adjoints, initial = x.new_empty(count, rows, width), x.new_empty(rows, width)
+    _solve(weight, x, gradients, adjoints, initial, layers)
+    of_weights, of_biases, shape = torch.empty_like(weight), x.new_empty(weight.shape[:-1]), dense.Shape(width)
+    warps, stages = shape.without
+    arguments, constants = (x, adjoints, of_weights, of_biases, rows), (layers.activation, width, shape.padded, stages)
+    launch(gradients_of_layers, count, arguments, constants, warps=warps)
     return of_weights, of_biases, initial
 
 
-def _solve(
-    weight: Tensor, x: Tensor, gradients: Tensor, adjoints: Tensor, initial: Tensor, layers: Layers, launches: Launches
-) -> None:
+def _solve(weight: Tensor, x: Tensor, gradients: Tensor, adjoints: Tensor, initial: Tensor, layers: Layers) -> None:
     """Fill ``adjoints`` and ``initial``."""
     blocks, (rows, width) = weight.shape[0], x.shape[1:]
     chunk = layers.backward_blocks(blocks)
@@ -203,41 +186,30 @@ def _solve(
     shape, every = dense.Shape(width), gradients.ndim == 3
     constants = (layers.skip, layers.residual, layers.activation, width, shape.padded)
     if chunks == 1:
-        last = gradients[-1] if every else gradients
-        starts = aligned(last)
-        if starts is last:
-            launches.part(gradients, starts)
+        starts = aligned(gradients[-1] if every else gradients)
     else:
-        starts = launches.empty((chunks, rows, width), x)
-        products = launches.empty((chunks - 1, rows, width, width), x)
+        starts = x.new_empty(chunks, rows, width)
+        products = x.new_empty(chunks - 1, rows, width, width)
         arguments = (weight, x, gradients, products, starts, rows, blocks, chunk)
         warps, stages = shape.with_products
         how = (*constants, shape.precision, every, stages)
-        launches.launch(adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
-        dense.solve_in_place(products, starts, launches)
+        launch(adjoint_reduce, (chunks - 1) * rows, arguments, how, warps=warps)
+        dense.solve_in_place(products, starts)
     arguments = (weight, x, gradients, starts, adjoints, initial, rows, blocks, chunk)
     warps, stages = shape.without if width <= dense.NARROW else WIDE_LOOP
     how = (*constants, chunks == 1, every, stages)
-    launches.launch(adjoint_substitute, chunks * rows, arguments, how, warps=warps)
+    launch(adjoint_substitute, chunks * rows, arguments, how, warps=warps)
 
 
 def _adjoint_wide(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
     """The adjoint of layer l - 1 is ``diag(f'(x_l)) W_l^T`` times that of layer l, plus its own gradient."""
-    rows, blocks = x.shape[1], weight.shape[0]
+    blocks = weight.shape[0]
     if gradients.ndim == 2:
         gradients = torch.cat([gradients.new_zeros(blocks - 1, *gradients.shape), gradients.unsqueeze(0)])
-    slopes, adjoints = slopes_at(x[:-1], layers), torch.empty_like(gradients)
-    transposed = dense.Chain(weight[1:].mT.unsqueeze(1).expand(-1, rows, -1, -1), 0, True)
+    slopes, adjoints = ACTIVATIONS[layers.activation].slope(x[:-1]), torch.empty_like(gradients)
+    transposed = dense.Chain(weight[1:].mT, 0, True, 2)
     scales = dense.Chain(slopes[1:], 0, True)
     chunk = min(layers.backward_blocks(blocks), max(1, blocks - 1))
     rhs, states = dense.Chain(gradients, 1, True), dense.Chain(adjoints, 1, True)
-    dense.solve_chain(transposed, rhs, states, chunk, scales, launches=Launches())
+    dense.solve_chain(transposed, rhs, states, chunk, scales)
     return adjoints, slopes[0] * (adjoints[0] @ weight[0])
-
-
-def slopes_at(z: Tensor, layers: Layers) -> Tensor:
-    """The derivative of the activation."""
-    value = _ACTIVATIONS[layers.activation](z)
-    if layers.activation == "relu":
-        return (value > 0).to(z.dtype)
-    return 1 - value * value if layers.activation == "tanh" else value * (1 - value)

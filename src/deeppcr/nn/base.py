@@ -28,6 +28,7 @@ from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
 from .choose import ASKED, EMPTY, choose
 from .cost import Choice
+from .layers import ACTIVATIONS
 from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
@@ -36,27 +37,6 @@ from .rows import solve_finite_rows
 _NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
 #: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
 _MOST_PRODUCTS = 2**30
-
-
-def _relu_slope(z: Tensor) -> Tensor:
-    return (z > 0).to(z.dtype)
-
-
-def _tanh_slope(z: Tensor) -> Tensor:
-    return 1 - torch.tanh(z) ** 2
-
-
-def _sigmoid_slope(z: Tensor) -> Tensor:
-    value = torch.sigmoid(z)
-    return value * (1 - value)
-
-
-#: Activations with their derivatives; any other elementwise function is differentiated automatically.
-ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
-    "relu": (torch.relu, _relu_slope),
-    "tanh": (torch.tanh, _tanh_slope),
-    "sigmoid": (torch.sigmoid, _sigmoid_slope),
-}
 
 
 #: Where signs matter, states are to have right digits down to this size; below, a float32 hardly has them.
@@ -392,11 +372,11 @@ class Network(nn.Module):
         return solution.states
 
     def _apply_activation(self, z: Tensor) -> Tensor:
-        return ACTIVATIONS[self.activation][0](z) if isinstance(self.activation, str) else self.activation(z)
+        return ACTIVATIONS[self.activation].function(z) if isinstance(self.activation, str) else self.activation(z)
 
     def _slope(self, z: Tensor) -> Tensor:
         if isinstance(self.activation, str):
-            return ACTIVATIONS[self.activation][1](z)
+            return ACTIVATIONS[self.activation].slope(z)
         return torch.func.jvp(self.activation, (z,), (torch.ones_like(z),))[1]
 
     def _layer(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -214,7 +214,8 @@ class Kernels:
         x = torch.empty((blocks * self.kind.skip + 1, rows, self.width), device=self.device)
         found = torch.zeros(2, 2, rows, device=self.device)
         layers = self.layers(chunk)
-        network = forward.network_of(weight, bias, x, layers, forward.plan_for(weight, rows, None, layers))
+        plan = forward.plan_for(blocks, rows, self.width, layers, False, weight.device)
+        network = forward.network_of(weight, bias, x, layers, plan)
         if network.plan.chunks > 1:
             network.prepare(initial, None, found)
         return network, initial, found

@@ -6,18 +6,19 @@ the last output.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import Launches, aligned, empty, remember, repeat
+from ..launch import aligned, launch
 from ..linear.kernels import dense
 from ..runtime import apply_directly, is_batched, is_capturing
 from . import kernels
-from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients, slopes_at
+from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients
 from .cost import chunks_in_group
-from .layers import Layers
+from .layers import ACTIVATIONS, Layers
 from .report import Report
 
 #: Rounds, of two passes each, before the rest is taken one layer after the other. Inside a CUDA graph of the caller,
@@ -91,10 +92,8 @@ class Passes:
 
     Attributes:
         rounds: how many the last call took: before that many, nobody looks whether they were enough
-        noted: what was launched, by round; and the loop
+        has_loop: whether the loop that finishes what the rounds leave was launched before
     """
-
-    __slots__ = ("chunk", "chunks", "constants", "group", "groups", "has_loop", "noted", "rounds", "shape", "workspace")
 
     def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
         self.chunk = layers.chunk_blocks(blocks)
@@ -105,19 +104,12 @@ class Passes:
         self.shape = dense.Shape(width)
         self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
         self.rounds, self.has_loop = 1, False
-        self.noted: dict[Any, Launches] = {}
 
 
-_plans: dict[tuple, Passes] = {}
-
-
-def plan_for(weight: Tensor, rows: int, guess: Tensor | None, layers: Layers) -> Passes:
-    key = (weight.shape, rows, None if guess is None else guess.stride(), layers, weight.device)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = Passes(weight.shape[0], rows, weight.shape[-1], layers)
-        remember(_plans, key, plan)
-    return plan
+@lru_cache(maxsize=1024)
+def plan_for(blocks: int, rows: int, width: int, layers: Layers, guessed: bool, device: torch.device) -> Passes:
+    """One for all calls that are alike; with a guess they take fewer rounds."""
+    return Passes(blocks, rows, width, layers)
 
 
 class _Narrow:
@@ -127,49 +119,32 @@ class _Narrow:
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
+        self.blocks, (_, self.rows, self.width) = weight.shape[0], x.shape
         # Trained residual networks take four rounds as a rule: see docs/performance.md.
         self.captured_rounds = 4 if layers.residual else 3
-        self.rows, self.blocks = x.shape[1], weight.shape[0]
+
+    def one_round(self, first_pass: int) -> None:
+        """Two passes: one with new Jacobians, one with the same."""
+        self._one_pass(first_pass, True)
+        self._one_pass(first_pass + 1, False)
 
     def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
         """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
         self.initial, self.guess, self.found = initial, initial if guess is None else guess, found
         self.guess_step = 0 if guess is None else guess.stride(0)
         self.guess_row = initial.shape[-1] if guess is None else guess.stride(1) if guess.ndim == 3 else 0
-        self.workspace = empty(self.x, self.plan.workspace)
+        self.workspace = self.x.new_empty(self.plan.workspace)
 
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
+        arguments = (
+            self.weight, self.bias, start, start, 0, 0, self.x, self.x, found,
+            self.rows, first, self.blocks, passes, self.blocks, 0, 0,
+        )  # fmt: skip
+        warps, stages = self.plan.shape.without
+        launch(kernels.roll, self.rows, arguments, (*self.plan.constants, False, "", True, stages), warps=warps)
 
-        def make(launches: Launches) -> None:
-            arguments = (
-                self.weight, self.bias, start, start, 0, 0, self.x, self.x, found,
-                self.rows, first, self.blocks, passes, self.blocks, 0, 0,
-            )  # fmt: skip
-            warps, stages = self.plan.shape.without
-            constants = (*self.plan.constants, False, "", True, stages)
-            launches.launch(kernels.roll, self.rows, arguments, constants, warps=warps)
-
-        tensors = (
-            (self.weight, self.bias, start, self.x)
-            if found is self.x
-            else (self.weight, self.bias, start, self.x, found)
-        )
-        repeat(self.plan.noted, ("whole", first, passes, found is self.x), tensors, make)
-
-    def one_round(self, first_pass: int) -> None:
-        """Two passes: one with new Jacobians, one with the same."""
-
-        def make(launches: Launches) -> None:
-            self._one_pass(first_pass, True, launches)
-            self._one_pass(first_pass + 1, False, launches)
-
-        tensors = (self.weight, self.bias, self.initial, self.x, self.workspace, self.found)
-        if self.guess is not self.initial:
-            tensors = (*tensors, self.guess)
-        repeat(self.plan.noted, first_pass, tensors, make)
-
-    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+    def _one_pass(self, passes: int, product: bool) -> None:
         """Roll out and correct the starts."""
         plan, shape = self.plan, self.plan.shape
         how = (product, shape.precision)
@@ -181,25 +156,23 @@ class _Narrow:
             self.rows, 0, self.blocks, passes, plan.chunk, plan.chunks, plan.groups,
         )  # fmt: skip
         constants = (*plan.constants, *how, False, stages)
-        launches.launch(kernels.roll, plan.chunks * self.rows, arguments, constants, warps=warps)
+        launch(kernels.roll, plan.chunks * self.rows, arguments, constants, warps=warps)
         arguments = (self.workspace, self.found, self.rows, passes, plan.group, plan.chunks, plan.groups)
         programs = (plan.groups - 1) * self.rows
-        launches.launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
+        launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
         warps, stages = shape.without
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
-        launches.launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
+        launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
 
 
-class _Wide:
+class _Wide(_Narrow):
     """The same for wider layers, of networks without skip connections."""
 
-    captured_rounds = 1
     idle_when_settled = False  # what a settled row does not need is done all the same, and costs as much
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
-        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
-        self.rows, self.width = x.shape[1:]
-        self.blocks = weight.shape[0]
+        super().__init__(weight, bias, x, layers, plan)
+        self.captured_rounds = 1
         self.constants = (layers.activation, self.width, plan.shape.padded, 16)
 
     def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
@@ -218,38 +191,33 @@ class _Wide:
             warps, stages = WIDE_LOOP
             arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, *sizes, 0, 0)
             constants = (1, False, *self.constants[:3], False, "", True, stages)
-            Launches().launch(kernels.roll, self.rows, arguments, constants, warps=warps)
+            launch(kernels.roll, self.rows, arguments, constants, warps=warps)
         else:
             arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
-            Launches().launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
+            launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
 
-    def one_round(self, first_pass: int) -> None:
-        launches = Launches()
-        self._one_pass(first_pass, True, launches)
-        self._one_pass(first_pass + 1, False, launches)
-
-    def _one_pass(self, passes: int, product: bool, launches: Launches) -> None:
+    def _one_pass(self, passes: int, product: bool) -> None:
         plan = self.plan
         arguments = (
             self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found,
             self.rows, 0, self.blocks, passes, plan.chunk,
         )  # fmt: skip
-        launches.launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
+        launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
         if product:
-            blocks = dense.Chain(self.weight.unsqueeze(1).expand(-1, self.rows, -1, -1), 0, False)
-            slopes = dense.Chain(slopes_at(self.x[:-1], self.layers), 0, False)
-            self.products = dense.multiply_wide(blocks, slopes, "columns", plan.chunks - 1, plan.chunk, launches)
+            blocks = dense.Chain(self.weight, 0, False, 2)
+            slopes = dense.Chain(ACTIVATIONS[self.layers.activation].slope(self.x[:-1]), 0, False)
+            self.products = dense.multiply_wide(blocks, slopes, "columns", plan.chunks - 1, self.rows, plan.chunk)
         deltas = torch.zeros_like(self.starts)
         # What is not finite stays so in all corrections after it: those chunks start from where the ones before them end.
         deltas[1:] = self.ends[:-1] - self.starts[1:]
         # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
-        dense.solve_in_place(self.products, deltas, launches, refined=False)
+        dense.solve_in_place(self.products, deltas, refined=False)
         arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
         arguments = (*arguments, self.layers.atol, self.layers.rtol)
-        launches.launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
+        launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
-def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow | _Wide:
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow:
     return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
 
 
@@ -272,8 +240,8 @@ def run(
     blocks, (rows, width) = weight.shape[0], initial.shape
     if guess is not None:
         guess = aligned(guess.contiguous())
-    plan = plan_for(weight, rows, guess, layers)
-    x = empty(weight, blocks * layers.skip + 1, rows, width)
+    plan = plan_for(blocks, rows, width, layers, guess is not None, weight.device)
+    x = weight.new_empty(blocks * layers.skip + 1, rows, width)
     network = network_of(weight, bias, x, layers, plan)
 
     def done() -> None:
@@ -287,7 +255,7 @@ def run(
 
     captured = is_capturing(weight.device)
     most = network.captured_rounds if captured else _ROUNDS
-    found = empty(weight, 2 * most, 2, rows)
+    found = weight.new_empty(2 * most, 2, rows)
     network.prepare(initial, guess, found)
     report = Report(blocks, plan.chunk, found, most)
     for rounds in range(1, most + 1):
@@ -311,7 +279,7 @@ def run(
     return x, report
 
 
-def _load_loop(network: _Narrow | _Wide, initial: Tensor, found: Tensor, passes: int) -> None:
+def _load_loop(network: _Narrow, initial: Tensor, found: Tensor, passes: int) -> None:
     """Run the kernel that finishes by the loop, which has nothing to do here, the first time.
 
     It is part of every CUDA graph of a caller who warmed up with passes that did not need it, and a capture is no place to

@@ -22,18 +22,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..convergence import NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
+from .report import ENOUGH
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
           "guess_step", "guess_row"]  # fmt: skip
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
+_NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """The activation and its derivative; what is not a number stays so."""
+    """An activation by its name in ``layers.ACTIVATIONS``, and its derivative; what is not a number stays so."""
     if ACTIVATION == "relu":
         value = tl.where(z <= 0, 0.0, z)
         slope = tl.where(z > 0, 1.0, 0.0)
@@ -41,6 +44,7 @@ def activate(z, ACTIVATION: tl.constexpr):
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
     else:
+        tl.static_assert(ACTIVATION == "tanh")
         square = z * z
         series = -5.70498872745e-3 * square + 2.06390887954e-2
         series = series * square - 5.37397155531e-2
@@ -64,17 +68,17 @@ def parts(workspace, rows, chunks, groups, WIDTH: tl.constexpr):
 
 @triton.jit
 def settled(found, passes, row, rows):
-    """Whether the last of so many passes found a row's states within a tenth of the tolerance.
+    """Whether by the last of so many passes the error left of a row's states is small enough: see ``convergence.error_left``.
 
-    The correction it found is the error of the states it rolled out, as far as the Jacobians are right; they are believed
-    where it is smaller than the correction before it, or far below the tolerance. A pass that finds its row settled does
-    nothing and leaves its number zero: the row stays settled.
+    The correction it found is the error of the states it rolled out, as far as the Jacobians are right. A pass that finds
+    its row settled does nothing and leaves its number zero: the row stays settled. ``Report`` sees it in the same way.
     """
     done = False
     if passes >= 2:
         before = tl.load(found + (passes - 2) * 2 * rows + row)
         last = tl.load(found + (passes - 1) * 2 * rows + row)
-        done = (last <= 0.01) | ((last < before) & (last * tl.maximum(last / (before - last), 1.0) <= 0.1))
+        left = last * tl.maximum(last / (before - last), 1.0)
+        done = (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH))
     return done
 
 
@@ -187,7 +191,8 @@ def gather(
 
 @triton.jit
 def correct(start, delta, end, exact, atol, rtol):
-    """The corrected start of a chunk, the correction in units of the tolerance, and by how much ``end`` missed it.
+    """The corrected start of a chunk, the correction in units of the tolerance (as by ``Progress.ratio``), and by how much
+    ``end`` missed it.
 
     Args:
         end: where the chunk before came out

@@ -3,7 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Activation(NamedTuple):
+    """An elementwise function and its derivative. In a kernel both are ``kernels.activate``."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+def _sigmoid_slope(z: Tensor) -> Tensor:
+    value = torch.sigmoid(z)
+    return value * (1 - value)
+
+
+#: Those that have a name; any other elementwise function is differentiated automatically.
+ACTIVATIONS = {
+    "relu": Activation(torch.relu, lambda z: (z > 0).to(z.dtype)),
+    "tanh": Activation(torch.tanh, lambda z: 1 - torch.tanh(z) ** 2),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
+}
 
 
 @dataclass(frozen=True)
@@ -26,13 +51,6 @@ class Layers:
     rtol: float = 1e-5
     chunk: int | None = None
     backward: int | None = None
-
-    def __post_init__(self):
-        own = (self.skip, self.residual, self.activation, self.atol, self.rtol, self.chunk, self.backward)
-        object.__setattr__(self, "_hash", hash(own))
-
-    def __hash__(self) -> int:  # once, not in each of the lookups of a call
-        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
     def backward_blocks(self, blocks: int) -> int:
         """Blocks in a chunk of the backward pass."""

@@ -6,11 +6,16 @@ Shapes: B rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ..convergence import error_left_of_one
 from ..solution import Plan, Result, Solution
+
+#: A row is settled when no more than this is left, in units of the tolerance.
+ENOUGH = 0.1
 
 
 @dataclass
@@ -26,17 +31,14 @@ class Report:
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
-        found = self.found[: 2 * self.rounds].tolist()
         taken = []
-        for row in range(self.found.shape[-1]):
-            done = 0
-            for k in range(1, 2 * self.rounds):
-                before, last = found[k - 1][0][row], found[k][0][row]
-                close = last < before and last * max(last / (before - last), 1.0) <= 0.1
-                if last <= 0.01 or close:
-                    done = k + 1
+        for found in zip(*self.found[: 2 * self.rounds, 0].tolist(), strict=True):
+            passes = 0
+            for k, (before, last) in enumerate(pairwise(found), 2):
+                if error_left_of_one(last, before) <= ENOUGH:
+                    passes = k
                     break
-            taken.append(done)
+            taken.append(passes)
         return taken
 
     def iterations(self, taken: list[int]) -> list[int]:

@@ -124,9 +124,12 @@ def test_batches(batch, coupling_batch, reverse, device):
     assert_right(dense.solve_coupled(couplings, rhs, reverse=reverse, chunk=3), couplings, rhs, reverse)
 
 
-def test_blocks_that_rows_share_are_not_copied():
-    data = torch.zeros(4, 1, 3, 3)
-    assert dense._flatten_batch(data, torch.Size([5])).data_ptr() == data.data_ptr()
+@pytest.mark.parametrize("batch", [(5,), (2, 3)])
+def test_blocks_that_rows_share_are_not_copied(batch, monkeypatch):
+    data, seen = torch.zeros(4, *(1,) * len(batch), 3, 3), []
+    monkeypatch.setattr(dense, "launch", lambda kernel, programs, arguments, *_, **__: seen.append(arguments[0]))
+    dense.solve_coupled(linear.Dense(data), torch.zeros(5, *batch, 3))
+    assert {blocks.data_ptr() for blocks in seen} == {data.data_ptr()}
 
 
 @either_way
@@ -374,14 +377,14 @@ def test_products_that_are_slightly_off_do_not_spoil_the_states(width, device, m
 @pytest.mark.parametrize(("width", "few", "many"), [(8, (1, 1), (1, 1)), (16, (2, 2), (2, 1)), (32, (4, 4), (2, 1))])
 def test_programs_that_do_not_fill_the_device_get_more_warps(width, few, many, device, monkeypatch):
     """Of programs that reduce chunks, and of those that substitute back."""
-    launch, seen = dense.Launches.launch, {}
+    launch, seen = dense.launch, {}
 
-    def launched(self, kernel, programs, *arguments, warps, **settings):
+    def launched(kernel, programs, *arguments, warps, **settings):
         seen.setdefault((kernel, programs > dense._FEW), set()).add(warps)
-        launch(self, kernel, programs, *arguments, warps=warps, **settings)
+        launch(kernel, programs, *arguments, warps=warps, **settings)
 
-    monkeypatch.setattr(dense.Launches, "launch", launched)
-    monkeypatch.setattr(dense, "_solved", {})
+    monkeypatch.setattr(dense, "launch", launched)
+    monkeypatch.setattr(dense, "cut_for", dense.cut_for.__wrapped__)
     monkeypatch.setattr(dense, "_FEW", 3)
     blocks = linear.Dense(torch.zeros(5 * 2, width, width, device=device))
     linear.solve(blocks, torch.ones(5 * 2, width, device=device), solver=Kernel(chunk=2))

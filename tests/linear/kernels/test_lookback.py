@@ -43,11 +43,10 @@ unrepaired = pytest.mark.usefixtures("nothing_to_repair")
 def nothing_to_repair(monkeypatch):
     """What is not finite by mistake would be put right by the repair, and nobody would know."""
 
-    def no_mark(system, marks, chunk, launches):
+    def no_mark(system, marks, chunk):
         assert not marks.any()
 
     monkeypatch.setattr(lookback, "repair", no_mark)
-    monkeypatch.setattr(lookback, "noted", {})  # launches without a repair are not for others
 
 
 @unrepaired

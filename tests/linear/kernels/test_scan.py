@@ -39,7 +39,6 @@ def kernel_of(structure):
 def between_chunks(request, monkeypatch):
     """How a chunk's start is found: by every program for itself, or by a kernel for all of them."""
     monkeypatch.setattr(diagonal, "MOST_JOINED", request.param)
-    monkeypatch.setattr(diagonal, "_noted", {})
     return request.param
 
 

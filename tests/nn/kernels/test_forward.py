@@ -21,10 +21,10 @@ pytest.importorskip("numpy")  # which the interpreter needs
 import triton.language as tl
 
 from deeppcr.nn import cost, forward, kernels
-from deeppcr.nn.layers import Layers
+from deeppcr.nn.layers import ACTIVATIONS, Layers
+from deeppcr.nn.report import Report
 
 TOLERANCE = 2e-5
-ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 MLP = {"skip": 1, "residual": False}
 GAINS = {"relu": 1.2, "tanh": 1.0, "sigmoid": 2.0}
 
@@ -33,7 +33,9 @@ GAINS = {"relu": 1.2, "tanh": 1.0, "sigmoid": 2.0}
 def several_groups(monkeypatch):
     """Networks that an interpreter can do have few chunks, which would be one group: see also ``test_one_group``."""
     monkeypatch.setattr(cost, "ONE_GROUP", 1)
-    monkeypatch.setattr(forward, "_plans", {})
+    forward.plan_for.cache_clear()
+    yield
+    forward.plan_for.cache_clear()
 
 
 def network(blocks, width=3, rows=1, *, skip=1, residual=False, activation="tanh", gain=None, device="cpu"):
@@ -55,7 +57,7 @@ def in_blocks(weight, bias):
 def one_block(z, weight, bias, layers):
     inner = z
     for w, b in zip(weight.unbind(-3), bias.unbind(-2), strict=True):
-        inner = ACTIVATIONS[layers.activation](inner) @ w.mT + b.unsqueeze(-2)
+        inner = getattr(torch, layers.activation)(inner) @ w.mT + b.unsqueeze(-2)
     return inner + z if layers.residual else inner
 
 
@@ -477,11 +479,47 @@ def test_activations(activation, device):
     _activate[(1,)](values, slopes, z, activation, 128)
     smallest = torch.finfo(torch.float32).tiny
     full = z.double().requires_grad_()
-    expected = ACTIVATIONS[activation](full)
+    expected = getattr(torch, activation)(full)
     torch.testing.assert_close(values.double(), expected.detach(), rtol=1e-6, atol=smallest, equal_nan=True)
     (expected_slopes,) = torch.autograd.grad(expected.sum(), full)
     known = ~z.isnan()
     torch.testing.assert_close(slopes[known].double(), expected_slopes[known], rtol=1e-6, atol=2e-7)
+    named = ACTIVATIONS[activation]
+    torch.testing.assert_close(named.function(full), expected, equal_nan=True)
+    torch.testing.assert_close(named.slope(full)[known], expected_slopes[known])
+
+
+@triton.jit
+def _settled(found, done, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    tl.store(done + row, kernels.settled(found, 2, row, ROWS).to(tl.int32))
+
+
+def test_the_report_and_the_kernels_agree_on_what_is_settled(device):
+    corrections = [
+        0.0,
+        1e-30,
+        0.005,
+        0.01,
+        0.0101,
+        0.05,
+        0.09,
+        0.0999,
+        0.1001,
+        0.11,
+        0.15,
+        0.2,
+        1.0,
+        50.0,
+        float("inf"),
+    ]
+    before, last = torch.cartesian_prod(torch.tensor(corrections), torch.tensor(corrections))[:128].T
+    found = torch.zeros(2, 2, 128, device=device)
+    found[0, 0], found[1, 0] = before, last
+    done = torch.full((128,), 7, dtype=torch.int32, device=device)
+    _settled[(1,)](found, done, 128)
+    assert 0 < done.sum() < 128
+    assert [2 * each for each in done.tolist()] == Report(8, 2, found, 1).passes_taken()
 
 
 @pytest.mark.parametrize("seed", [6, 10])
@@ -516,7 +554,7 @@ def test_one_group(chunks, device, monkeypatch):
     layers = Layers(**MLP, activation="tanh", chunk=2)
     problem = network(2 * chunks - 1, rows=2, device=device)
     x, report = forward.run(*problem, None, layers)
-    plan = forward.plan_for(problem[0], 2, None, layers)
+    plan = forward.plan_for(2 * chunks - 1, 2, 3, layers, False, device)
     assert (plan.chunks, plan.groups) == (chunks, 1)
     assert all(report.passes_taken())
     assert error(after_blocks(x, layers), loop(*doubles(*problem), layers)) <= TOLERANCE

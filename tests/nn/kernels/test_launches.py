@@ -1,4 +1,4 @@
-"""Networks whose launches are made again with new pointers, and what a call costs the host besides them."""
+"""Networks whose kernels are launched again as they were compiled, and how many launches a call is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from deeppcr import Newton
 from deeppcr.nn import MLP, ResNet
-from kernel_support import Calls, error
+from kernel_support import Launches, error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -43,7 +43,7 @@ def test_other_values_in_the_same_places(blocks, width, rows, skip, residual, ac
     for _ in range(2):
         problem = network(blocks, width, rows, skip=skip, residual=residual, activation=activation, device=device)
         assert_states_and_gradients(problem, layers)
-    assert len(compiled) >= 2 or width > 64
+    assert compiled() or device.type == "cuda"
 
 
 def test_gradients_of_many_rows(compiled, device, monkeypatch):
@@ -92,7 +92,6 @@ def test_guesses_for_all_rows_and_for_each(compiled, device):
                 assert report.passes_taken() == [2, 2]
             if guess is not None and guess.ndim == 2:
                 assert report.passes_taken()[1] == 2
-    assert len(compiled) >= 5  # calls with a guess, too
 
 
 def test_a_hard_pass_makes_the_next_look_later_and_report_the_same(compiled, device):
@@ -111,13 +110,13 @@ def test_a_hard_pass_makes_the_next_look_later_and_report_the_same(compiled, dev
     assert (rounds(far), rounds(exact)) == (first[1], first[0])
 
 
-def test_one_tensor_in_two_places_is_not_taken_for_two(compiled, device):
-    """The loop alone has nothing to find and is given the states there; what measures it has a tensor of its own."""
+def test_the_loop_alone_with_a_tensor_for_what_is_found(compiled, device):
+    """It has nothing to find and is given the states there; what measures it has a tensor of its own."""
     layers, problem = Layers(1, False, "relu", chunk=8), network(8, 3, device=device)
     for _ in range(2):
         x, _ = forward.run(*problem, None, layers)
     weight, bias, initial = problem
-    plan = forward.plan_for(weight, len(initial), None, layers)
+    plan = forward.plan_for(len(weight), len(initial), 3, layers, False, weight.device)
     own, found = torch.full_like(x, math.nan), torch.zeros_like(x)
     for _ in range(2):
         forward.network_of(weight, bias, own, layers, plan).whole(initial, 0, found, 0)
@@ -125,7 +124,7 @@ def test_one_tensor_in_two_places_is_not_taken_for_two(compiled, device):
         assert not found.any()
 
 
-# What a call needs of PyTorch, besides launches: see the same for linear systems.
+# What a call takes of the host: see the same for linear systems.
 @pytest.fixture
 def settled(uncomputed, by_kernels, monkeypatch):
     def passes_taken(report):
@@ -135,48 +134,36 @@ def settled(uncomputed, by_kernels, monkeypatch):
     monkeypatch.setattr(forward.Report, "passes_taken", passes_taken)
 
 
-def counted(function):
+def launches(function):
     for _ in range(2):  # the second is what every later one is
         function()
-    with Calls() as calls:
+    with Launches() as made:
         function()
-    return calls
+    return made.count
 
 
-def test_calls_of_an_mlp(settled):
+def test_launches_of_an_mlp(settled):
     net, hidden = MLP(4, 4, 1024, 3, mode="parallel", newton=Newton(chunk=16)), torch.zeros(1, 4)
     with torch.no_grad():
-        calls = counted(lambda: net.hidden_states(hidden))
-    # States, what the passes find, a workspace; what they found so far, and the states after every layer.
-    assert sorted(calls.operations) == ["empty.memory_format"] * 3 + ["slice.Tensor"] * 2
-    assert calls.launches == 6
-
-    calls = counted(lambda: net.hidden_states(hidden))
-    assert (len(calls.operations), calls.launches) == (5, 6)
-
+        assert launches(lambda: net.hidden_states(hidden)) == 6
+    assert launches(lambda: net.hidden_states(hidden)) == 6
     states, gradient = net.hidden_states(hidden), torch.zeros(1024, 1, 4)
-    calls = counted(lambda: torch.autograd.grad(states, (net.weight, net.bias), gradient, retain_graph=True))
-    # Gradients of weights, biases and the initial state, and scratch memory.
-    assert calls.operations == ["empty_like.default"] + ["empty.memory_format"] * 3
-    assert calls.launches == 6
+    assert launches(lambda: torch.autograd.grad(states, (net.weight, net.bias), gradient, retain_graph=True)) == 6
 
 
-def test_calls_of_a_loop(settled):
+def test_launches_of_a_loop(settled):
     net, hidden = MLP(4, 4, 1024, 3, mode="sequential"), torch.zeros(1, 4)
     with torch.no_grad():
-        calls = counted(lambda: net.hidden_states(hidden))
-    assert (sorted(calls.operations), calls.launches) == (["empty.memory_format", "slice.Tensor"], 1)
+        assert launches(lambda: net.hidden_states(hidden)) == 1
 
 
-def test_calls_of_a_training_step(settled):
+def test_launches_of_a_training_step(settled):
     net = ResNet(8, 4, 256, 3, skip=4, mode="parallel", newton=Newton(chunk=2), warm_start=True)
     x, labels = torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)
-    calls = counted(lambda: torch.nn.functional.cross_entropy(net(x), labels))
-    assert (len(calls.operations), calls.launches) == (16, 6)
+    assert launches(lambda: torch.nn.functional.cross_entropy(net(x), labels)) == 6
 
     def step():
         net.zero_grad(set_to_none=True)
         torch.nn.functional.cross_entropy(net(x), labels).backward()
 
-    calls = counted(step)
-    assert (len(calls.operations), calls.launches) == (46, 10)
+    assert launches(step) == 10

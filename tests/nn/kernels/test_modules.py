@@ -146,7 +146,7 @@ def test_a_warm_start_begins_where_the_last_pass_ended(by_kernels):
 def test_a_warm_start_is_the_mean_of_the_states(chunk, rounds, taken, by_kernels, monkeypatch):
     """They are averaged before it is known whether there is more to do: of one chunk, in two rounds, or by the loop."""
     monkeypatch.setattr(forward, "_ROUNDS", rounds)
-    monkeypatch.setattr(forward, "_plans", {})  # nobody knows how many rounds it will take
+    forward.plan_for.cache_clear()  # nobody knows how many rounds it will take
     newton = Newton(chunk=chunk)
     net = build("mlp", 6, by_kernels, activation="tanh", mode="parallel", newton=newton, warm_start=True)
     states = net.hidden_states(torch.randn(2, 3, device=by_kernels))
@@ -518,13 +518,13 @@ def test_the_backward_pass_has_chunks_of_its_own(
 ):
     """Where the loop is the faster way forward, too: a linear system in parallel takes one round."""
     seen: dict[str, int] = {}
-    run, launch, solve_chain = forward.run, adjoint.Launches.launch, dense.solve_chain
+    run, launch, solve_chain = forward.run, adjoint.launch, dense.solve_chain
 
-    def launched(self, kernel, programs, arguments, *more, **settings):
+    def launched(kernel, programs, arguments, *more, **settings):
         if kernel is adjoint.adjoint_substitute:
             seen["backward"] = arguments[-1]
             assert programs == -(-7 // arguments[-1]) * 2  # of two rows
-        launch(self, kernel, programs, arguments, *more, **settings)
+        launch(kernel, programs, arguments, *more, **settings)
 
     def solved(*arguments, **settings):
         if len(arguments) == 5:  # with scales: the slopes of a backward pass
@@ -538,8 +538,7 @@ def test_the_backward_pass_has_chunks_of_its_own(
     made_up = cost.Choice(choice[0], 3, choice[1], 2, "made up")
     monkeypatch.setattr(base, "choose", lambda *_: made_up)
     monkeypatch.setattr(base, "_find_way", base._find_way.__wrapped__)
-    monkeypatch.setattr(adjoint, "_noted", {})
-    monkeypatch.setattr(adjoint.Launches, "launch", launched)
+    monkeypatch.setattr(adjoint, "launch", launched)
     monkeypatch.setattr(dense, "solve_chain", solved)
     monkeypatch.setattr(forward, "run", ran)
     net = build(kind, 14 if kind == "resnet" else 7, by_kernels, width, mode=mode)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from ...launch import Launches, aligned
+from ...launch import aligned, cdiv, launch, next_power_of_2
 from ..coupling import Coupling
 from ..samplers import Coefficients
 from . import kernels
@@ -27,7 +26,7 @@ class FusedIteration(Iteration):
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
         super().__init__(coefficients, coupling, samples, width, **settings)
         self.offsets = torch.zeros(samples, dtype=torch.long, device=self.states.device)  # the first row of each sample
-        columns = min(triton.next_power_of_2(width), _COLUMNS)
+        columns = min(next_power_of_2(width), _COLUMNS)
         self.tile = width, min(_STEPS, _TILE // columns) or 1, columns  # a program's: its steps (or rows) and columns
 
     def gather(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,9 +35,9 @@ class FusedIteration(Iteration):
         times, who = self.times.new_empty(count), self.rows.new_empty(count)
         scaled = self.scale is not None
         with torch.cuda.device_of(states):
-            Launches().launch(
+            launch(
                 kernels.gather,
-                triton.cdiv(count, self.tile[1]),
+                cdiv(count, self.tile[1]),
                 (
                     *(states, self.scale if scaled else states, self.times, self.counters),
                     *(inputs, times, who, self.offsets),
@@ -53,12 +52,11 @@ class FusedIteration(Iteration):
     def advance(self, outputs: Tensor, leave: bool) -> None:
         states, length, samples = self.states, self.length, self.samples
         coefficients, tile, sizes = self.coefficients, self.tile, (length, samples, self.size)
-        programs = samples * triton.cdiv(length, self.tile[1])
+        programs = samples * cdiv(length, self.tile[1])
         residuals, values, used = torch.empty_like(states[1:]), self.values, self.used
         verdict, products = states.new_empty(samples, length), states.new_empty(5, samples, length)
         with torch.cuda.device_of(states):
-            launches = Launches()
-            launches.launch(
+            launch(
                 kernels.judge,
                 programs,
                 (
@@ -74,14 +72,14 @@ class FusedIteration(Iteration):
             last = (update, update, update)
             if self.accelerate:
                 last = (self.last_updates, self.last_plains, self.last_sizes)
-                launches.launch(
+                launch(
                     kernels.compare,
                     programs,
                     (update, self.last_updates, self.last_sizes, used, products, *sizes),
                     tile,
                     warps=_WARPS,
                 )
-            launches.launch(
+            launch(
                 kernels.move,
                 programs,
                 (
@@ -91,7 +89,7 @@ class FusedIteration(Iteration):
                 (self.accelerate, leave, *tile, _BLOCK),
                 warps=_WARPS,
             )
-            launches.launch(
+            launch(
                 kernels.count,
                 samples,
                 (

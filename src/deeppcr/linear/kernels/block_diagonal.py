@@ -21,16 +21,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launches
+from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
-from .channels import Channels, as_channels, key_of, kind_of, launch, multiprocessors, repeat_solve
+from .channels import Channels, as_channels, multiprocessors
 
 LARGEST = 8
 #: steps a chunk has at least: each level of the recursion has this many fewer chunks
@@ -53,7 +52,7 @@ class Tiling:
     stages: int = STAGES
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def tiling_for(length: int, channels: int, processors: int = 132) -> Tiling:
     """Chunks as long as the channels alone can keep all multiprocessors busy, but not short ones.
 
@@ -62,23 +61,14 @@ def tiling_for(length: int, channels: int, processors: int = 132) -> Tiling:
         channels: how many small blocks a step has, all batches together
         processors: multiprocessors of the device
     """
-    chunks = triton.cdiv(BUSY_LANES * processors, channels)
-    return Tiling(min(length, max(SHORTEST_CHUNK, triton.cdiv(length, chunks))))
+    chunks = cdiv(BUSY_LANES * processors, channels)
+    return Tiling(min(length, max(SHORTEST_CHUNK, cdiv(length, chunks))))
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``LinearSolver.solve_coupled``: same arguments, same result, for ``BlockDiagonal`` up to 8 x 8."""
-    return run(couplings, rhs, reverse, _choose(couplings, rhs))
-
-
-def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
-    """What ``solve_coupled`` launched for such tensors, if it can be made again."""
-    return _noted.get(key_of(_choose(couplings, rhs), couplings, rhs, reverse))
-
-
-def _choose(couplings: Blocks, rhs: Tensor) -> Tiling:
-    channels = max(1, rhs[0].numel() // couplings.data.shape[-1])
-    return tiling_for(rhs.shape[0], channels, multiprocessors(rhs.device))
+    channels = max(1, rhs.shape[1:].numel() // couplings.data.shape[-1])
+    return run(couplings, rhs, reverse, tiling_for(rhs.shape[0], channels, multiprocessors(rhs.device)))
 
 
 def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling) -> Tensor:
@@ -86,20 +76,12 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling) -> Tensor
     count, size = couplings.data.shape[-3], couplings.data.shape[-1]
     if size > LARGEST:
         raise ValueError(f"blocks: this kernel takes blocks up to {LARGEST} x {LARGEST}, got {size} x {size}")
-
-    def make(states: Tensor, launches: Launches) -> None:
-        data = couplings.data.expand(-1, *rhs.shape[1:-1], count, size, size)
-        terms = rhs.unflatten(-1, (count, size))
-        inner, (c, b) = as_channels([data, terms], terms.ndim - 2)
-        launches.part(couplings.data, c.tensor)
-        launches.part(rhs, b.tensor)
-        flat = launches.part(states, states.view(states.shape[0], -1, size))
-        _solve(c, b, flat, inner, reverse, tiling, launches, outermost=True)
-
-    return repeat_solve(_noted, tiling, couplings, rhs, reverse, make)
-
-
-_noted: dict[Any, Launches] = {}
+    data = couplings.data.expand(-1, *rhs.shape[1:-1], count, size, size)
+    terms = rhs.unflatten(-1, (count, size))
+    inner, (c, b) = as_channels([data, terms], terms.ndim - 2)
+    states = rhs.new_empty(rhs.shape[0], rhs.shape[1:].numel() // size, size)
+    _solve(c, b, states, inner, reverse, tiling, outermost=True)
+    return states.view(rhs.shape)
 
 
 def _solve(
@@ -109,13 +91,11 @@ def _solve(
     inner: int,
     reverse: bool,
     tiling: Tiling,
-    launches: Launches,
     *,
     outermost: bool = False,
 ) -> None:
     """Fill ``states`` [L, channels, P] from c [L - 1, *channels, P, P] (its first dimension may be longer) and b [L, *channels, P]."""
     length, channels, size = states.shape
-    kind = kind_of(c.tensor, b.tensor)
     c_step, b_step, z_step = c.tensor.stride(0), b.tensor.stride(0), channels * size
     # Time 0 has no coupling: the address of one before the first is only ever computed.
     c_start, b_start, z_start = -c_step, 0, 0
@@ -130,32 +110,31 @@ def _solve(
     layout = (
         *(c.inner_stride, c.tensor.stride(-2), c.tensor.stride(-1)),
         *(b.inner_stride, b.tensor.stride(-1)),
-        *(size, triton.next_power_of_2(size)),
+        *(size, next_power_of_2(size)),
     )
     tile = (*layout, tiling.lanes, tiling.stages)
-    chunks = triton.cdiv(length, tiling.chunk)
+    chunks = cdiv(length, tiling.chunk)
 
     starts = states
     if chunks > 1:
-        products = launches.empty((chunks - 1, channels, size, size), states)
-        sums = launches.empty((chunks - 1, channels, size), states)
-        starts = launches.empty((chunks - 1, channels, size), states)
+        products = states.new_empty(chunks - 1, channels, size, size)
+        sums = states.new_empty(chunks - 1, channels, size)
+        starts = states.new_empty(chunks - 1, channels, size)
         lanes = (chunks - 1) * channels * (size + 1)
         arguments = (*system, products, sums, length, channels, inner, tiling.chunk, lanes)
-        launch(launches, _reduce, triton.cdiv(lanes, tiling.lanes), arguments, tile, kind, warps=tiling.warps)
+        launch(_reduce, cdiv(lanes, tiling.lanes), arguments, tile, warps=tiling.warps, integers=kinds(arguments))
         # The coupling into a chunk is the product over that chunk: one lies before the first, which has none.
-        between = launches.part(products, products[1:])
         outer_tiling = tiling_for(chunks - 1, channels, multiprocessors(states.device))
-        inside = Channels(between, 0, size * size), Channels(sums, 0, size)
-        _solve(*inside, starts, channels, False, outer_tiling, launches)
+        inside = Channels(products[1:], 0, size * size), Channels(sums, 0, size)
+        _solve(*inside, starts, channels, False, outer_tiling)
     lanes = chunks * channels
-    marks = launches.empty((lanes,), states, torch.int8)
+    marks = states.new_empty(lanes, dtype=torch.int8)
     arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, tiling.chunk, lanes)
-    launch(launches, _sweep, triton.cdiv(lanes, tiling.lanes), arguments, tile, kind, warps=tiling.warps)
+    launch(_sweep, cdiv(lanes, tiling.lanes), arguments, tile, warps=tiling.warps, integers=kinds(arguments))
     if outermost:  # what is not finite further in spoils the chunk that starts from it
         arguments = (*system, states, z_start, z_step, marks, length, channels, inner, tiling.chunk, chunks)
         constants = (*layout, REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES)
-        launch(launches, _repair, triton.cdiv(channels, REPAIR_LANES), arguments, constants, kind, warps=1)
+        launch(_repair, cdiv(channels, REPAIR_LANES), arguments, constants, warps=1, integers=kinds(arguments))
 
 
 @triton.jit

@@ -14,14 +14,17 @@ product shared among programs: they never meet.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launches, aligned, repeat
+from ...launch import aligned, cdiv, launch, next_power_of_2
 from ..blocks import Blocks
 from .wide import SIZES, is_finite, reduce_wide, substitute_wide
 
@@ -152,7 +155,7 @@ class Shape:
 
     @property
     def padded(self) -> int:
-        return triton.next_power_of_2(self.width)
+        return next_power_of_2(self.width)
 
     @property
     def precision(self) -> str:
@@ -186,51 +189,57 @@ def chunk_length(steps: int, width: int) -> int:
     if steps <= _TOP:
         return max(steps, 1)
     if steps <= 32 * _TOP:
-        return triton.next_power_of_2(-(-steps // _TOP))
+        return next_power_of_2(cdiv(steps, _TOP))
     return 32 if width <= 32 else 64
 
 
-_solved: dict[tuple, Launches] = {}
+class Cut(NamedTuple):
+    """Into how many chunks a chain is cut, and how the kernels of narrow blocks are launched for them."""
+
+    chunk: int
+    chunks: int
+    precision: str
+    reduce: tuple[int, tuple, int]  # programs, constants and warps
+    substitute: tuple[int, tuple, int]
+
+
+@lru_cache(maxsize=1024)
+def cut_for(steps: int, rows: int, width: int, chunk: int | None) -> Cut:
+    """``chunk``: steps in a chunk, if not chosen by width and length."""
+    shape = Shape(width)
+    chunk = chunk_length(steps, width) if chunk is None else min(chunk, max(steps, 1))
+    chunks = max(1, cdiv(steps, chunk))
+    reducing, walking = (chunks - 1) * rows, chunks * rows
+    (warps, stages), (walking_warps, walking_stages) = shape.reducing(reducing), shape.walking(walking)
+    reduce = (reducing, (width, shape.padded, shape.precision, stages), warps)
+    return Cut(chunk, chunks, shape.precision, reduce, (walking, (width, shape.padded, walking_stages), walking_warps))
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chunk: int | None = None) -> Tensor:
     """See ``LinearSolver.solve_coupled``: same arguments, same result. ``chunk`` is C on the lowest level."""
-    data, rhs = aligned(couplings.data), aligned(rhs)
+    data = couplings.data
+    if rhs.ndim > 3:  # all batch dimensions become rows; what is the same for all of them is not copied
+        length, *batch, width = rhs.shape
+        rows, core = math.prod(batch), data.shape[-2:]
+        shared = data.shape[1:-2].numel() == 1
+        data = data if shared else data.expand(length - 1, *batch, *core)
+        flat = type(couplings)(data.reshape(length - 1, 1 if shared else rows, *core))
+        found = solve_coupled(flat, rhs.reshape(length, rows, width), reverse=reverse, chunk=chunk)
+        return found.view(rhs.shape)
+    data, rhs = aligned(data), aligned(rhs)
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-
-    def make(launches: Launches) -> None:
-        length, batch, width = rhs.shape[0], rhs.shape[1:-1], rhs.shape[-1]
-        flat = (length, batch.numel(), width)
-        blocks, vectors, results = _flatten_batch(data, batch), aligned(rhs.reshape(flat)), states.view(flat)
-        for given, found in ((data, blocks), (rhs, vectors), (states, results)):
-            if found.data_ptr() == given.data_ptr():  # not a copy
-                launches.part(given, found)
-        chains = Chain(blocks, 0, reverse), Chain(vectors, 1, reverse), Chain(results, 1, reverse)
-        solve_chain(*chains, chunk, launches=launches)
-
-    repeat(_solved, _key(data, rhs, reverse, chunk), (data, rhs, states), make)
+    solve_chain(Chain(data, 0, reverse, 2), Chain(rhs, 1, reverse), Chain(states, 1, reverse), chunk)
     return states
 
 
-def _key(data: Tensor, rhs: Tensor, reverse: bool, chunk: int | None) -> tuple:
-    return data.shape, data.stride(), rhs.shape, rhs.stride(), reverse, chunk, rhs.device
-
-
-def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
-    """What ``solve_coupled`` launched for blocks, right-hand side and states in such places, if it can be made again."""
-    data = couplings.data
-    if data.data_ptr() % 16 or rhs.data_ptr() % 16:  # of which there are copies at other places
-        return None
-    return _solved.get(_key(data, rhs, reverse, None))
-
-
 class Chain:
-    """Tensors [S or S + 1, B, ...] in the order of the recurrence.
+    """Tensors [S or S + 1, B, ...] in the order of the recurrence. Without B, or where it is 1, all rows have the same.
 
     Args:
         tensor: along its first dimension
         known: how many entries lie before step 0: 0 or 1
         reverse: whether the last entry is the first in the order of the recurrence
+        core: dimensions behind B: 1 for vectors, 2 for blocks
 
     Attributes:
         steps: how many there are, without the known one
@@ -238,25 +247,27 @@ class Chain:
         integers: those that kernels are specialised on
     """
 
-    __slots__ = ("arguments", "integers", "known", "reverse", "steps", "tensor")
+    __slots__ = ("arguments", "integers", "reverse", "steps", "tensor")
 
-    def __init__(self, tensor: Tensor, known: int, reverse: bool):
-        self.tensor, self.known, self.reverse = tensor, known, reverse
-        self.steps = tensor.shape[0] - known
-        strides = tensor.stride()
+    def __init__(self, tensor: Tensor, known: int, reverse: bool, core: int = 1):
+        shape, strides = tensor.shape, tensor.stride()
+        self.tensor, self.reverse, self.steps = tensor, reverse, shape[0] - known
+        row = strides[1] if len(shape) == core + 2 and shape[1] > 1 else 0
         first, step = ((self.steps - 1) * strides[0], -strides[0]) if reverse else (known * strides[0], strides[0])
-        self.integers = (first, step, *strides[1:])
+        self.integers = (first, step, row, *strides[-core:])
         self.arguments = (tensor, *self.integers)
 
     def before_first(self) -> Tensor:
-        """The known state, [B, w]."""
-        return self.tensor[-1 if self.reverse else 0]
+        """What begins with the known state, [B, w]."""
+        if not self.reverse and self.tensor.is_contiguous():
+            return self.tensor
+        return aligned(self.tensor[-1 if self.reverse else 0].contiguous())
 
 
-def solve_in_place(products: Tensor, vectors: Tensor, launches: Launches, *, refined: bool = True) -> None:
+def solve_in_place(products: Tensor, vectors: Tensor, *, refined: bool = True) -> None:
     """``vectors`` [N, B, w] become the states of the chain with blocks ``products`` [N - 1, B, w, w], both contiguous."""
     chain = Chain(vectors, 1, False)
-    solve_chain(Chain(products, 0, False), chain, chain, launches=launches, refined=refined)
+    solve_chain(Chain(products, 0, False, 2), chain, chain, refined=refined)
 
 
 def solve_chain(
@@ -266,7 +277,6 @@ def solve_chain(
     chunk: int | None = None,
     scales: Chain | None = None,
     *,
-    launches: Launches,
     refined: bool = True,
 ) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
@@ -276,138 +286,93 @@ def solve_chain(
         rhs, states: S + 1 vectors each
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
-        launches: makes the launches
         refined: to float32 proper; else up to what products on the matrix units lose
     """
-    steps, (rows, width) = blocks.steps, rhs.tensor.shape[1:]
-    shape = Shape(width)
-    chunk = chunk_length(steps, width) if chunk is None else min(chunk, max(steps, 1))
-    chunks = max(1, -(-steps // chunk))
-    if chunks == 1:
-        known = rhs.before_first()
-        starts = aligned(known.contiguous())
-        if starts is known:
-            launches.part(rhs.tensor, starts)
+    steps, size = blocks.steps, rhs.tensor.shape
+    rows, width = (size[1] if len(size) == 3 else 1), size[-1]
+    cut = cut_for(steps, rows, width, chunk)
+    if cut.chunks == 1:
+        starts = rhs.before_first()
     else:
-        starts = launches.empty((chunks, rows, width), rhs.tensor)
-        products = _reduce_chunks(blocks, rhs, starts, chunk, shape, scales, launches)
-        solve_in_place(products, starts, launches, refined=refined)
-        if refined and shape.precision == "tf32x3":
-            _refine(blocks, rhs, starts, products, chunk, shape, scales, launches)
-    rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, chunks, chunk)
+        starts = rhs.tensor.new_empty(cut.chunks, rows, width)
+        products = _reduce_chunks(blocks, rhs, starts, cut, scales)
+        solve_in_place(products, starts, refined=refined)
+        if refined and cut.precision == "tf32x3":
+            _refine(blocks, rhs, starts, products, cut, scales)
+    rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, cut.chunks, cut.chunk)
     integers = (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
-        arguments = (*blocks.arguments, *rest)
-        warps, stages = shape.walking(chunks * rows)
-        launches.launch(
-            _substitute, chunks * rows, arguments, (width, shape.padded, stages), warps=warps, integers=integers
-        )
+        programs, constants, warps = cut.substitute
+        launch(_substitute, programs, (*blocks.arguments, *rest), constants, warps=warps, integers=integers)
     else:
-        given, scale = _scaling(blocks, scales)
-        arguments, constants = (*blocks.arguments, *given, *rest, starts), (width, shape.padded, 16, scale, "states")
-        launches.launch(substitute_wide, chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
+        given, constants = _scaling(blocks, scales, width, "states")
+        arguments = (*blocks.arguments, *given, *rest, starts)
+        launch(substitute_wide, cut.chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 
-def _refine(
-    blocks: Chain,
-    rhs: Chain,
-    starts: Tensor,
-    products: Tensor,
-    chunk: int,
-    shape: Shape,
-    scales: Chain | None,
-    launches: Launches,
-) -> None:
+def _refine(blocks: Chain, rhs: Chain, starts: Tensor, products: Tensor, cut: Cut, scales: Chain | None) -> None:
     """Correct the starts by what the chunks miss when they are walked.
 
     The matrix units cut off the last bits of a sum instead of rounding it, so products of many blocks err to one side; the
     correction sees them only in what is left.
     """
     chunks, rows, width = starts.shape
-    misses = launches.empty((chunks, rows, width), starts)
+    misses = torch.empty_like(starts)
     if width <= NARROW:
-        arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, chunk)
+        arguments = (*blocks.arguments, *rhs.arguments, starts, misses, rows, cut.chunk)
+        shape, integers = Shape(width), (blocks.integers, rhs.integers)
         warps, stages = shape.without
-        constants, integers = (width, shape.padded, stages), (blocks.integers, rhs.integers)
-        launches.launch(_miss, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
+        constants = (width, shape.padded, stages)
+        launch(_miss, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
     else:
-        _walk_wide(blocks, rhs, starts, misses, chunk, shape, scales, "misses", launches)
-    solve_in_place(products, misses, launches)
+        _walk_wide(blocks, rhs, starts, misses, cut.chunk, scales, "misses")
+    solve_in_place(products, misses)
     # A product that overflowed is found where the states are, by a start that is not finite.
     count = starts.numel()
-    launches.launch(_add, -(-count // 1024), (starts, misses, count), (1024,), warps=4)
+    launch(_add, cdiv(count, 1024), (starts, misses, count), (1024,), warps=4)
 
 
-def _scaling(blocks: Chain, scales: Chain | None) -> tuple[tuple, str]:
-    """Arguments of a kernel, and its constant."""
-    return ((blocks.tensor, 0, 0, 0), "none") if scales is None else (scales.arguments[:-1], "rows")
+def _scaling(blocks: Chain, scales: Chain | None, width: int, walk: str) -> tuple[tuple, tuple]:
+    """Arguments of ``substitute_wide``, and its constants."""
+    given, scale = ((blocks.tensor, 0, 0, 0), "none") if scales is None else (scales.arguments[:-1], "rows")
+    return given, (width, next_power_of_2(width), 16, scale, walk)
 
 
-def _reduce_chunks(
-    blocks: Chain,
-    rhs: Chain,
-    starts: Tensor,
-    chunk: int,
-    shape: Shape,
-    scales: Chain | None,
-    launches: Launches,
-) -> Tensor:
+def _reduce_chunks(blocks: Chain, rhs: Chain, starts: Tensor, cut: Cut, scales: Chain | None) -> Tensor:
     """The products of all chunks but the last, [N - 1, B, w, w]; their terms go to ``starts`` [N, B, w]."""
     chunks, rows, width = starts.shape
     if width <= NARROW:
-        products = launches.empty((chunks - 1, rows, width, width), starts)
-        arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, chunk)
-        warps, stages = shape.reducing((chunks - 1) * rows)
-        constants = (width, shape.padded, shape.precision, stages)
-        integers = (blocks.integers, rhs.integers)
-        launches.launch(_reduce, (chunks - 1) * rows, arguments, constants, warps=warps, integers=integers)
+        products = starts.new_empty(chunks - 1, rows, width, width)
+        arguments = (*blocks.arguments, *rhs.arguments, products, starts, rows, cut.chunk)
+        programs, constants, warps = cut.reduce
+        launch(_reduce, programs, arguments, constants, warps=warps, integers=(blocks.integers, rhs.integers))
         return products
-    _walk_wide(blocks, rhs, starts, starts, chunk, shape, scales, "terms", launches)
-    return multiply_wide(blocks, scales, _scaling(blocks, scales)[1], chunks - 1, chunk, launches)
+    _walk_wide(blocks, rhs, starts, starts, cut.chunk, scales, "terms")
+    return multiply_wide(blocks, scales, "none" if scales is None else "rows", chunks - 1, rows, cut.chunk)
 
 
 def _walk_wide(
-    blocks: Chain,
-    rhs: Chain,
-    starts: Tensor,
-    ends: Tensor,
-    chunk: int,
-    shape: Shape,
-    scales: Chain | None,
-    walk: str,
-    launches: Launches,
+    blocks: Chain, rhs: Chain, starts: Tensor, ends: Tensor, chunk: int, scales: Chain | None, walk: str
 ) -> None:
     """Take all chunks but the last; only where they end is kept."""
     chunks, rows, width = starts.shape
-    scratch = Chain(launches.empty((chunks * chunk + 1, rows, width), starts), 1, False)
-    given, scale = _scaling(blocks, scales)
+    scratch = Chain(starts.new_empty(chunks * chunk + 1, rows, width), 1, False)
+    given, constants = _scaling(blocks, scales, width, walk)
     arguments = (
         *blocks.arguments, *given, *rhs.arguments, starts, *scratch.arguments[:-1], rows, 0, chunks, chunk, ends,
     )  # fmt: skip
-    constants = (width, shape.padded, 16, scale, walk)
     integers = (blocks.integers, rhs.integers, scratch.integers, given[1:])
-    launches.launch(substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
+    launch(substitute_wide, (chunks - 1) * rows, arguments, constants, warps=8, integers=integers)
 
 
-def multiply_wide(
-    blocks: Chain, scales: Chain | None, scale: str, chunks: int, chunk: int, launches: Launches
-) -> Tensor:
+def multiply_wide(blocks: Chain, scales: Chain | None, scale: str, chunks: int, rows: int, chunk: int) -> Tensor:
     """The products of the blocks of each chunk, [chunks, B, w, w]; the blocks are scaled on the way."""
-    tensor, (rows, width) = blocks.tensor, blocks.tensor.shape[1:3]
-    products = launches.empty((chunks, rows, width, width), tensor)
+    tensor, width = blocks.tensor, blocks.tensor.shape[-1]
+    products = tensor.new_empty(chunks, rows, width, width)
     given = scales.arguments[:-1] if scales is not None else (tensor, 0, 0, 0)
-    half = triton.next_power_of_2(width) // 2
+    half = next_power_of_2(width) // 2
     arguments = (*blocks.arguments, *given, products, rows, chunk)
-    programs = chunks * rows * -(-width // _COLUMNS)
-    constants = (width, half, _COLUMNS, scale, "tf32x3", 1)
-    integers = (blocks.integers, given[1:])
-    launches.launch(reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
+    programs = chunks * rows * cdiv(width, _COLUMNS)
+    constants, integers = (width, half, _COLUMNS, scale, "tf32x3", 1), (blocks.integers, given[1:])
+    launch(reduce_wide, programs, arguments, constants, warps=half // 16, integers=integers)
     return products
-
-
-def _flatten_batch(data: Tensor, batch: torch.Size) -> Tensor:
-    """[S, *batch or broadcast, w, w] to [S, B, w, w]; what is the same for all rows is not copied."""
-    inner, rows = data.shape[1:-2], batch.numel()
-    if inner.numel() == 1:
-        return data.reshape(data.shape[0], 1, *data.shape[-2:]).expand(-1, rows, -1, -1)
-    return data.expand(data.shape[0], *batch, *data.shape[-2:]).reshape(data.shape[0], rows, *data.shape[-2:])

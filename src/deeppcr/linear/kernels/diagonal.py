@@ -27,18 +27,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launches
+from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
 from . import lookback
-from .channels import key_of, launch, multiprocessors
-from .recurrence import System, compose, compose_and_keep, first_marked, last, load, places, solve, substitute
+from .channels import multiprocessors
+from .recurrence import System, as_system, compose, compose_and_keep, first_marked, last, load, places, substitute
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4
@@ -80,7 +79,7 @@ class Tiling:
         return self.steps, self.groups, self.channels, self.stages
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def tiling_for(length: int, channels: int, processors: int = 132, *, one_sweep: bool = False) -> Tiling:
     """Choose tiles and chunks: wide rows first, then enough programs to keep all multiprocessors busy.
 
@@ -91,39 +90,30 @@ def tiling_for(length: int, channels: int, processors: int = 132, *, one_sweep: 
         one_sweep: do not cut time into chunks
     """
     steps = GROUP_STEPS if channels > 1 else GROUP_STEPS_ALONE
-    widest = min(triton.next_power_of_2(channels), MOST_CHANNELS)
+    widest = min(next_power_of_2(channels), MOST_CHANNELS)
     busy = ONE_SWEEP_PROGRAMS * processors
     width = widest
-    while width > FEWEST_CHANNELS and triton.cdiv(channels, width) < busy:
+    while width > FEWEST_CHANNELS and cdiv(channels, width) < busy:
         width //= 2
-    cut = triton.cdiv(channels, width) < busy and not one_sweep
+    cut = cdiv(channels, width) < busy and not one_sweep
     if cut:  # then programs are made of time, and rows may be wider
         width = min(widest, CHUNKED_CHANNELS)
-    blocks = triton.cdiv(channels, width)
+    blocks = cdiv(channels, width)
     in_tile = GROUPS_IN_CHUNKED_TILE if cut and channels > 1 else GROUPS_IN_TILE
-    groups = min(in_tile // width, triton.next_power_of_2(triton.cdiv(length, steps)))
-    while cut and groups > FEWEST_GROUPS and blocks * triton.cdiv(length, steps * groups) < busy:
+    groups = min(in_tile // width, next_power_of_2(cdiv(length, steps)))
+    while cut and groups > FEWEST_GROUPS and blocks * cdiv(length, steps * groups) < busy:
         groups //= 2
     warps = max(1, min(WARPS, groups * width * WARPS // GROUPS_IN_TILE))
-    tiles = triton.cdiv(length, steps * groups)
-    chunks = min(tiles, triton.cdiv(int(CHUNKED_PROGRAMS * processors), blocks)) if cut else 1
-    return Tiling(steps, groups, width, triton.cdiv(tiles, chunks), warps)
+    tiles = cdiv(length, steps * groups)
+    chunks = min(tiles, cdiv(int(CHUNKED_PROGRAMS * processors), blocks)) if cut else 1
+    return Tiling(steps, groups, width, cdiv(tiles, chunks), warps)
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
     """See ``LinearSolver.solve_coupled``: same arguments, same result, for ``Diagonal`` and ``Scalar``."""
-    return run(couplings, rhs, reverse, _choose(rhs))
-
-
-def noted(couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Launches | None:
-    """What ``solve_coupled`` launched for such tensors, if it can be made again."""
-    tiling = _choose(rhs)
-    where = lookback.noted if isinstance(tiling, lookback.Tiling) else _noted
-    return where.get(key_of(tiling, couplings, rhs, reverse))
-
-
-def _choose(rhs: Tensor) -> Tiling | lookback.Tiling:
-    return choose(rhs.shape[0], max(1, rhs[0].numel()), multiprocessors(rhs.device), rhs.dtype)
+    channels = max(1, rhs.shape[1:].numel())
+    tiling = choose(rhs.shape[0], channels, multiprocessors(rhs.device), rhs.dtype)
+    return run(couplings, rhs, reverse, tiling)
 
 
 def choose(length: int, channels: int, processors: int, dtype: torch.dtype) -> Tiling | lookback.Tiling:
@@ -137,56 +127,50 @@ def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling | lookback
     """``solve_coupled`` by a given tiling."""
     if isinstance(tiling, lookback.Tiling):
         return lookback.run(couplings, rhs, reverse, tiling)
-
-    def make(system: System, launches: Launches) -> None:
-        length, channels = system.length, system.channels
-        chunks, blocks = triton.cdiv(length, tiling.chunk), triton.cdiv(channels, tiling.channels)
-        unused = system.states[0]
-        marks = arrived = products = starts = unused
-        joined = 0
-        if chunks > 1:
-            marks = system.empty(launches, chunks, channels, dtype=torch.int8)
-            arrived = system.empty(launches, blocks, dtype=torch.int32)
-            products, starts = _equations(system, tiling, arrived, launches)
-            joined = triton.next_power_of_2(chunks - 1)
-            if joined * tiling.channels > MOST_JOINED:
-                joined, starts = 0, _between_chunks(system, products, starts, launches)
-        sizes = length, channels, system.inner, tiling.tiles, blocks, chunks
-        arguments = (*system.equations, *system.states, products, starts, marks, arrived, *sizes)
-        constants = (*tiling.tile, joined, chunks > 1)
-        launch(launches, _sweep, blocks * chunks, arguments, constants, system.kind, warps=tiling.warps)
-
-    return solve(_noted, tiling, couplings, rhs, reverse, make)
+    system = as_system(couplings, rhs, reverse)
+    length, channels = system.length, system.channels
+    chunks, blocks = cdiv(length, tiling.chunk), cdiv(channels, tiling.channels)
+    states = system.states[0]
+    marks = arrived = products = starts = states  # not used, unless there are chunks
+    joined = 0
+    if chunks > 1:
+        marks = system.empty(chunks, channels, dtype=torch.int8)
+        arrived = system.empty(blocks, dtype=torch.int32)
+        products, starts = _equations(system, tiling, arrived)
+        joined = next_power_of_2(chunks - 1)
+        if joined * tiling.channels > MOST_JOINED:
+            joined, starts = 0, _between_chunks(system, products, starts)
+    sizes = length, channels, system.inner, tiling.tiles, blocks, chunks
+    arguments = (*system.equations, *system.states, products, starts, marks, arrived, *sizes)
+    constants = (*tiling.tile, joined, chunks > 1)
+    launch(_sweep, blocks * chunks, arguments, constants, warps=tiling.warps, integers=kinds(arguments))
+    return states
 
 
-_noted: dict[Any, Launches] = {}
-
-
-def _equations(system: System, tiling: Tiling, arrived: Tensor, launches: Launches) -> tuple[Tensor, Tensor]:
+def _equations(system: System, tiling: Tiling, arrived: Tensor) -> tuple[Tensor, Tensor]:
     """[chunks - 1, channels] twice: products and sums of every chunk but the last. Sets ``arrived`` to zero."""
     length, channels = system.length, system.channels
-    count, blocks = triton.cdiv(length, tiling.chunk) - 1, triton.cdiv(channels, tiling.channels)
-    products, sums = (system.empty(launches, count, channels) for _ in range(2))
+    count, blocks = cdiv(length, tiling.chunk) - 1, cdiv(channels, tiling.channels)
+    products, sums = (system.empty(count, channels) for _ in range(2))
     sizes = length, channels, system.inner, tiling.tiles, blocks
     arguments = (*system.equations, products, sums, arrived, *sizes)
-    launch(launches, _reduce, blocks * count, arguments, tiling.tile, system.kind, warps=tiling.warps)
+    launch(_reduce, blocks * count, arguments, tiling.tile, warps=tiling.warps, integers=kinds(arguments))
     return products, sums
 
 
-def _between_chunks(system: System, products: Tensor, sums: Tensor, launches: Launches) -> Tensor:
+def _between_chunks(system: System, products: Tensor, sums: Tensor) -> Tensor:
     """[chunks - 1, channels]: the state every chunk but the first starts from."""
     count, channels = products.shape
-    ends = system.empty(launches, count, channels)
+    ends = system.empty(count, channels)
     few = tiling_for(count, channels, one_sweep=True)
-    blocks = triton.cdiv(channels, few.channels)
+    blocks = cdiv(channels, few.channels)
     arguments = (
         *(products, 0, channels, 0, 1),
         *(sums, 0, channels, 0, 1),
         *(ends, 0, channels, *(ends,) * 4),
         *(count, channels, channels, few.tiles, blocks, 1),
     )
-    aligned = system.kind[0], True, True
-    launch(launches, _sweep, blocks, arguments, (*few.tile, 0, False), aligned, warps=few.warps)
+    launch(_sweep, blocks, arguments, (*few.tile, 0, False), warps=few.warps, integers=kinds(arguments))
     return ends
 
 

@@ -29,17 +29,15 @@ Overflowing products are found and repaired as in ``diagonal``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launches
+from ...launch import cdiv, kinds, launch
 from ..blocks import Blocks
-from .channels import launch
-from .recurrence import System, compose, compose_and_keep, places, repair, solve
+from .recurrence import as_system, compose, compose_and_keep, places, repair
 
 #: Measured on an H200 down to these: at 64 channels of 16,384 steps, two thirds of the time that ``diagonal`` takes.
 FEWEST_CHANNELS, FEWEST_NUMBERS = 64, 2**20
@@ -103,40 +101,27 @@ def choose(length: int, channels: int) -> Tiling:
 
 def run(couplings: Blocks, rhs: Tensor, reverse: bool, tiling: Tiling) -> Tensor:
     """``diagonal.solve_coupled`` by a given tiling, in float32."""
-
-    def make(system: System, launches: Launches) -> None:
-        channels = system.channels
-        tiles, blocks = triton.cdiv(system.length, tiling.time), triton.cdiv(channels, tiling.channels)
-        marks = system.empty(launches, tiles, channels, dtype=torch.int8)
-        # The counter, an equation a tile and channel, a state a run and channel: each from a multiple of 16 bytes on.
-        equations, ends = tiles * channels + tiles * channels % 2, triton.cdiv(tiles, tiling.run) * channels
-        words = 2 + equations + (ends + 1) // 2
-        room = system.empty(launches, words, dtype=torch.int64)
-        launch(launches, _clear, triton.cdiv(words, CLEARED), (room, words), (CLEARED,), (), warps=4)
-        counter, published = room[:2].view(torch.int32), room[2:]
-        states = room[2 + equations :].view(torch.int32)
-        for part in (counter, published, states):
-            launches.part(room, part)
-        launch(
-            launches,
-            _solve,
-            tiles * blocks,
-            (
-                *(*system.equations, *system.states),
-                *(counter, published, states, marks),
-                *(system.length, channels, system.inner, blocks),
-            ),
-            (tiling.steps, tiling.groups, tiling.channels, tiling.run, "evict_first" if tiling.stream else ""),
-            system.kind,
-            warps=tiling.warps,
-            registers=tiling.registers,
-        )
-        repair(system, marks, tiling.time, launches)
-
-    return solve(noted, tiling, couplings, rhs, reverse, make)
-
-
-noted: dict[Any, Launches] = {}
+    system = as_system(couplings, rhs, reverse)
+    channels = system.channels
+    tiles, blocks = cdiv(system.length, tiling.time), cdiv(channels, tiling.channels)
+    marks = system.empty(tiles, channels, dtype=torch.int8)
+    # The counter, an equation a tile and channel, a state a run and channel: each from a multiple of 16 bytes on.
+    equations, ends = tiles * channels + tiles * channels % 2, cdiv(tiles, tiling.run) * channels
+    words = 2 + equations + (ends + 1) // 2
+    room = system.empty(words, dtype=torch.int64)
+    launch(_clear, cdiv(words, CLEARED), (room, words), (CLEARED,), warps=4, integers=kinds((room, words)))
+    counter, published = room[:2].view(torch.int32), room[2:]
+    states = room[2 + equations :].view(torch.int32)
+    arguments = (
+        *(*system.equations, *system.states),
+        *(counter, published, states, marks),
+        *(system.length, channels, system.inner, blocks),
+    )
+    constants = (tiling.steps, tiling.groups, tiling.channels, tiling.run, "evict_first" if tiling.stream else "")
+    options = {"warps": tiling.warps, "registers": tiling.registers}
+    launch(_solve, tiles * blocks, arguments, constants, integers=kinds(arguments), **options)
+    repair(system, marks, tiling.time)
+    return system.states[0]
 
 
 @triton.jit

@@ -8,17 +8,16 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launches
+from ...launch import cdiv, kinds, launch
 from ..blocks import Blocks, Scalar
-from .channels import Channels, as_channels, kind_of, launch, repeat_solve
+from .channels import as_channels
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
 REPAIR_CHANNELS = 32
@@ -33,34 +32,18 @@ class System(NamedTuple):
     length: int
     channels: int
     inner: int
-    kind: tuple  # what kernels are compiled for besides their constants
 
-    def empty(self, launches: Launches, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return launches.empty(shape, self.states[0], dtype)
-
-
-def solve(
-    noted: dict[Any, Launches],
-    tiling: Any,
-    couplings: Blocks,
-    rhs: Tensor,
-    reverse: bool,
-    make: Callable[[System, Launches], None],
-) -> Tensor:
-    """See ``LinearSolver.solve_coupled``; ``make`` makes the launches of the ``tiling`` on the first call of a kind."""
-
-    def make_first(states: Tensor, launches: Launches) -> None:
-        data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
-        inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
-        launches.part(couplings.data, a.tensor)
-        launches.part(rhs, b.tensor)
-        make(_as_system(a, b, states, inner, reverse), launches)
-
-    return repeat_solve(noted, tiling, couplings, rhs, reverse, make_first)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Scratch memory."""
+        return self.states[0].new_empty(*shape, dtype=dtype)
 
 
-def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bool) -> System:
-    length, channels = states.shape[0], states[0].numel()
+def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
+    """Couplings and right-hand side as the kernels take them, and memory for the states, laid out in rows."""
+    data = couplings.data.unsqueeze(-1) if isinstance(couplings, Scalar) else couplings.data
+    inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
+    length, states = rhs.shape[0], torch.empty_like(rhs, memory_format=torch.contiguous_format)
+    channels = states.numel() // length
     a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
     # Time 0 has no coupling: the address of one before the first is only ever computed.
     a_start, b_start, z_start = -a_step, 0, 0
@@ -71,12 +54,10 @@ def _as_system(a: Channels, b: Channels, states: Tensor, inner: int, reverse: bo
         *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
         *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
     )
-    # Of what the kernels read, which may be copies.
-    kind = kind_of(a.tensor, b.tensor)
-    return System(equations, (states, z_start, z_step), length, channels, inner, kind)
+    return System(equations, (states, z_start, z_step), length, channels, inner)
 
 
-def repair(system: System, marks: Tensor, chunk: int, launches: Launches) -> None:
+def repair(system: System, marks: Tensor, chunk: int) -> None:
     """Redo marked channels by forward substitution, from their first marked chunk on.
 
     Args:
@@ -88,8 +69,8 @@ def repair(system: System, marks: Tensor, chunk: int, launches: Launches) -> Non
         *(*system.states, marks),
         *(system.length, system.channels, system.inner, chunk, marks.shape[0]),
     )
-    programs = triton.cdiv(system.channels, REPAIR_CHANNELS)
-    launch(launches, _repair, programs, arguments, (REPAIR_CHANNELS,), system.kind, warps=1)
+    programs = cdiv(system.channels, REPAIR_CHANNELS)
+    launch(_repair, programs, arguments, (REPAIR_CHANNELS,), warps=1, integers=kinds(arguments))
 
 
 @triton.jit
