@@ -22,8 +22,7 @@ from .runtime import in_functorch, is_capturing
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
 from .sequence.layout import Layout
-from .sequence.purity import changes_in_place
-from .sequence.snapshot import version_of
+from .sequence.purity import changes_in_place, version_of
 from .sequence.trace import coarser_products
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 
@@ -101,12 +100,12 @@ def _solve(
             warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=3)
         return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
     try:
-        return _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
+        solution = _solve_sequence(sequence, as_guess(guess, z0, xs), solver, gradient, on_failure, traced=traced)
     except BaseException as error:
         sequence.check_purity(error)  # which may know better what is wrong
         raise
-    finally:
-        sequence.undo_side_effects()
+    sequence.check_purity()
+    return solution
 
 
 def _solve_sequence(
@@ -119,21 +118,19 @@ def _solve_sequence(
     if found is not None:  # and has been checked
         outcome, residual = found
         if not (torch.is_grad_enabled() and sequence.needs_gradients):
-            sequence.check_purity()
             return _solution(sequence, outcome, plan, residual)
         adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
         # Its values come from the step as it is now: what a trace cannot see shows here.
         measured, checked = _measure(sequence, outcome, solver, adjoint.values)
         if checked.results == outcome.results and _is_no_worse(measured, residual, outcome.states, solver):
             if _determines_derivatives(adjoint, outcome, solver, Plan()) is outcome:
-                sequence.check_purity()
                 return _solution(sequence, replace(outcome, states=adjoint.attach(outcome.states)), plan, residual)
         else:
             plan.note("not captured: the step gives another result than when it was recorded")
 
     with torch.set_grad_enabled(unrolled and fixed):
         outcome = solver.run(sequence, start, plan)
-    sequence.check_purity()  # a tensor that was kept without its history would cut off gradients
+    sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
     adjoint, values = (
         _adjoint(sequence, outcome, solver)
@@ -160,7 +157,6 @@ def _solve_sequence(
                 raise _differs(sequence)
         warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=4)
     states = outcome.states
-    sequence.restore_modules()
     if any(result in _FAILED for result in outcome.results) and on_failure == "return" and (implicit or unrolled):
         if adjoint is None:
             values = sequence.values(_previous(sequence, states, attached=True), range(sequence.length))
@@ -199,14 +195,12 @@ def _solve_unseen(
         )
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)  # pyright: ignore[reportArgumentType]
     plan = Plan()
-    try:
-        outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
-        plan.derivative = solver.jacobian.name or sequence.derivative
-        plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
-        adjoint, values = _adjoint(sequence, outcome, solver)
-        residual, outcome = _measure(sequence, outcome, solver, values)
-    finally:
-        sequence.undo_side_effects()
+    outcome = run_unseen(solver, sequence, as_guess(guess, z0, xs), plan)
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
+    adjoint, values = _adjoint(sequence, outcome, solver)
+    residual, outcome = _measure(sequence, outcome, solver, values)
+    sequence.check_purity()
     states = outcome.states if adjoint is None else adjoint.attach(outcome.states)
     return _solution(sequence, replace(outcome, states=states), plan, residual)
 
