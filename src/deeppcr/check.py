@@ -77,8 +77,7 @@ def check(
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
         return [Finding(error.kind, str(error))]
-    findings = [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
-    return findings or _side_effects(sequence)
+    return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
 
 
 @torch.no_grad()
@@ -118,8 +117,10 @@ def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor
                 "call .eval()",
             )
             return
-        if kept := _side_effects(sequence):
-            yield from kept
+        try:
+            sequence.check_purity()
+        except StepError as error:
+            yield Finding(error.kind, str(error))
             return
         if not torch.equal(first.isnan(), second.isnan()) or not torch.equal(
             first[~first.isnan()], second[~second.isnan()]
@@ -129,15 +130,6 @@ def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor
                 f"step {index + 1} gives another result when it is called again with the same state: it keeps a state of its own",
             )
             return
-
-
-def _side_effects(sequence: Sequence) -> list[Finding]:
-    """What modules hold now and did not after the first step."""
-    try:
-        sequence.check_purity()
-    except StepError as error:
-        return [Finding(error.kind, str(error))]
-    return []
 
 
 def _inputs_are_numbers(sequence: Sequence, xs: Any) -> Iterator[Finding]:
