@@ -148,6 +148,8 @@ def test_modules_are_found_wherever_the_step_holds_them():
     xs = torch.randn(10, 3, 4, dtype=torch.float64)
     assert "side effect" in kinds(lambda z, x: cell.step(z, x), Z0, xs)
     assert kinds([norm] * 4, Z0) == ["side effect"]
+    (finding,) = check([nn.Tanh(), norm], Z0)
+    assert "changes the buffer 'num_batches_tracked' of a BatchNorm1d" in finding.message
 
 
 def test_a_step_that_multiplies_in_half_precision_is_called_that():

@@ -15,7 +15,6 @@ from .jacobian import DenseJacobian, Jacobian
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.purity import close
-from .sequence.reach import modules_of
 from .sequence.rows import rounding_of, rows_that_differ, shares, sizes_of
 from .sequence.trace import coarser_products
 
@@ -78,14 +77,11 @@ def check(
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
         return [Finding(error.kind, str(error))]
-    try:
-        return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, step, _spread(sequence, steps), jacobian)]
-    finally:
-        sequence.undo_side_effects()
+    return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
 
 
 @torch.no_grad()
-def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jacobian | None) -> list[Finding]:
+def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None) -> list[Finding]:
     # Near the trajectory: from the initial state, each step once.
     states = [sequence.initial.detach()]
     try:
@@ -93,7 +89,7 @@ def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jaco
             states.append(sequence.step(index, states[-1]))
     except StepError as error:
         return [Finding(error.kind, str(error))]
-    findings = list(_repeatability(sequence, step, looked_at, states))
+    findings = list(_repeatability(sequence, looked_at, states))
     if findings:
         return findings  # nothing else can be compared with a step that gives another answer each time
     findings += _finiteness(sequence, looked_at, states)
@@ -108,14 +104,11 @@ def _look_at(sequence: Sequence, step: Any, looked_at: list[int], jacobian: Jaco
     return findings
 
 
-def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
-    modules = modules_of(step)
+def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
     for index, state in zip(looked_at, states, strict=False):
         random_before = _random_state(state.device)
-        buffers = [(m, name, b.clone()) for m in modules for name, b in m.named_buffers()]
         first = sequence.step(index, state)
         drew = not torch.equal(random_before, _random_state(state.device))
-        changed = [name for m, name, before in buffers if not torch.equal(dict(m.named_buffers())[name], before)]
         second = sequence.step(index, state)
         if drew:
             yield Finding(
@@ -124,11 +117,10 @@ def _repeatability(sequence: Sequence, step: Any, looked_at: list[int], states: 
                 "call .eval()",
             )
             return
-        if changed:
-            yield Finding(
-                "side effect",
-                f"step {index + 1} changes the buffer {changed[0]!r} of a module (batch statistics in train mode?). Call .eval()",
-            )
+        try:
+            sequence.check_purity()
+        except StepError as error:
+            yield Finding(error.kind, str(error))
             return
         if not torch.equal(first.isnan(), second.isnan()) or not torch.equal(
             first[~first.isnan()], second[~second.isnan()]

@@ -18,7 +18,6 @@ from .linear import Blocks, LinearSolver, solve_coupled
 from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
-from .sequence.snapshot import undone
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
@@ -382,8 +381,7 @@ class _Attach(torch.autograd.Function):
                 "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
                 "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
             )
-        with undone(ctx.adjoint.sequence.keepers):
-            return ctx.adjoint.solve(gradients), None, None
+        return ctx.adjoint.solve(gradients), None, None
 
 
 def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:

@@ -67,6 +67,14 @@ def has_tangent(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None where that is not counted, or where it has yet to be made."""
+    try:
+        return None if tensor.is_inference() else tensor._version
+    except ValueError:  # of a lazy module
+        return None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 

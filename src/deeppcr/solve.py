@@ -18,12 +18,11 @@ from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
 from .newton import Loop, Newton, Outcome
-from .runtime import declares, in_functorch, is_capturing
+from .runtime import declares, in_functorch, is_capturing, version_of
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
 from .sequence.layout import Layout
 from .sequence.purity import changes_in_place
-from .sequence.snapshot import version_of
 from .sequence.trace import coarser_products
 from .solution import (
     ConvergenceWarning,
@@ -108,14 +107,15 @@ def _solve(
     try:
         start = as_guess(guess, z0, xs)
         if capturing:
-            return _unseen(sequence, start, solver, gradient, plan)
-        found = _replayed(sequence, start, solver, gradient, plan) if captured else None
-        return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+            solution = _unseen(sequence, start, solver, gradient, plan)
+        else:
+            found = _replayed(sequence, start, solver, gradient, plan) if captured else None
+            solution = found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
     except BaseException as error:
         sequence.check_purity(error)  # which may know better what is wrong
         raise
-    finally:
-        sequence.undo_side_effects()
+    sequence.check_purity()
+    return solution
 
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
@@ -199,7 +199,6 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
             return None
         if _determined(judged, solver, Plan()) is not judged:
             return None
-    sequence.check_purity()
     return _solution(sequence, _differentiable(judged, gradient), plan, residual)
 
 
@@ -220,7 +219,7 @@ def _in_parallel(
     """
     with torch.set_grad_enabled(through):
         outcome = solver.run(sequence, start, plan)
-    sequence.check_purity()  # a tensor that was kept without its history would cut off gradients
+    sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
     judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
     if any(result.failed for result in judged.results):
@@ -233,7 +232,6 @@ def _in_parallel(
             lambda failed: _describe(sequence, failed.outcome),
             stacklevel=4,
         )
-    sequence.restore_modules()
     failed = on_failure == "return" and any(result.failed for result in judged.results)
     outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)
     return _solution(sequence, outcome, plan, judged.residual)

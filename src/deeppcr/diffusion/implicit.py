@@ -70,10 +70,8 @@ def attach(problem: Problem, coupling: Coupling, states: Tensor, who: Tensor | N
     """
     rotated = Rotated(problem, coupling, who)
     sequence = Sequence(rotated.step, rotated.z0, rotated.xs, batch_dims=1)
-    try:
-        if not sequence.needs_gradients:
-            return states
-        adjoint = Adjoint(sequence, rotated.pack(states), rotated.jacobian, Auto())
-        return rotated.unpack(adjoint.attach(rotated.pack(states)))
-    finally:
-        sequence.undo_side_effects()
+    if not sequence.needs_gradients:
+        return states
+    adjoint = Adjoint(sequence, rotated.pack(states), rotated.jacobian, Auto())
+    sequence.check_purity()
+    return rotated.unpack(adjoint.attach(rotated.pack(states)))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
+from ..runtime import version_of
 from .reach import CONTAINERS, PLAIN, Walk
-from .snapshot import version_of
 
 #: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
 _FEW = 16

@@ -1,29 +1,35 @@
-"""What a step leaves behind: in the modules that it calls, and in the tensors that it is given.
+"""What a step must not leave behind: in the modules that it calls, and in the tensors that it is given.
 
 The loop calls a module once for each step and in their order; here it is called for all steps at once, and several times. What
-it keeps from one call to the next would be another thing than in the loop. The first call of all is the same as in the loop,
-and what it leaves is right: caches, and parameters that are made or set by what comes first. All else is undone.
+it keeps from one call to the next would be another thing than in the loop, and is refused by name. The first call of all is the
+same as in the loop, and what it leaves for good is right: caches, and parameters that are made or set by what comes first.
+Nothing is ever put back.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from functools import partial
+from contextlib import suppress
+from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ..runtime import is_capturing, is_out_of_memory
+from ..runtime import is_capturing, is_out_of_memory, version_of
 from .evaluate import StepError, StepGroup
-from .reach import inside, modules_of
-from .snapshot import Snapshot, restore, rewind, version_of
+from .reach import LARGEST, inside, modules_of
+from .stack import MODULE_INTERNALS, surely_equal
+
+#: Types of containers whose entries are looked at: subclasses may do anything.
+_CONTAINERS = frozenset((list, deque, dict, set, OrderedDict, defaultdict))
 
 
 class SideEffect(StepError):
-    """A call of the step changes what later calls give."""
+    """A call of the step changes what it, or another part of the program, finds later."""
 
     kind = "side effect"
 
@@ -33,216 +39,137 @@ class Purity:
 
     Args:
         groups: that of the first step first
-        once: modules that the same program was seen to leave in order are not judged again
 
     Attributes:
-        keepers: modules that keep something without consequences, by address
+        roots: the modules that the steps reach, without those inside of them
     """
 
-    def __init__(self, groups: list[StepGroup], *, once: bool = False):
-        self._groups, self._once, self._judged = groups, once, False
+    def __init__(self, groups: list[StepGroup]):
+        self._groups = groups
         self._inputs = [
             (group, number, leaf, version_of(leaf))
             for group in groups
             for number, leaf in enumerate(pytree.tree_leaves(group.xs) if group.xs is not None else ())
         ]
         self._used: set[Any] = set()
-        reached = [modules_of(group.function, self._used) for group in groups]
-        self._reached = [[id(root) for root in roots] for roots in reached]  # for each group
-        self._roots: dict[
-            int, tuple[nn.Module, list[nn.Module]]
-        ] = {}  # by address, with those inside that are to be judged
-        self._snapshots: dict[int, Snapshot] = {}  # by address of the module: many groups may share one
-        self.keepers: dict[int, nn.Module] = {}
-        for number, root in {id(root): root for roots in reached for root in roots}.items():
-            known = _keepers_in(root, self._used) if once else None
-            modules = inside(root, self._used) if known is None else []
-            self._roots[number] = root, modules
-            self._snapshots |= {id(module): Snapshot(module) for module in modules if id(module) not in self._snapshots}
-            self.keepers |= {id(module): module for module in known or ()}
+        every = [root for group in groups for root in modules_of(group.function, self._used)]
+        self.roots = list({id(root): root for root in every}.values())  # many groups may share one
+        self._held = self._look()
+        for module in self._held.lazy() if len(groups) > 1 else ():
+            raise SideEffect(_is_yet_to_be_made(module))
 
-    @property
-    def roots(self) -> list[nn.Module]:
-        """The modules that the steps reach, without those inside of them."""
-        return [root for root, _ in self._roots.values()]
-
-    @torch.no_grad()
     def look_at_first(self, state: Tensor, x: Any, first: Tensor) -> None:
-        """Raise where the first step, taken just now, has left something behind that a second call depends on, or changes.
+        """Raise where the first step, taken just now, has left something behind that a second call changes or depends on.
 
         All else that it has left is as in the loop, and stays.
 
         Args:
             state: [B, D], from which it led to ``first`` [B, D] by the input ``x``
         """
-        self._first = state, x, first
+        self._first = first
         self._check_inputs()
-        if len(self._groups) > 1:
-            for snapshot in self._snapshots.values():
-                if snapshot.is_lazy():
-                    raise SideEffect(_is_yet_to_be_made(snapshot.module))
-        changed = [snapshot for snapshot in self._snapshots.values() if snapshot.written() or snapshot.replaced()]
-        self._snapshots |= {
-            number: Snapshot(module) for number, module in self.keepers.items()
-        }  # which are not judged again
+        written, replaced = self._held.written(), self._held.replaced()
+        if not written and not replaced:
+            return
         group = self._groups[0]
-        if not changed or group.module is not None:  # a copy stands for several modules: none of them has been called
+        capturing = is_capturing(state.device)
+        # What stands for several modules would let all of them find what the first has left.
+        if group.module is not None or (written and capturing):
+            self._refuse_changes()
+        self._held = self._look()  # also into modules that were made just now
+        if capturing:  # where nothing can be tried
             return
-        written, replaced = _written(changed), _replaced(changed)
-        if is_capturing(state.device):
-            if written:
-                raise SideEffect(_writes(*written[0]))
-            return
-        after = [Snapshot(snapshot.module, snapshot.written()) for snapshot in changed]
-        second = _call(group, state, x)
-        again = _written(after)
-        if again:
-            for each in (after, changed):  # parameters are as the first call has left them, batch statistics as before
-                rewind(each)
-        restore(after)
-        if again:
-            raise SideEffect(_writes(*again[0]))
-        if second is not None and not close(second, first):  # an error the solve will meet, too, and leave as it is
-            third = _call(group, state, x)
-            restore(after)
-            if third is not None and close(third, second):  # else it is random, which the solve will say
-                restore(after if written else changed)
+        second = group.call(state.clone(), x).detach()
+        self._refuse_changes()
+        if not close(second, first):
+            third = group.call(state.clone(), x).detach()
+            if close(third, second):  # else it is random, which the solve will say
                 raise SideEffect(_keeps(*(replaced or written)[0]))
-        self.keepers |= {id(module): module for module, _ in replaced}
-        self._snapshots |= {id(snapshot.module): snapshot for snapshot in after}
 
     def last_look(self, error: BaseException | None = None) -> None:
-        """Raise where calls since have left something behind that other calls depend on; other traces of them are removed.
+        """Raise where modules hold something else than after the first step, or inputs were written to.
 
         Args:
-            error: by which the solve has ended. Of the step's own, it is replaced only where what was kept may be its cause
+            error: by which the solve has ended. A StepError, or what transforms raise where they meet a tensor that was
+                kept from another call, gives way to its cause; all others are the step's own
         """
-        if self._judged or (error is not None and (is_out_of_memory(error) or not isinstance(error, Exception))):
+        gives_way = isinstance(error, (StepError, RuntimeError)) and not is_out_of_memory(error)
+        if isinstance(error, SideEffect) or (error is not None and not gives_way):
             return
-        self._judged = True
-        try:
-            self._judge(error)
-        except SideEffect:
-            for root, _ in self._roots.values():
-                _HARMLESS.pop(root, None)
-            raise
-        if self._once and error is None:
-            for root, modules in self._roots.values():
-                if modules:
-                    _HARMLESS[root] = self._used, [_facts(module, id(module) in self.keepers) for module in modules]
-        self._snapshots = {number: snapshot for number, snapshot in self._snapshots.items() if number in self.keepers}
+        if isinstance(error, StepError):
+            for group in self._groups[1:]:  # a transform fails where a plain call writes, and says nothing of that
+                with suppress(Exception):
+                    group.call(self._first, group.inputs(-1))
+        self._check_inputs()
+        self._refuse_changes()
 
-    def restore(self) -> None:
-        """Undo what all calls but the first have replaced."""
-        restore(self._snapshots.values())
+    def _look(self) -> _Held:
+        modules = [module for root in self.roots for module in inside(root, self._used)]
+        return _Held({id(module): module for module in modules}.values())
 
-    def _judge(self, error: BaseException | None) -> None:
-        every, failed = self._snapshots.values(), isinstance(error, StepError)
-        own_error = error is not None and not failed
-        probed: list[Snapshot] = []
-        if failed:  # a transform fails where a plain call writes, even to the same values, and says nothing of that
-            probed = [
-                Snapshot(snapshot.module, {**snapshot.module._parameters, **snapshot.module._buffers})
-                for snapshot in every
-            ]
-            for group in self._groups[1:]:
-                _call(group, self._first[2], group.inputs(-1))
-        if not own_error:
-            self._check_inputs()
-        replaced = {number: snapshot for number, snapshot in self._snapshots.items() if snapshot.replaced()}
-        self.keepers |= {number: snapshot.module for number, snapshot in replaced.items()}
-        names = _replaced(replaced.values())
-        written = [
-            (snapshot.module, name)
-            for snapshot in every
-            for name in (snapshot.counted() if failed else snapshot.written())
-        ]
-        rewind(probed)
-        if written:  # and would be again, if it were called with what it held before
-            restore(every)
-            rewind(every)
-            if not own_error:
-                raise SideEffect(_writes(*written[0]))
-        elif replaced and not is_capturing(self._first[0].device) and self._matters(replaced):
-            raise SideEffect(_keeps(*names[0]))
+    def _refuse_changes(self) -> None:
+        for place in self._held.written():
+            raise SideEffect(_writes(*place))
+        for place in self._held.replaced():
+            raise SideEffect(_keeps(*place))
 
     def _check_inputs(self) -> None:
         for group, number, leaf, version in self._inputs:
             if version_of(leaf) != version:
-                self.restore()
                 raise SideEffect(_written_to(group, number))
 
-    @torch.no_grad()
-    def _matters(self, replaced: dict[int, Snapshot]) -> bool:
-        """Whether a step gives another result now than from what its modules held before, which they hold again afterwards.
 
-        All calls are on states of the loop: the step may not take others, as where it finds an index in them.
-        """
-        roots = {number for number, (_, modules) in self._roots.items() if any(id(m) in replaced for m in modules)}
-        state, x, first = self._first
-        calls: list[tuple[partial[Tensor | None], Tensor | None]] = []  # and what they gave before, where that is known
-        for group, reached in zip(self._groups, self._reached, strict=True):
-            if not roots.isdisjoint(reached):
-                real = group is self._groups[0] and group.module is None
-                # What the first of several modules has left in their copy is right for it: it is the last one that must agree.
-                here, given = (state, x) if real else (first, group.inputs(-1))
-                calls.append((partial(_call, group, here, given), first if real else None))
-        now = [call() for call, _ in calls]
-        restore(replaced.values())
-        fresh = [call() for call, _ in calls]
-        restore(replaced.values())
-        for (call, before), a, b in zip(calls, now, fresh, strict=True):
-            if b is not None and (a is None or not close(a, b)):
-                again = call() if before is None else before
-                if again is not None and close(again, b):  # else it is random
-                    restore(replaced.values())
-                    return True
-        restore(replaced.values())
-        return False
+class _Held:
+    """What modules hold. Of PyTorch's own, which keep nothing else: parameters and buffers."""
 
+    def __init__(self, modules: Iterable[nn.Module]):
+        tensors: list[tuple[nn.Module, str, Any]] = []
+        self._stores: list[tuple[nn.Module, dict, int, dict]] = []  # how many entries, and those that are no internals
+        self._containers: list[tuple[nn.Module, str, Any, Any]] = []
+        for module in modules:
+            if module._parameters:
+                tensors += [(module, name, tensor) for name, tensor in module._parameters.items()]
+            if module._buffers:
+                tensors += [(module, name, tensor) for name, tensor in module._buffers.items()]
+            if type(module).__module__.startswith("torch.nn.modules."):
+                continue
+            attributes = vars(module)
+            own = {name: value for name, value in attributes.items() if name not in MODULE_INTERNALS}
+            self._stores.append((module, attributes, len(attributes), own))
+            for store in (module._parameters, module._buffers, module._modules):
+                self._stores.append((module, store, len(store), store.copy()))
+            for name, value in own.items():
+                kind = type(value)
+                if kind in _CONTAINERS and len(value) <= LARGEST:
+                    self._containers.append((module, name, value, value.copy()))
+                elif issubclass(kind, Tensor):
+                    tensors.append((module, name, value))
+        every = [(*each, version_of(each[2])) for each in tensors if each[2] is not None]
+        self._counted = [each for each in every if each[3] is not None]
+        self._lazy = [each[:3] for each in every if each[3] is None and is_lazy(each[2])]
 
-def _call(group: StepGroup, state: Tensor, x: Any) -> Tensor | None:
-    try:
-        return group.call(state.clone(), x)
-    except Exception as error:  # what was kept of a call on all steps at once may be of no use in another
-        if is_out_of_memory(error):
-            raise
-        return None
+    def lazy(self) -> list[nn.Module]:
+        return [module for module, _, _ in self._lazy]
 
+    def written(self) -> list[tuple[nn.Module, str]]:
+        """Of tensors that were written to since, or made: the module, and the name in it."""
+        made = [(module, name) for module, name, tensor in self._lazy if not is_lazy(tensor)]
+        return made + [(module, name) for module, name, tensor, version in self._counted if tensor._version != version]
 
-#: Of roots that were found to be in order: what their program used, since another one may call another part; and for every
-#: module inside, its mode, its own modules, and whether it keeps something.
-_HARMLESS: WeakKeyDictionary[nn.Module, tuple[set[Any], list[tuple[ref[nn.Module], bool, list[int], bool]]]]
-_HARMLESS = WeakKeyDictionary()
-
-
-def _facts(module: nn.Module, keeps: bool) -> tuple[ref[nn.Module], bool, list[int], bool]:
-    return ref(module), module.training, [*map(id, module._modules.values())], keeps
-
-
-def _keepers_in(root: nn.Module, used: set[Any]) -> list[nn.Module] | None:
-    """Those inside a root that keep something without consequences; None where that is not known, or no longer."""
-    before, known = _HARMLESS.get(root, (None, []))
-    if before != used:
-        return None
-    keepers = []
-    for each, mode, inner, keeps in known:
-        module = each()
-        if module is None or module.training is not mode or len(module._modules) != len(inner):
-            return None
-        if inner and [*map(id, module._modules.values())] != inner:
-            return None
-        if keeps:
-            keepers.append(module)
-    return keepers
+    def replaced(self) -> list[tuple[nn.Module, str]]:
+        """The same of what is something else now, or a container with other entries."""
+        found = [(module, name) for module, name, now, before in self._containers if not _same_entries(before, now)]
+        for module, now, count, before in self._stores:
+            if len(now) != count or (before and not all(map(is_, before.values(), map(now.get, before)))):
+                names = sorted((before.keys() | now.keys()) - MODULE_INTERNALS)
+                found += [(module, name) for name in names if not surely_equal(before.get(name), now.get(name))]
+        return found
 
 
-def _written(every: Iterable[Snapshot]) -> list[tuple[nn.Module, str]]:
-    return [(snapshot.module, name) for snapshot in every for name in snapshot.written()]
-
-
-def _replaced(every: Iterable[Snapshot]) -> list[tuple[nn.Module, str]]:
-    return [(snapshot.module, name) for snapshot in every for name in snapshot.replaced()]
+def _same_entries(a: Any, b: Any) -> bool:
+    if isinstance(a, set):
+        return a == b
+    return surely_equal(list(a), list(b)) if isinstance(a, deque) else surely_equal(a, b)
 
 
 def changes_in_place(name: str) -> str:
@@ -262,20 +189,21 @@ def _writes(module: nn.Module, name: str) -> str:
     if name in module._buffers:
         return (
             f"step: changes the buffer {name!r} of a {kind} at every call (batch statistics or a power iteration in train mode?), and "
-            "would leave it otherwise than the loop does. Call .eval()"
+            "would leave it otherwise than the loop does. Call .eval(), or use solver=Loop(). What it holds now is not put back"
         )
     what = "parameter" if name in module._parameters else "tensor"
     return (
-        f"step: changes the {what} {name!r} of a {kind} in place, and would leave it otherwise than the loop does. Do "
-        "that before the solve; where the first call sets it, let the loop do that once: solver=Loop()"
+        f"step: changes the {what} {name!r} of a {kind} in place, and would leave it otherwise than the loop does. Do that before "
+        "the solve; where the first call sets it, let the loop do that once: solver=Loop(). What it holds now is not put back"
     )
 
 
 def _keeps(module: nn.Module, name: str) -> str:
     return (
-        f"step: a {type(module).__name__} keeps {name!r} from one call to the next, and its result depends on it, which would not "
-        "be as in the loop. Hand over in xs what differs between steps, and compute what does not before the solve; what the first "
-        "call sets for good, let the loop set once: solver=Loop()"
+        f"step: a {type(module).__name__} keeps {name!r} from one call to the next, which would not be as in the loop. Take that out of "
+        "the step, or use solver=Loop(): hand over in xs what differs between steps, and compute what does not before the solve. "
+        "What a first call sets for good, set by a call before the solve; where it depends on the state, let the loop set it once: "
+        "solver=Loop(). What it holds now is not put back"
     )
 
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..linear.hierarchical import interleave
-from ..runtime import has_tangent, is_capturing
+from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
 from .hooks import NoHooks, refuse_hooked
 from .layout import Layout, describe
 from .purity import Purity, changes_in_place
 from .rows import check_fold
-from .snapshot import version_of
 from .stack import group_callables
 from .trace import Trace
 
@@ -70,7 +69,6 @@ class Sequence:
         needs_gradients: whether anything that the states depend on requires a gradient
         first: [B, D], the state after the first step, where the loop is to go on from it
         trace: of the first step, where it was asked for and could be made
-        keepers: modules that keep something without consequences, as far as is known
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Sequence:
         inner = step.step if isinstance(step, Rowwise) else step
         self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
-        self.keepers: list[nn.Module] = []
         self._verified: set[str] = set()
         self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
         if several:
@@ -112,7 +109,7 @@ class Sequence:
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
         self.trace = Trace(self.layout.device) if traced and not several else None
-        self._purity = Purity([group for _, group in self._groups], once=traced) if watched else None
+        self._purity = Purity([group for _, group in self._groups]) if watched else None
         differentiated = watched and torch.is_grad_enabled()
         with NoHooks() if differentiated else nullcontext():
             first = self._take_first_step(xs)
@@ -126,7 +123,6 @@ class Sequence:
                 check_fold(self._groups[0][1], self.initial.detach(), first.detach(), self.length)
             except BaseException as error:
                 self.check_purity(error)
-                self.undo_side_effects()
                 raise
         inputs = [group.xs for _, group in self._groups]
         self.needs_gradients = first.requires_grad or any(
@@ -163,23 +159,9 @@ class Sequence:
         return first
 
     def check_purity(self, error: BaseException | None = None) -> None:
-        """After the solve: raise where calls have left something behind that others depend on, or that led to ``error``."""
+        """After the solve: raise where modules hold something else than after the first step, which may have led to ``error``."""
         if self._purity is not None:
             self._purity.last_look(error)
-
-    def undo_side_effects(self) -> None:
-        """After the last call: let modules hold what the first one has left in them."""
-        self.restore_modules()
-        watched, self._purity = (
-            self._purity,
-            None,
-        )  # a graph keeps the sequence, and is not to keep what modules once held
-        self.keepers = list(watched.keepers.values()) if watched is not None else []
-
-    def restore_modules(self) -> None:
-        """Let modules hold what the first call has left in them: what they keep without its history cuts off gradients."""
-        if self._purity is not None:
-            self._purity.restore()
 
     def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
         """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""

@@ -104,17 +104,17 @@ def _same_module(a: nn.Module, b: nn.Module) -> bool:
     if any(getattr(module, name) for module in (a, b) for name in hooks):
         return False  # a hook may do anything
     own_a, own_b = ({k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m in (a, b))
-    return own_a.keys() == own_b.keys() and all(_equal(own_a[k], own_b[k]) for k in own_a)
+    return own_a.keys() == own_b.keys() and all(surely_equal(own_a[k], own_b[k]) for k in own_a)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def surely_equal(a: Any, b: Any) -> bool:
     """Equality that is certain: what cannot be compared safely counts as different."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(surely_equal, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(surely_equal(a[k], b[k]) for k in a)
     return isinstance(a, _PLAIN) and not isinstance(a, Tensor) and a == b
