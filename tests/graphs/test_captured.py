@@ -840,3 +840,35 @@ def test_a_replay_that_no_longer_fits_the_step_is_noticed(stop, device, monkeypa
         solution = deeppcr.solve(problem.step, z0, xs, solver=solver)
     assert "another result" in " ".join(solution.plan.notes)
     assert relative_error(solution.states, true) < 1e-4
+
+
+def test_a_derivative_of_its_own_is_part_of_a_recording_that_tests_nothing(device):
+    """The values of the step do not depend on what its derivative does; the iterates of a fixed number of iterations do."""
+    factor = [1.0]
+
+    class Sine(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(z):
+            return torch.sin(z)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return factor[0] * torch.cos(ctx.saved_tensors[0]) * tangent
+
+    make = Generator(0, torch.float64, device)
+    weight, z0, xs = make.normal(3, 3), make.normal(2, 3), make.normal(30, 3)
+
+    def solve(**settings):
+        newton = Newton(stop=deeppcr.FixedIterations(2), chunk=1, **settings)
+        with torch.no_grad():
+            return deeppcr.solve(lambda z, x: Sine.apply(z @ weight + x), z0, xs, solver=newton)
+
+    assert is_replayed([solve() for _ in range(3)][-1])
+    factor[0] = 0.2
+    assert_same([solve() for _ in range(3)][-1], solve(capture=False))

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..guess import Guess
-from ..jacobian import Jacobian
 from ..newton import Loop, Newton, Outcome, first_ends
 from ..runtime import declares, is_capturing
 from ..sequence import Sequence
@@ -83,7 +82,7 @@ class CapturedSolves:
     @torch.no_grad()
     def solve(self, newton: Newton, sequence: Sequence, guess: Guess, plan: Plan) -> tuple[Outcome, Tensor] | None:
         """The outcome and its residual [B]; None where the general iteration must do it, and the plan says why."""
-        refusal = _trace_jacobian(newton.jacobian, sequence)
+        refusal = _complete_trace(newton, sequence)
         if refusal is None:
             chunk = newton.choose_chunk(sequence, plan)
             found = self._solve(newton, sequence, guess, chunk, plan)
@@ -147,8 +146,8 @@ class CapturedSolves:
         self._seen.put(hash(key), reason or "it failed")
 
 
-def _trace_jacobian(jacobian: Jacobian, sequence: Sequence) -> str | None:
-    """Add to the trace what a given Jacobian depends on. Returns why the solve cannot be captured, or None."""
+def _complete_trace(newton: Newton, sequence: Sequence) -> str | None:
+    """Add to the trace of a step what else a recording depends on. Returns why the solve cannot be captured, or None."""
     trace = sequence.trace
     if trace is None:
         return "its step cannot be traced"
@@ -156,7 +155,9 @@ def _trace_jacobian(jacobian: Jacobian, sequence: Sequence) -> str | None:
         return f"its steps are evaluated by {sequence.evaluation}"
     if trace.refusal is None:
         try:
-            jacobian.trace(sequence)
+            newton.jacobian.trace(sequence)
+            if newton.stop.fixed is not None:  # no residual shows then that derivatives are other ones
+                sequence.trace_derivative()
         except Exception:  # if it fails without a trace too, its error says why
             return "its Jacobian cannot be traced"
     return trace.refusal

@@ -56,6 +56,7 @@ class Recording:
         layout = sequence.layout
         self._kept: dict[str, Tensor] = {}
         self._initial = torch.empty_like(sequence.initial, memory_format=torch.contiguous_format)
+        self._first_state = torch.empty_like(self._initial)
         self._ends = torch.empty(ends.shape, dtype=ends.dtype, device=ends.device)
         leaves, spec = pytree.tree_flatten(sequence.xs)
         self._xs = [torch.empty_like(_unexpanded(leaf)) for leaf in leaves if leaf is not None]
@@ -139,9 +140,18 @@ class Recording:
         elif self._fixed is not None:
             held = ~iteration.unusual
             codes = torch.where(progress.active, Result.ITERATIONS_DONE.severity, codes)
+        held = held & self._begins_alike(states)
         self._states, self._residual = states, self._keep("residual", residual)
         verdict = torch.stack([held.all().long(), progress.iterations.amax()])
         self._keep("verdict", torch.cat([verdict, codes]))
+
+    def _begins_alike(self, states: Tensor) -> Tensor:
+        """[B]: whether the first step, taken by itself for every solve, leads to the recording's first state.
+
+        Where it does not, the recording holds another step than the one that was given, however that escaped the trace.
+        """
+        tolerances = self._newton.tolerances(states.dtype)
+        return measure(self._sequence.layout, self._first_state.unsqueeze(0), states[:1], *tolerances)[1]
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a tensor, always in the same place."""
@@ -153,6 +163,7 @@ class Recording:
 
     def _load(self, sequence: Sequence, ends: Tensor) -> None:
         self._initial.copy_(sequence.initial)
+        self._first_state.copy_(sequence.first)
         self._ends.copy_(ends)
         for place, leaf in zip(self._xs, pytree.tree_leaves(sequence.xs) if self._xs else [], strict=True):
             place.copy_(_unexpanded(leaf))

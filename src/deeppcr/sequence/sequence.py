@@ -67,7 +67,7 @@ class Sequence:
         initial: [B, D], ``z_0``, still attached to the caller's graph
         xs: as given
         needs_gradients: whether anything that the states depend on requires a gradient
-        first: [B, D], the state after the first step, where the loop is to go on from it
+        first: [B, D], the state after the first step; where the loop goes on from it, still attached to the caller's graph
         trace: of the first step, where it was asked for and could be made
     """
 
@@ -113,7 +113,7 @@ class Sequence:
         differentiated = watched and torch.is_grad_enabled()
         with NoHooks() if differentiated else nullcontext():
             first = self._take_first_step(xs)
-        self.first = None if watched else first
+        self.first = first.detach() if watched else first
         if self._purity is not None:
             self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
@@ -179,6 +179,19 @@ class Sequence:
             except Exception:  # not every step can be traced; if it fails without that too, its error says why
                 self.trace = None
         return group.call(state, x)
+
+    def trace_derivative(self) -> None:
+        """Add to the trace what the derivative of the first step does: a function with a derivative of its own may have it depend on
+        more than its values do."""
+        group, x = self._groups[0][1], self.inputs(0)
+        state = self.initial.detach().clone()
+        x = pytree.tree_map(lambda leaf: leaf.detach().clone(), x) if x is not None else None
+        assert self.trace is not None
+
+        def derivative(state: Tensor, tangent: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            return torch.func.jvp(lambda z: group.call(z, x), (state,), (tangent,))
+
+        self.trace.run(group.function, derivative, state, torch.ones_like(state), x)
 
     def moved_to(self, initial: Tensor, xs: Any) -> Sequence:
         """The same loop from another start [B, D] on other inputs, nothing known of how it can be evaluated.

@@ -44,9 +44,7 @@ class Watch(TorchDispatchMode):
     def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
         self.refusal = _facts_of(func)[0]
         for tensor in _tensors((args, kwargs, found)):
-            # Forward mode compares layouts by tensors that have no memory, and says zero by such a one on the CPU.
-            memory = not (tensor.is_meta or tensor._is_zerotensor())
-            if tensor.device != self.device and memory:
+            if tensor.device != self.device and not _has_no_memory(tensor):
                 self.refusal = f"it needs a tensor on {tensor.device} ({func})"
 
 
@@ -103,13 +101,18 @@ class Trace(Watch):
         reason, changes = _facts_of(func)
         self.refusal = reason or _hides(func)
         self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
-        if changes and any(t.untyped_storage().data_ptr() in self.outside for t in _tensors((args, kwargs))):
+        if changes and any(self._is_outside(each) for each in _tensors((args, kwargs))):
             self.refusal = f"it changes a tensor that it closes over ({func})"
         for tensor in (found,) if isinstance(found, Tensor) else _tensors(found):
             self._name(tensor, ("made", len(self._names)))
 
+    def _is_outside(self, tensor: Tensor) -> bool:
+        return not _has_no_memory(tensor) and tensor.untyped_storage().data_ptr() in self.outside
+
     def _name(self, tensor: Tensor, name: Hashable) -> Hashable:
         """What the memory of a tensor is called: ``name``, unless it has one."""
+        if _has_no_memory(tensor):
+            return "nothing"
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             self.refusal = f"it works on a {type(tensor).__name__} ({tensor.layout})"
             return None
@@ -172,6 +175,11 @@ def _hides(func: Any) -> str | None:
     if name in _UNFILLED:
         return f"it makes a tensor that something else has to fill, unseen ({name})"
     return None
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Forward mode compares layouts by tensors that have no memory, and says zero by such a one, on the CPU."""
+    return tensor.is_meta or tensor._is_zerotensor()
 
 
 def _tensors(nest: Any) -> list[Tensor]:
