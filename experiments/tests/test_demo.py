@@ -141,11 +141,17 @@ def test_a_demo_that_was_interrupted_goes_on(runs, tmp_path, monkeypatch, capsys
 
 
 def test_a_demo_that_was_interrupted_while_it_measured(tmp_path, monkeypatch, capsys):
-    def interrupted(self, budget):
+    """As a module, as ``make demo`` runs it: what becomes of it is the exit code."""
+
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo.Row, "examine", interrupted)
-    assert demo.main(["--quick", "--device", "cpu"]) == 130
+    monkeypatch.setattr(demo.Network, "make", interrupted)
+    monkeypatch.setattr(sys, "argv", ["demo", "--quick", "--device", "cpu"])
+    monkeypatch.delitem(sys.modules, "deeppcr_paper.demo")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("deeppcr_paper.demo", run_name="__main__")
+    assert ended.value.code == 130
     assert "nothing of it is kept" in capsys.readouterr().err
     assert not (tmp_path / "demo-results").exists()
 
@@ -245,11 +251,8 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_no_threads_at_all(capsys, monkeypatch):
-    """As a module, as ``make demo`` runs it."""
-    monkeypatch.setattr(sys, "argv", ["demo", "--quick", "--threads", "0"])
-    monkeypatch.delitem(sys.modules, "deeppcr_paper.demo")
+def test_no_threads_at_all(capsys):
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("deeppcr_paper.demo", run_name="__main__")
+        demo.main(["--quick", "--threads", "0"])
     assert ended.value.code == 2
     assert "--threads: at least 1, got 0" in capsys.readouterr().err
