@@ -1,6 +1,6 @@
-"""Compiles kernels for an H200 on any machine, and prints what they need: python kernel_compiler.py FAMILY [all]
+"""Compiles kernels for an H200 on any machine, and prints what they need: python kernel_compiler.py [all]
 
-The interpreter runs kernels that the compiler refuses. So every launch of a family of calls is caught, and its kernel
+The interpreter runs kernels that the compiler refuses. So every launch of each family of calls is caught, and its kernel
 compiled for what it was given. Run by ``test_compile.py``, in a process whose Triton does not interpret.
 """
 
@@ -21,7 +21,7 @@ from deeppcr.nn import adjoint, forward
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 found: list[dict] = []
-#: All widths that differ in how they are compiled, or the least and the largest.
+#: All sizes that differ in how they are compiled, or some that reach every kernel in each of its forms.
 EVERY = "all" in sys.argv
 already: set[tuple] = set()
 
@@ -42,7 +42,7 @@ def compile_for(kernel, arguments, constants, options):
                 attributes[(at,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
-    key = (kernel.fn.__name__, *map(str, (signature, constant, attributes, options)))
+    key = (kernel.fn.__module__, kernel.fn.__name__, *map(str, (signature, constant, attributes, options)))
     if key not in already:
         already.add(key)
         compiled = triton.compile(ASTSource(kernel, signature, constant, attributes), target=HOPPER, options=options)
@@ -61,21 +61,18 @@ of: dict = {}
 
 
 def dense_systems():
-    for of["width"] in (3, 16, 32, 64, 128) if EVERY else (64, 128):
-        data, rhs = torch.empty(299, 2, *[of["width"]] * 2), torch.empty(300, 2, of["width"])
+    for of["width"] in (3, 16, 32, 64, 128, 256) if EVERY else (64, 128):
+        data, rhs = torch.empty(99, 2, *[of["width"]] * 2), torch.empty(100, 2, of["width"])
         dense.solve_coupled(linear.Dense(data), rhs, reverse=True)
-    of["width"], data, rhs = 256, torch.empty(99, 256, 256), torch.empty(100, 256)
-    dense.solve_coupled(linear.Dense(data), rhs)
 
 
 def scans():
     for of["channels"], length in ((1, 2**20), (3, 8), (8, 2**18), (16, 1000)) if EVERY else ((1, 2**20),):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         diagonal.solve_coupled(linear.Diagonal(data), rhs)
-    for of["channels"], length in ((16, 2**14), (32, 2**15)) if EVERY else ((32, 2**15),):
+    for of["channels"], length in ((16, 2**14), (32, 2**15), (2048, 2048)) if EVERY else ((2048, 2048),):
         data, rhs = torch.empty(length - 1, of["channels"]), torch.empty(length, of["channels"])
         lookback.run(linear.Diagonal(data), rhs, False, lookback.choose(length, of["channels"]))
-    lookback.run(linear.Diagonal(torch.empty(2047, 2048)), torch.empty(2048, 2048), False, lookback.choose(2048, 2048))
     for of["size"] in (2, 5) if EVERY else (5,):
         data, rhs = torch.empty(999, 3, of["size"], of["size"]), torch.empty(1000, 3 * of["size"])
         block_diagonal.solve_coupled(linear.BlockDiagonal(data), rhs)
@@ -87,7 +84,8 @@ def networks():
         blocks, width = 256, of["width"]
         weight = torch.empty(blocks, *[skip] * (skip > 1), width, width)
         start, x = torch.empty(1, width), torch.empty(blocks * skip + 1, 1, width)
-        for chunk in (8, blocks):
+        # Without chunks, a width between the least and the largest is compiled as these are.
+        for chunk in (8, blocks) if EVERY or width != 64 else (8,):
             layers = forward.Layers(skip, skip > 1, activation, chunk=chunk)
             forward.run(weight, torch.empty(weight.shape[:-1]), start, None, layers)
             adjoint.all_gradients(weight, x, start, layers)
@@ -95,5 +93,6 @@ def networks():
                 adjoint.adjoint(weight, x, torch.empty(blocks, 1, width), layers)
 
 
-{"dense": dense_systems, "scans": scans, "networks": networks}[sys.argv[1]]()
+for of in ({"family": "dense"}, {"family": "scans"}, {"family": "networks"}):
+    {"dense": dense_systems, "scans": scans, "networks": networks}[of["family"]]()
 json.dump(found, sys.stdout)

@@ -51,8 +51,9 @@ def recurrence_holds(problem, solution, dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MARGINAL)
-def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, device):
-    problem = MARGINAL[name](Generator(0, dtype, device), 1000, 3)
+@pytest.mark.parametrize("length", [400, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, length, device):
+    problem = MARGINAL[name](Generator(0, dtype, device), length, 3)
     with torch.no_grad():
         solution = problem.solve(solver=Newton(chunk=16, max_iterations=100), on_failure="raise")
         # A trajectory that amplifies rounding a thousandfold cannot be known better than that in float32.
@@ -67,8 +68,9 @@ def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, device):
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MARGINAL)
-def test_marginal_sequences_are_right_with_default_settings(name, dtype, device):
-    problem = MARGINAL[name](Generator(0, dtype, device), 1000, 3)
+@pytest.mark.parametrize("length", [400, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_marginal_sequences_are_right_with_default_settings(name, dtype, length, device):
+    problem = MARGINAL[name](Generator(0, dtype, device), length, 3)
     with torch.no_grad():
         solution = problem.solve()
         assert recurrence_holds(problem, solution, dtype)
@@ -77,16 +79,26 @@ def test_marginal_sequences_are_right_with_default_settings(name, dtype, device)
 
 
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", ["auto", pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", CHAOTIC)
-def test_chaotic_sequences_hold_or_were_finished_by_the_loop_and_say_so(name, dtype, chunk, device):
-    problem = CHAOTIC[name](Generator(0, dtype, device), 5000, 2)
+@pytest.mark.parametrize(
+    ("name", "length", "dtype", "chunk"),
+    [
+        ("logistic", 5000, torch.float32, "auto"),
+        ("lorenz", 1000, torch.float64, "auto"),
+        *(
+            pytest.param(name, 5000, dtype, chunk, marks=pytest.mark.thorough)
+            for name in CHAOTIC
+            for dtype in DTYPES
+            for chunk in ("auto", 1)
+        ),
+    ],
+)
+def test_chaotic_sequences_hold_or_were_finished_by_the_loop_and_say_so(name, length, dtype, chunk, device):
+    problem = CHAOTIC[name](Generator(0, dtype, device), length, 2)
     with torch.no_grad():
         solution = problem.solve(solver=Newton(chunk=chunk))
         assert recurrence_holds(problem, solution, dtype)
     assert solution.result is Result.FINISHED_BY_LOOP
-    assert all(0 < int(exact) < 5000 for exact in solution.exact_steps)
+    assert all(0 < int(exact) < length for exact in solution.exact_steps)
     assert "one step at a time" in solution.message
     assert any("gave up" in note for note in solution.plan.notes)
     assert solution.iterations.max() <= 15

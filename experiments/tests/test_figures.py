@@ -81,18 +81,11 @@ def drawings(results) -> dict[str, list[figures.Drawing]]:
         return {name: figures.drawings(result) for name, result in results.items()}
 
 
-@pytest.fixture(scope="module")
-def written(drawings) -> list[figures.Drawing]:
-    """Those that the fixture below writes down, which takes long: one of every kind."""
-    alike = re.compile("-backward$|pixel-diffusion-(?!classes)|-unconditional$|iterations-pixel$")
-    return [drawing for each in drawings.values() for drawing in each if not alike.search(drawing.name)]
-
-
-@pytest.fixture(scope="module")
-def drawn(written) -> list[figures.Figure]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return [drawing.figure() for drawing in written]
+#: Figures that are made like others: to write one down takes up to a second.
+ALIKE = re.compile(
+    "-backward$|^hardware|training-(accuracy|seeds)$|-mnist-(speedup|distance)$|pixel-diffusion-(?!classes)"
+    "|-unconditional$|iterations-pixel$"
+)
 
 
 def panel(drawing: figures.Drawing, title: str):
@@ -122,10 +115,17 @@ def test_an_unknown_experiment_has_none():
     assert figures.draw({"experiment": "network-timing", "records": []}) == []
 
 
-def test_svg_stands_by_itself_in_a_page(drawn):
-    ids = []
-    for figure in drawn:
+def test_svg_stands_by_itself_in_a_page(drawings):
+    every = [drawing for each in drawings.values() for drawing in each]
+    assert len({drawing.name for drawing in every}) == len(every)
+    written, ids = [drawing for drawing in every if not ALIKE.search(drawing.name)], []
+    for drawing in written:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = drawing.figure()
         root = ElementTree.fromstring(figure.svg)
+        texts = {element.text for element in root.iter() if element.text}
+        assert all({axes.get_xlabel(), axes.get_ylabel()} - {""} <= texts for axes in shown_axes(drawing))
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert figure.svg.startswith("<svg ")
         assert root.attrib["role"] == "img"
@@ -146,38 +146,35 @@ def test_svg_stands_by_itself_in_a_page(drawn):
         assert figures.style.INK not in figure.svg
         ids += own
     assert len(ids) == len(set(ids))
-    assert len({figure.name for figure in drawn}) == len(drawn)
 
 
-def test_axes_have_labels_with_units(written, drawn):
-    texts = {
-        figure.name: {element.text for element in ElementTree.fromstring(figure.svg).iter() if element.text}
-        for figure in drawn
-    }
-    for drawing in written:
-        if drawing.name.endswith("-images"):
-            continue
-        shown = [axes for axes in drawing.canvas.axes if axes.axison]
-        assert shown
+def shown_axes(drawing: figures.Drawing):
+    return [axes for axes in drawing.canvas.axes if axes.axison]
+
+
+def test_axes_have_labels_with_units(drawings):
+    for drawing in (drawing for each in drawings.values() for drawing in each):
+        shown = shown_axes(drawing)
+        assert bool(shown) != drawing.name.endswith("-images")
         for axes in shown:
             labels = [label for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
             assert len(labels) == (1 if axes.get_label() == "<colorbar>" else 2)
             for label in labels:
                 assert re.search(r"\([^)]+\)$", label), label
-                assert label in texts[drawing.name]
             for axis in (axes.xaxis, axes.yaxis):
                 low, high = sorted(axis.get_view_interval())
                 assert axes.get_label() == "<colorbar>" or any(low <= tick <= high for tick in axis.get_majorticklocs())
 
 
-def test_same_result_same_bytes(results, drawn, monkeypatch):
+def test_same_result_same_bytes(results, monkeypatch):
     """Whatever settings matplotlib has, without changing them, and without the global state of pyplot."""
+    drawn = figures.draw(results["resnet-iterations"])
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
     monkeypatch.setitem(matplotlib.rcParams, "svg.hashsalt", None)
     before = {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
     again = figures.draw(results["resnet-iterations"])
-    assert again == [figure for figure in drawn if figure.name == "resnet-iterations"]
+    assert again == drawn
     assert {key: matplotlib.rcParams[key] for key in before} == before
 
 

@@ -38,7 +38,7 @@ from deeppcr_paper.claims.results import Finished, best, command, second
 from deeppcr_paper.figures import Figure, drawings
 from deeppcr_paper.mlp import Network
 from deeppcr_paper.store import PaperError
-from deeppcr_paper.walkthrough import build, headline, write
+from deeppcr_paper.walkthrough import build, headline
 from deeppcr_paper.walkthrough.__main__ import main
 from deeppcr_paper.walkthrough.page import make_page, show, slug
 
@@ -56,11 +56,6 @@ def sketched(content):
     if content["experiment"] in DRAWN:
         return figures.draw(content)
     return [Figure(each.name, each.title, each.paper, each.caption, "<svg ></svg>") for each in drawings(content)]
-
-
-@pytest.fixture(scope="module")
-def built():
-    return build(ROOT, sketched)
 
 
 def without_figures(html):
@@ -83,6 +78,10 @@ def texts(svg):
 
 def assert_committed(built, *, every_figure):
     """Another version of matplotlib puts things elsewhere by a hair: then the words of the figures are compared."""
+    figures_of_the_page = {name for name in built if name.startswith("docs/paper/")}
+    shown = re.findall(r"\]\((paper/[^)]+)\)", built["docs/paper.md"])
+    assert {f"docs/{name}" for name in shown} == figures_of_the_page
+    assert {f"docs/paper/{path.name}" for path in (ROOT / "docs" / "paper").iterdir()} == figures_of_the_page
     files = {name: (ROOT / name).read_text(encoding="utf-8") for name in built}
     versions = {each for text in files.values() for each in re.findall(r"drawn by matplotlib (\S+)", text)}
     same_version = versions == {matplotlib.__version__}
@@ -97,8 +96,9 @@ def assert_committed(built, *, every_figure):
         assert committed == content, f"{name} is not what results/ give: run make paper"
 
 
-def test_what_is_committed_is_what_is_built(built):
-    assert_committed(built, every_figure=False)
+def test_what_is_committed_is_what_is_built():
+    """So other tests may look at what is committed, which takes no time."""
+    assert_committed(build(ROOT, sketched), every_figure=False)
 
 
 @pytest.mark.thorough
@@ -118,18 +118,8 @@ def test_pictures_are_compared_by_their_pixels():
     assert pixels(svg(one, 0)) != pixels(svg(other, 0))
 
 
-def test_no_figure_is_left_over(built):
-    committed = {f"docs/paper/{path.name}" for path in (ROOT / "docs" / "paper").iterdir()}
-    assert committed == {name for name in built if name.startswith("docs/paper/")}
-
-
-def test_the_page_shows_every_figure_that_is_built(built):
-    shown = re.findall(r"\]\((paper/[^)]+)\)", built["docs/paper.md"])
-    assert {f"docs/{name}" for name in shown} == {name for name in built if name.startswith("docs/paper/")}
-
-
-def test_the_page_links_to_its_own_headings(built):
-    page = built["docs/paper.md"]
+def test_the_page_links_to_its_own_headings():
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     headings = {slug(heading) for heading in re.findall(r"^### (.*)$", page, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) == headings
     assert len(headings) == len(ITEMS)
@@ -327,6 +317,5 @@ def test_the_command_writes_what_differs_and_takes_away_what_is_left_over(tmp_pa
         changed
     )
     assert not (tmp_path / "docs" / "paper" / "old.svg").exists()
-    assert write(tmp_path) == []
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == "everything is as it was\n"

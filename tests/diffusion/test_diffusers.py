@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deeppcr
 from deeppcr.diffusion import UnsupportedScheduler, Window, parallel_sample, parallelize, read_scheduler
+from kernel_support import thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install deeppcr[diffusers]")
@@ -215,7 +216,9 @@ def test_unet_in_parallel(unet, case):
     assert error(got.final, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "HeunDiscreteScheduler"])
+@pytest.mark.parametrize(
+    "name", every_third(["DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "HeunDiscreteScheduler"])
+)
 @torch.no_grad()
 def test_unet_in_parallel_in_float64(unet, name):
     model = copy.deepcopy(unet).double()
@@ -241,7 +244,10 @@ def test_unet_with_default_clipping(unet, name):
 
 
 @pytest.mark.parametrize("guidance", [pytest.param(None, marks=pytest.mark.thorough), 4.0])
-@pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+@pytest.mark.parametrize(
+    "name",
+    every_third(["DDIMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"]),
+)
 @torch.no_grad()
 def test_conditional_unet_in_parallel(conditional, name, guidance):
     scheduler = made((name, LATENT | (FREE if name.startswith("DD") else {}), {}), 12)
@@ -366,9 +372,12 @@ OPTIONS = {"solver": tight()}
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.thorough), 3.0])
 @pytest.mark.parametrize(
     "name",
-    ["DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler",
-     "HeunDiscreteScheduler"],
-)  # fmt: skip
+    [
+        "DDPMScheduler",
+        "HeunDiscreteScheduler",
+        *thorough("DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"),
+    ],
+)
 def test_a_pipeline_with_prompts(conditional, vae, name, scale):
     pipeline, given = prompted(conditional, vae, name), embeds()
     ours, theirs = seeded(), seeded()

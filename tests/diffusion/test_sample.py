@@ -25,6 +25,7 @@ from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import as_start
 from diffusion import digits
+from kernel_support import thorough
 
 JACOBIANS = {
     "prior": {"jacobian": "prior"},
@@ -72,8 +73,7 @@ def test_parallel_equals_the_loop_without_falling_back(net, name, samples, lengt
     assert found.iterations.shape == found.evaluations.shape == found.residual.shape == (samples,)
 
 
-@pytest.mark.parametrize("conditional", [False, True])
-@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize(("samples", "conditional"), [(1, False), (5, True), *thorough((1, True), (5, False))])
 @pytest.mark.parametrize(
     "step", [DDPM(), DDIM(), DDIM(eta=0.5), DDPM(variance="small"), DDPM(clip=1.0), DDIM(clip=0.9)], ids=repr
 )

@@ -6,8 +6,6 @@ from torch import nn
 
 from deeppcr.nn import MLP, ResNet
 
-STEPS = 200
-
 
 @pytest.fixture(scope="module")
 def digits(device):
@@ -16,11 +14,11 @@ def digits(device):
     return images, torch.tensor(data.target, device=device)
 
 
-def losses(net, digits, rows, rate):
+def losses(net, digits, rows, rate, steps):
     """Of every step of plain gradient descent, and of the last network on all images."""
     images, labels = digits
     optimiser, found = torch.optim.SGD(net.parameters(), lr=rate), []
-    for step in range(STEPS):
+    for step in range(steps):
         picked = slice(rows * step, rows * (step + 1))
         loss = nn.functional.cross_entropy(net(images[picked]), labels[picked])
         optimiser.zero_grad()
@@ -38,20 +36,21 @@ DEPTHS += [("resnet", depth, skip) for depth, skip in ((1, 1), (5, 5), (64, 4), 
 CASES = [
     (*depth, rows, activation) for depth in DEPTHS for rows in (1, 8) for activation in ("relu", "tanh", "sigmoid")
 ]
-#: Each kind, activation, and number of rows; one layer, a ragged chunk, several chunks.
-USUAL = {
-    ("mlp", 1, 1, 8, "sigmoid"),
-    ("mlp", 64, 1, 1, "tanh"),
-    ("resnet", 5, 5, 8, "relu"),
-    ("resnet", 64, 4, 8, "tanh"),
-}
+#: Each kind, activation, and number of rows; one layer, a ragged chunk, several chunks. Deep ones for fewer steps.
+USUAL = [
+    ("mlp", 1, 1, 8, "sigmoid", 200),
+    ("mlp", 64, 1, 1, "tanh", 60),
+    ("resnet", 5, 5, 8, "relu", 200),
+    ("resnet", 64, 4, 8, "tanh", 60),
+]
+EVERY = [(*case, 200) for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth", "skip", "rows", "activation"),
-    [case if case in USUAL else pytest.param(*case, marks=pytest.mark.thorough) for case in CASES],
+    ("kind", "depth", "skip", "rows", "activation", "steps"),
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.thorough) for case in EVERY if case not in USUAL)],
 )
-def test_the_loss_is_the_same_at_every_step(kind, depth, skip, rows, activation, digits, device):
+def test_the_loss_is_the_same_at_every_step(kind, depth, skip, rows, activation, steps, digits, device):
     """From the first state repeated with one row, and from the last step's activations with eight."""
     found, images, labels = {}, *digits
     # Deep residual networks amplify rounding from step to step, by how much depends on where they begin: here, by little.
@@ -63,9 +62,9 @@ def test_the_loss_is_the_same_at_every_step(kind, depth, skip, rows, activation,
         net.to(device)  # drawn on a CPU, so that every device trains the same network
         with torch.no_grad():
             before = nn.functional.cross_entropy(net(images, mode="sequential"), labels)
-        found[mode], after = losses(net, digits, rows, rate=0.05)
+        found[mode], after = losses(net, digits, rows, rate=0.05, steps=steps)
     assert (found["parallel"] - found["sequential"]).abs().max() < 1e-3
     # The layers of a deep perceptron forget their input: it learns no more than how frequent each digit is.
-    assert after < before - 0.02
+    assert after < before - 1e-4 * steps
     if kind == "resnet" and depth <= 5 and activation != "sigmoid":
         assert after < 1.7
