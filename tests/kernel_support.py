@@ -3,6 +3,7 @@
 The ``conftest.py`` of each folder with such tests takes the hook and the fixtures from here.
 """
 
+import ctypes
 import dataclasses
 import os
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def pytest_configure(config):
@@ -191,7 +193,7 @@ def poisoned_memory(device):
 
 
 class Compiled:
-    """Takes the launches of a kernel as one that was compiled does, and sees that it was compiled for such arguments.
+    """Takes the launches of a kernel as one that was compiled does, by tensors or their pointers, and sees that it was compiled for such arguments.
 
     Args:
         kernel: an interpreted one
@@ -204,6 +206,7 @@ class Compiled:
 
     def __init__(self, kernel, run, arguments):
         self.kernel, self.interpret = kernel, run
+        self.pointers = {at: each.dtype for at, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
         self.compiled_for = self.specialised(arguments)
 
     def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
@@ -214,9 +217,11 @@ class Compiled:
     def specialised(self, arguments):
         """What Triton compiles a kernel for."""
         free, found = self.kernel.kwargs.get("do_not_specialize") or (), []
-        for name, value in zip(self.kernel.arg_names, arguments, strict=True):
+        for at, (name, value) in enumerate(zip(self.kernel.arg_names, arguments, strict=True)):
             if isinstance(value, torch.Tensor):
                 found.append((value.dtype, value.data_ptr() % 16 == 0))
+            elif at in self.pointers:  # a pointer, of which nobody knows the dtype
+                found.append((self.pointers[at], value % 16 == 0))
             elif isinstance(value, int):
                 found.append((-(2**31) <= value < 2**31, name in free or (value == 1, value % 16 == 0)))
             elif isinstance(value, float):  # of which only the type is compiled in
@@ -228,7 +233,12 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*arguments):
             Compiled.launches += 1
+            arguments = list(arguments)
             assert self.specialised(arguments) == self.compiled_for, self.kernel.fn.__name__
+            for at, dtype in self.pointers.items():
+                if isinstance(arguments[at], int):
+                    buffer = (ctypes.c_byte * 8).from_address(arguments[at])
+                    arguments[at] = torch.frombuffer(buffer, dtype=dtype)
             if self.interpret is not None:
                 self.interpret(self.kernel, *arguments, grid=grid, warmup=False)
 
@@ -240,7 +250,11 @@ def _compile(patch, *, interpret):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from deeppcr import launch
 
-    run = interpreter.InterpretedFunction.run
+    interpreted = interpreter.InterpretedFunction.run
+
+    def run(*arguments, **options):
+        with _disable_current_modes():  # a GPU's kernels are no operations of PyTorch
+            return interpreted(*arguments, **options)
 
     def first(kernel, *arguments, grid, warmup, **options):
         Compiled.launches += 1
@@ -250,7 +264,8 @@ def _compile(patch, *, interpret):
 
     patch.setattr(interpreter.InterpretedFunction, "run", first)
     patch.setattr(launch, "current_stream", lambda device: 0)
-    patch.setattr(launch, "_compiled", {})
+    for cache in ("_compiled", "_noted"):
+        patch.setattr(launch, cache, {})
 
 
 @pytest.fixture

@@ -1,16 +1,25 @@
-"""Launching kernels that were compiled before, without Triton's own launch, which takes longer than most kernels here."""
+"""Launching kernels that were compiled before, without Triton's own launch, which takes longer than most kernels here.
+
+``launch`` launches one. ``repeat`` makes all launches of a call again for other tensors that lie in memory alike: to find out anew
+how a small system is cut up takes longer than to solve it.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
 _compiled: dict[tuple, Any] = {}
+#: By what the launches of a call depend on: see ``repeat``.
+_noted: dict[Hashable, Noted | None] = {}
 
 
 def launch(
@@ -48,14 +57,113 @@ def launch(
         options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
         compiled = kernel[(programs,)](*arguments, *constants, **options)
         if compiled is not None:  # by the interpreter nothing is compiled
-            if len(_compiled) >= _MOST:
-                _compiled.clear()
-            _compiled[key] = compiled
-    elif is_watched():
-        compiled[(programs, 1, 1)](*arguments, *constants)
+            _remember(_compiled, key, compiled)
+    else:
+        _run(compiled, programs, current_stream(device), (*arguments, *constants), is_watched())
+    if _calls.noting is not None:
+        _calls.noting.append((compiled, programs, (*arguments, *constants)))
+
+
+def _run(compiled: Any, programs: int, stream: int, arguments: Any, watched: bool) -> None:
+    if watched:
+        compiled[(programs, 1, 1)](*arguments)
     else:  # what that does, but for the hooks and what they are told
-        stream, function, metadata = current_stream(device), compiled.function, compiled.packed_metadata
-        compiled.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+
+def _remember(cache: dict, key: Hashable, value: Any) -> None:
+    if len(cache) >= _MOST:
+        cache.clear()
+    cache[key] = value
+
+
+class _Calls(threading.local):
+    """The launches of the call that this thread notes."""
+
+    noting: list[tuple[Any, int, tuple]] | None = None
+
+
+_calls = _Calls()
+
+
+class _Computes(TorchDispatchMode):
+    """Sees whether PyTorch does more than to make tensors and look at them: what it computes, launches alone do not repeat."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = self.seen or not (func.is_view or "empty" in func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` gives by launches alone: by the same launches again, where a call under this key was noted.
+
+    Args:
+        key: what the launches depend on: shapes, strides, device and beginnings of the tensors, and settings
+        tensors: that each call brings anew, on the current device
+        make: makes the launches. They work on these tensors, on the one that it returns, contiguous and of the dtype of the
+            last of these, and on memory that was made for them and holds nothing of later use
+    """
+    if key in _noted:
+        known = _noted[key]
+        return make() if known is None else known.again(*tensors)
+    _calls.noting = []
+    try:
+        with _Computes() as computes:
+            result = make()
+        noted = None if computes.seen else Noted.of(_calls.noting, (*tensors, result))
+    finally:
+        _calls.noting = None
+    _remember(_noted, key, noted)
+    return result
+
+
+class Noted:
+    """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece."""
+
+    __slots__ = ("_device", "_launches", "_scratch", "_shape")
+
+    def __init__(self, launches: list[tuple], shape: tuple[int, ...], scratch: int, device: int):
+        self._launches, self._shape, self._scratch, self._device = launches, shape, scratch, device
+
+    @staticmethod
+    def of(launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...]) -> Noted | None:
+        """None where they cannot be made again: nothing was compiled, or two tensors share their memory."""
+        homes = {_storage(tensor): (slot, tensor.data_ptr()) for slot, tensor in enumerate(tensors)}
+        if len(homes) < len(tensors) or any(compiled is None for compiled, *_ in launches):
+            return None
+        found, scratch, last = [], 0, len(tensors)
+        for compiled, programs, arguments in launches:
+            places = []
+            for at, argument in enumerate(arguments):
+                if isinstance(argument, Tensor):
+                    home = _storage(argument)
+                    if home not in homes:
+                        homes[home] = last, home - scratch
+                        scratch += -(-argument.untyped_storage().nbytes() // 128) * 128  # a line of the cache each
+                    slot, begins = homes[home]
+                    places.append((at, slot, argument.data_ptr() - begins))
+            fixed = [None if isinstance(each, Tensor) else each for each in arguments]
+            found.append((compiled, programs, fixed, places))
+        return Noted(found, tuple(tensors[-1].shape), scratch, tensors[-1].get_device())
+
+    def again(self, *tensors: Tensor) -> Tensor:
+        result = tensors[-1].new_empty(*self._shape)
+        scratch = tensors[-1].new_empty(self._scratch // 4) if self._scratch else result  # of float32 or wider
+        pointers = [each.data_ptr() for each in (*tensors, result, scratch)]
+        stream, watched = current_stream(self._device), is_watched()
+        for compiled, programs, fixed, places in self._launches:
+            arguments = fixed.copy()
+            for at, slot, offset in places:
+                arguments[at] = pointers[slot] + offset
+            _run(compiled, programs, stream, arguments, watched)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def kinds(arguments: tuple) -> tuple:

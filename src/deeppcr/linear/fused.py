@@ -58,11 +58,19 @@ class Fused(LinearSolver):
             raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")
         if couplings.data.is_neg() or rhs.is_neg():  # kernels read memory as it is
             couplings, rhs = type(couplings)(couplings.data.resolve_neg()), rhs.resolve_neg()
-        kernels = _kernels(type(couplings))
         if rhs.device.index == torch.cuda.current_device():  # to change it takes as long as a launch
-            return kernels.solve_coupled(couplings, rhs, reverse=reverse)
+            return _launch(couplings, rhs, reverse)
         with torch.cuda.device(rhs.device):
-            return kernels.solve_coupled(couplings, rhs, reverse=reverse)
+            return _launch(couplings, rhs, reverse)
+
+
+def _launch(couplings: Blocks, rhs: Tensor, reverse: bool) -> Tensor:
+    from ..launch import repeat  # which imports Triton
+
+    data, kernels = couplings.data, _kernels(type(couplings))
+    layout = data.shape, data.stride(), data.data_ptr() % 16, rhs.shape, rhs.stride(), rhs.data_ptr() % 16
+    key = (type(couplings), reverse, rhs.device, *layout)
+    return repeat(key, (data, rhs), lambda: kernels.solve_coupled(couplings, rhs, reverse=reverse))
 
 
 @cache

@@ -275,3 +275,70 @@ def test_launches_of_a_solve_with_gradients(uncomputed):
     with Launches() as made:
         torch.autograd.grad(solution, rhs, torch.zeros(64, 4))
     assert made.count == 3
+
+
+class TestRepeat:
+    """All launches of a call, made again for other tensors that lie in memory alike."""
+
+    @pytest.fixture
+    def solve(self, compiled, device, monkeypatch):
+        """``Fused``, on a CPU as if it were a GPU; whether a call was repeated."""
+        if device.type == "cpu":
+            monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        repeated, again = [], launch.Noted.again
+        monkeypatch.setattr(launch.Noted, "again", lambda *arguments: repeated.append(1) or again(*arguments))
+
+        def solve(data, rhs, reverse=False, structure=linear.Dense):
+            repeated.clear()
+            couplings = structure(data)
+            found = linear.Fused().solve_coupled(couplings, rhs, reverse=reverse)
+            full = structure(data.double())
+            right = linear.ForwardSubstitution().solve_coupled(full, rhs.double(), reverse=reverse)
+            assert error(found, right) <= 1e-5
+            return bool(repeated)
+
+        return solve
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize(("length", "width", "batch"), [(9, 4, ()), (70, 3, (2,)), (150, 16, (1,))])
+    def test_other_values_in_other_places(self, length, width, batch, reverse, solve, device, poisoned_memory):
+        for call in range(3):
+            assert solve(*system(length, width, batch, device), reverse) is (call > 0)
+
+    def test_blocks_that_begin_inside_of_a_tensor(self, solve, device):
+        for call in range(3):
+            data, rhs = full_system(70, 4, (2,), device)
+            assert solve(data[1:], rhs) is (call > 0)
+
+    @pytest.mark.parametrize("structure", [linear.Diagonal, linear.Scalar])
+    def test_scans(self, structure, solve, device):
+        for call in range(3):
+            data = torch.rand(299, *((5,) if structure is linear.Diagonal else ()), device=device)
+            assert solve(data, torch.rand(300, 5, device=device), False, structure) is (call > 0)
+
+    def test_other_layouts_are_other_calls(self, solve, device):
+        data, rhs = system(70, 4, (2,), device)
+        assert not solve(data, rhs)
+        assert not solve(strided(data), rhs)
+        assert not solve(data, misaligned(rhs))
+        assert not solve(data, rhs, True)
+        assert solve(data, rhs)
+
+    def test_what_pytorch_computes_is_not_left_out(self, solve, device):
+        """A tensor that begins anywhere is copied first, at every call."""
+        for _ in range(3):
+            data, rhs = system(70, 4, (2,), device)
+            assert not solve(data, misaligned(rhs))
+
+    def test_tensors_that_share_memory_are_not_taken_for_others(self, solve, device):
+        for _ in range(2):
+            memory = torch.randn(70 * 2 * 4 * 5, device=device) / 4
+            rhs, data = memory[: 70 * 8].view(70, 2, 4), memory[70 * 8 : 70 * 8 + 69 * 32].view(69, 2, 4, 4)
+            assert not solve(data, rhs)
+
+    def test_what_is_noted_is_bounded(self, solve, device, monkeypatch):
+        monkeypatch.setattr(launch, "_MOST", 2)
+        for length in (5, 6, 7, 8):
+            solve(*system(length, 3, (), device))
+            assert len(launch._noted) <= 2
