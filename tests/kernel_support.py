@@ -266,6 +266,7 @@ def _compile(patch, *, interpret):
     patch.setattr(launch, "current_stream", lambda device: 0)
     for cache in ("_compiled", "_noted"):
         patch.setattr(launch, cache, {})
+    patch.setattr(sys.modules["deeppcr.linear.solve"], "_prepared", {})  # the name is also that of the function
 
 
 @pytest.fixture

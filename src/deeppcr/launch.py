@@ -59,7 +59,9 @@ def launch(
         if compiled is not None:  # by the interpreter nothing is compiled
             _remember(_compiled, key, compiled)
     else:
-        _run(compiled, programs, current_stream(device), (*arguments, *constants), is_watched())
+        # By pointers: of a tensor the launcher would ask where it lies, and the driver whether that is true.
+        given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+        _run(compiled, programs, current_stream(device), (*given, *constants), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
 
@@ -97,27 +99,32 @@ class _Computes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` gives by launches alone: by the same launches again, where a call under this key was noted.
+def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor | None]) -> Tensor | None:
+    """What ``make`` does by launches alone: by the same launches again, where a call under this key was noted.
 
     Args:
         key: what the launches depend on: shapes, strides, device and beginnings of the tensors, and settings
-        tensors: that each call brings anew, on the current device
-        make: makes the launches. They work on these tensors, on the one that it returns, contiguous and of the dtype of the
-            last of these, and on memory that was made for them and holds nothing of later use
+        tensors: that each call brings anew, on the current device, each once
+        make: makes the launches. They work on these tensors, on the one that it returns, if any, contiguous and of the dtype of
+            the last of these, and on memory that was made for them and holds nothing of later use
     """
     if key in _noted:
         known = _noted[key]
-        return make() if known is None else known.again(*tensors)
+        return make() if known is None else known.again(tensors[-1], *[tensor.data_ptr() for tensor in tensors])
     _calls.noting = []
     try:
         with _Computes() as computes:
             result = make()
-        noted = None if computes.seen else Noted.of(_calls.noting, (*tensors, result))
+        noted = None if computes.seen else Noted.of(_calls.noting, tensors, result)
     finally:
         _calls.noting = None
     _remember(_noted, key, noted)
     return result
+
+
+def noted(key: Hashable) -> Noted | None:
+    """The launches of calls under a key, where they can be made again."""
+    return _noted.get(key)
 
 
 class Noted:
@@ -125,39 +132,47 @@ class Noted:
 
     __slots__ = ("_device", "_launches", "_scratch", "_shape")
 
-    def __init__(self, launches: list[tuple], shape: tuple[int, ...], scratch: int, device: int):
+    def __init__(self, launches: list[tuple], shape: tuple[int, ...] | None, scratch: int, device: int):
         self._launches, self._shape, self._scratch, self._device = launches, shape, scratch, device
 
     @staticmethod
-    def of(launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...]) -> Noted | None:
+    def of(
+        launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...], result: Tensor | None = None
+    ) -> Noted | None:
         """None where they cannot be made again: nothing was compiled, or two tensors share their memory."""
-        homes = {_storage(tensor): (slot, tensor.data_ptr()) for slot, tensor in enumerate(tensors)}
-        if len(homes) < len(tensors) or any(compiled is None for compiled, *_ in launches):
+        every, like = tensors if result is None else (*tensors, result), tensors[-1]
+        homes = {_storage(tensor): (slot, tensor.data_ptr()) for slot, tensor in enumerate(every)}
+        if len(homes) < len(every) or any(compiled is None for compiled, *_ in launches):
             return None
-        found, scratch, last = [], 0, len(tensors)
+        found, scratch = [], 0
         for compiled, programs, arguments in launches:
-            places = []
+            pointers = []
             for at, argument in enumerate(arguments):
                 if isinstance(argument, Tensor):
                     home = _storage(argument)
                     if home not in homes:
-                        homes[home] = last, home - scratch
+                        homes[home] = len(every), home - scratch
                         scratch += -(-argument.untyped_storage().nbytes() // 128) * 128  # a line of the cache each
                     slot, begins = homes[home]
-                    places.append((at, slot, argument.data_ptr() - begins))
+                    pointers.append((at, slot, argument.data_ptr() - begins))
             fixed = [None if isinstance(each, Tensor) else each for each in arguments]
-            found.append((compiled, programs, fixed, places))
-        return Noted(found, tuple(tensors[-1].shape), scratch, tensors[-1].get_device())
+            found.append((compiled, programs, fixed, pointers))
+        shape = None if result is None else tuple(result.shape)
+        return Noted(found, shape, -(-scratch // like.element_size()), like.get_device())
 
-    def again(self, *tensors: Tensor) -> Tensor:
-        result = tensors[-1].new_empty(*self._shape)
-        scratch = tensors[-1].new_empty(self._scratch // 4) if self._scratch else result  # of float32 or wider
-        pointers = [each.data_ptr() for each in (*tensors, result, scratch)]
+    def again(self, like: Tensor, *places: int) -> Tensor | None:
+        """For tensors that lie at these places; a result is of the dtype of one of them."""
+        result = None
+        if self._shape is not None:
+            result = like.new_empty(*self._shape)
+            places = (*places, result.data_ptr())
+        scratch = like.new_empty(self._scratch) if self._scratch else like  # which is freed in the order of the stream
+        places = (*places, scratch.data_ptr())
         stream, watched = current_stream(self._device), is_watched()
-        for compiled, programs, fixed, places in self._launches:
+        for compiled, programs, fixed, pointers in self._launches:
             arguments = fixed.copy()
-            for at, slot, offset in places:
-                arguments[at] = pointers[slot] + offset
+            for at, slot, offset in pointers:
+                arguments[at] = places[slot] + offset
             _run(compiled, programs, stream, arguments, watched)
         return result
 

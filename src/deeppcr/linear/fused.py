@@ -34,6 +34,7 @@ class Fused(LinearSolver):
 
     overflows = False  # it finds out by itself, without asking the host
     repeatable = True
+    fuses = True
 
     def refusal(self, couplings: Blocks) -> str | None:
         """Why there is no kernel for these blocks, or None."""
@@ -63,14 +64,31 @@ class Fused(LinearSolver):
         with torch.cuda.device(rhs.device):
             return _launch(couplings, rhs, reverse)
 
+    def noted(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Any:
+        """The launches that ``solve_coupled`` made for such tensors, to be made again; None where they cannot be."""
+        if self.refusal(couplings) is not None:
+            return None
+        from ..launch import noted
+
+        return noted(layout_of(couplings, rhs, reverse))
+
 
 def _launch(couplings: Blocks, rhs: Tensor, reverse: bool) -> Tensor:
     from ..launch import repeat  # which imports Triton
 
-    data, kernels = couplings.data, _kernels(type(couplings))
-    layout = data.shape, data.stride(), data.data_ptr() % 16, rhs.shape, rhs.stride(), rhs.data_ptr() % 16
-    key = (type(couplings), reverse, rhs.device, *layout)
-    return repeat(key, (data, rhs), lambda: kernels.solve_coupled(couplings, rhs, reverse=reverse))
+    kernels, key = _kernels(type(couplings)), layout_of(couplings, rhs, reverse)
+    states = repeat(key, (couplings.data, rhs), lambda: kernels.solve_coupled(couplings, rhs, reverse=reverse))
+    assert states is not None
+    return states
+
+
+def layout_of(blocks: Blocks, rhs: Tensor, reverse: bool) -> tuple:
+    """What launches depend on: all but what the tensors hold, and where they lie."""
+    data = blocks.data
+    return (
+        type(blocks), data.shape, data.stride(), data.dtype, data.device, data.data_ptr() % 16,
+        rhs.shape, rhs.stride(), rhs.dtype, rhs.device, rhs.data_ptr() % 16, reverse,
+    )  # fmt: skip
 
 
 @cache

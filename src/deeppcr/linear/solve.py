@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime import apply_directly, in_functorch, is_observed, is_traced, values_can_be_read
+from ..runtime import apply_directly, declares, in_functorch, is_observed, is_traced, values_can_be_read
 from .blocks import Blocks, Diagonal, Scalar
 from .cost import pick, pick_and_explain
 from .forward import ForwardSubstitution
-from .fused import Fused
+from .fused import Fused, layout_of
 from .solver import LinearSolver
 
 _HALF = (torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)  # whose numbers lie in memory as they are
+_MOST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Auto(LinearSolver):
     """
 
     repeatable = True
+    fuses = True
 
     def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
         length = len(couplings) + 1
@@ -80,7 +84,9 @@ def solve(
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
     """
-    batch = _check(blocks, rhs, initial)
+    if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
+        return found
+    given, batch = (blocks, rhs), _check(blocks, rhs, initial)
     # Products of blocks are no place for a lower precision: here that of the first with the initial state.
     if initial is not None and torch.is_autocast_enabled(rhs.device.type):
         with torch.autocast(rhs.device.type, enabled=False):
@@ -107,7 +113,48 @@ def solve(
     elif initial is not None:
         rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
     solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    if initial is None and rhs is given[1] and len(couplings):  # not in another precision or shape
+        _prepare(*given, couplings, reverse, solver)
     return solution if solution.dtype == result_dtype else solution.to(result_dtype)
+
+
+#: By ``layout_of`` blocks and right-hand side: the launches of such a system, and how many bytes after the first block the couplings
+#: begin.
+_prepared: dict[tuple, tuple[Any, int]] = {}
+
+
+def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> Tensor | None:
+    """By the launches of an earlier call whose tensors differed in their values and places only; None if there was none.
+
+    Checks, views and the choice of a solver take longer than the kernels of a small system do: without this, half of the targets for
+    calls would be missed (docs/performance.md).
+    """
+    # In this order: a compiler that looked into the dictionary would compile anew whenever it has grown.
+    if torch.compiler.is_compiling() or not _prepared or not declares(solver, "fuses"):
+        return None
+    try:
+        prepared = _prepared.get(layout_of(blocks, rhs, reverse))
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, sizes that are symbols, or tensors without strides
+        return None
+    if prepared is None:
+        return None
+    data, (noted, offset) = blocks.data, prepared
+    plain = all(type(each) in _PLAIN and not each.is_neg() for each in (data, rhs))
+    if is_observed(data, rhs) or not plain or torch.cuda.current_device() != rhs.device.index:
+        return None
+    return noted.again(rhs, data.data_ptr() + offset, rhs.data_ptr())
+
+
+def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
+    """After a call: keep for ``_solve_again`` what it has launched."""
+    if torch.compiler.is_compiling() or not declares(solver, "fuses") or is_observed(blocks.data, rhs):
+        return
+    noted = Fused().noted(couplings, rhs, reverse=reverse)
+    if noted is not None:
+        if len(_prepared) >= _MOST:
+            _prepared.clear()
+        offset = couplings.data.data_ptr() - blocks.data.data_ptr()
+        _prepared[layout_of(blocks, rhs, reverse)] = noted, offset
 
 
 def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:

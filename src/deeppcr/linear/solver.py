@@ -12,10 +12,12 @@ class LinearSolver:
 
     Attributes:
         overflows: whether a product of blocks may overflow although the solution does not, and it takes a look at values to mend
+        fuses: whether it launches kernels where there are some
         repeatable: whether a recording of its operations may stand for it; a class says so for itself (``runtime.declares``)
     """
 
     overflows = True
+    fuses = False
     repeatable = False
 
     def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:

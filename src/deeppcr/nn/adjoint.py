@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import aligned, launch
+from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
 from ..linear.kernels.dense import is_finite, multiply
 from .kernels import activate
@@ -156,7 +156,8 @@ def adjoint(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) -> tup
     if width > (HELD_WITHOUT_PRODUCT if layers.backward_blocks(weight.shape[0]) == weight.shape[0] else dense.NARROW):
         return _adjoint_wide(weight, x, gradients, layers)
     adjoints, initial = x.new_empty(x.shape[0] - 1, rows, width), x.new_empty(rows, width)
-    _solve(weight, x, gradients, adjoints, initial, layers)
+    tensors = (weight, x, gradients, adjoints, initial)
+    repeat(("adjoint", *_kind_of(*tensors[:3]), layers), tensors, lambda: _solve(*tensors, layers))
     return adjoints, initial
 
 
@@ -170,12 +171,23 @@ def all_gradients(weight: Tensor, x: Tensor, gradients: Tensor, layers: Layers) 
         return of_weights.view_as(weight), adjoints.sum(1).view(weight.shape[:-1]), initial
     count = x.shape[0] - 1
     adjoints, initial = x.new_empty(count, rows, width), x.new_empty(rows, width)
-    _solve(weight, x, gradients, adjoints, initial, layers)
-    of_weights, of_biases, shape = torch.empty_like(weight), x.new_empty(weight.shape[:-1]), dense.Shape(width)
-    warps, stages = shape.without
-    arguments, constants = (x, adjoints, of_weights, of_biases, rows), (layers.activation, width, shape.padded, stages)
-    launch(gradients_of_layers, count, arguments, constants, warps=warps)
+    of_weights, of_biases = torch.empty_like(weight), x.new_empty(weight.shape[:-1])
+    tensors = (weight, x, gradients, adjoints, initial)
+
+    def make() -> None:
+        _solve(*tensors, layers)
+        shape = dense.Shape(width)
+        warps, stages = shape.without
+        constants = (layers.activation, width, shape.padded, stages)
+        launch(gradients_of_layers, count, (x, adjoints, of_weights, of_biases, rows), constants, warps=warps)
+
+    repeat(("gradients", *_kind_of(*tensors[:3]), layers), (*tensors, of_weights, of_biases), make)
     return of_weights, of_biases, initial
+
+
+def _kind_of(weight: Tensor, x: Tensor, gradients: Tensor) -> tuple:
+    """What the launches depend on, of tensors that are contiguous and begin at multiples of 16 bytes."""
+    return weight.shape, x.shape, gradients.ndim, gradients.data_ptr() % 16, x.device
 
 
 def _solve(weight: Tensor, x: Tensor, gradients: Tensor, adjoints: Tensor, initial: Tensor, layers: Layers) -> None:

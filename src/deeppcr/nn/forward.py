@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import aligned, launch
+from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
 from ..runtime import apply_directly, is_batched, is_capturing
 from . import kernels
@@ -125,8 +125,14 @@ class _Narrow:
 
     def one_round(self, first_pass: int) -> None:
         """Two passes: one with new Jacobians, one with the same."""
-        self._one_pass(first_pass, True)
-        self._one_pass(first_pass + 1, False)
+
+        def make() -> None:
+            self._one_pass(first_pass, True)
+            self._one_pass(first_pass + 1, False)
+
+        given = () if self.guess is self.initial else (self.guess,)
+        tensors = (self.weight, self.bias, self.initial, *given, self.workspace, self.found, self.x)
+        repeat((self.plan, first_pass, self.guess_step, self.guess_row, len(given)), tensors, make)
 
     def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
         """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
@@ -174,6 +180,10 @@ class _Wide(_Narrow):
         super().__init__(weight, bias, x, layers, plan)
         self.captured_rounds = 1
         self.constants = (layers.activation, self.width, plan.shape.padded, 16)
+
+    def one_round(self, first_pass: int) -> None:
+        self._one_pass(first_pass, True)
+        self._one_pass(first_pass + 1, False)
 
     def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
         self.initial, self.initial_step, self.found = initial, 0, found

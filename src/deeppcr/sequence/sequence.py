@@ -188,7 +188,7 @@ class Sequence:
         x = pytree.tree_map(lambda leaf: leaf.detach().clone(), x) if x is not None else None
         assert self.trace is not None
 
-        def derivative(state: Tensor, tangent: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+        def derivative(state: Tensor, tangent: Tensor, x: Any) -> Any:
             return torch.func.jvp(lambda z: group.call(z, x), (state,), (tangent,))
 
         self.trace.run(group.function, derivative, state, torch.ones_like(state), x)

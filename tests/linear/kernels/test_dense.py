@@ -28,7 +28,7 @@ either_way = pytest.mark.parametrize("reverse", [False, True], ids=["forwards", 
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(linear.LinearSolver):
     """A solver for ``linear.solve`` made of the kernels."""
 
     chunk: int | None = None

@@ -48,7 +48,7 @@ def in_small_chunks(couplings, rhs, reverse):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(linear.LinearSolver):
     """A solver for ``linear.solve`` made of the kernels, in small chunks or as planned."""
 
     small: bool = False
