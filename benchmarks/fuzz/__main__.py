@@ -135,7 +135,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1000, help="problems 0 to COUNT - 1")
     parser.add_argument("--only", type=int, nargs="+", help="these problems, in detail; nothing is written")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=int, default=5000, help="steps; lengths are drawn from 1 to this, by their logarithm")
+    parser.add_argument(
+        "--longest", type=int, default=5000, help="steps; lengths are drawn from 1 to this, by their logarithm"
+    )
     parser.add_argument("--way", choices=WAYS, default="default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, help="processes; as many as there are cores, and one on a GPU")
@@ -178,7 +180,14 @@ def main(arguments: list[str] | None = None) -> int:
     counts = Counter(report["verdict"] for report in kept)
     families = {f: Counter(r["verdict"] for r in kept if r["family"] == f) for f in sorted({r["family"] for r in kept})}
     details = [report for report in kept if report["verdict"] in BAD]
-    record = {"settings": head, "count": given.count, "verdicts": counts, "families": families, "bad": bad, "details": details}
+    record = {
+        "settings": head,
+        "count": given.count,
+        "verdicts": counts,
+        "families": families,
+        "bad": bad,
+        "details": details,
+    }
     (given.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(kept)}")
     for verdict, by_family in bad.items():

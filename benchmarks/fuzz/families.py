@@ -212,7 +212,9 @@ def square_root(draw: Draw) -> Model:
     width = min(draw.width, 8)
     if draw.often(0.5):
         xs = draw.inputs(width).mul(0.1).exp()
-        return Model(lambda z, x, p: 0.5 * (z + p[0] * x / z), draw.state(width).exp(), xs, (draw.uniform(width) + 0.5,))
+        return Model(
+            lambda z, x, p: 0.5 * (z + p[0] * x / z), draw.state(width).exp(), xs, (draw.uniform(width) + 0.5,)
+        )
     a = draw.normal(width).mul(2).exp()
     return Model(lambda z, x, p: 0.5 * (z + p[0] / z), draw.state(width).exp(), None, (a,), FULL, True)
 
@@ -260,7 +262,13 @@ def _predators(z, x, p):
 def ode(draw: Draw) -> Model:
     """Runge and Kutta's steps of an equation of motion, driven by xs where it has a drive."""
     name, rhs = draw.pick(
-        (("pendulum", _pendulum), ("duffing", _duffing), ("pol", _van_der_pol), ("lorenz", _lorenz), ("prey", _predators))
+        (
+            ("pendulum", _pendulum),
+            ("duffing", _duffing),
+            ("pol", _van_der_pol),
+            ("lorenz", _lorenz),
+            ("prey", _predators),
+        )
     )
     h, damping = draw.decades(2e-3, 0.1), draw.decades(0.05, 1.0)
     if name == "lorenz":
@@ -358,12 +366,13 @@ def companion(draw: Draw) -> Model:
     """A large number beside small ones in the same tensor: a pressure in Pascal, say, that they feel a little."""
     width, large, keep = max(2, min(draw.width, 16)), draw.decades(1e4, 1e7), draw.pick((0.0, 0.9, 0.99))
     w, norm = draw.weight(width, draw.pick((0.7, 1.0))), draw.often(0.3)
+    felt = draw.pick((0.0, 1e-7, 1e-2))  # how much of the small ones the large one feels
 
     def step(z, x, p):
         small, big = z[..., :-1], z[..., -1:]
         small = F.layer_norm(small, (width,)) if norm else small
         small = torch.tanh(small @ p[0] + x + 0.1 * big / large)
-        return torch.cat([small, keep * big + (1 - keep) * large * p[1] + 0.01 * large * small[..., :1]], -1)
+        return torch.cat([small, keep * big + (1 - keep) * large * p[1] + felt * large * small[..., :1]], -1)
 
     z0 = torch.cat([draw.state(width), large * (1 + 0.1 * draw.state(1))], -1)
     return Model(step, z0, draw.inputs(width), (w, 1 + 0 * draw.normal(1)))

@@ -48,12 +48,28 @@ class Precision:
     def loop(self, values: Any = None) -> Any:
         return run_loop(self.step, self.z0, self.xs, self.problem.length, values)
 
+    def jittered(self, values: Any = None) -> Any:
+        """The loop where every step's inputs and result are off by a rounding of the problem's own precision."""
+        eps = torch.finfo(self.problem.dtype).eps
+        source = torch.Generator().manual_seed(self.problem.number)
+
+        def off(nest: Any) -> Any:
+            noise = lambda leaf: 2 * torch.rand(leaf.shape, generator=source, dtype=torch.float64) - 1  # noqa: E731
+            return pytree.tree_map(lambda leaf: leaf * (1 + eps * noise(leaf)), nest)
+
+        def step(z: Any, *x: Any) -> Any:
+            return off(self.step(z, *(off(each) for each in x)))
+
+        return run_loop(step, self.z0, self.xs, self.problem.length, values)
+
     def gradients(self, states: Any, weights: Any) -> list[Tensor]:
         """Of ``sum(weights * states)``, or of the last states relative to their size, by z0, xs and parameters: float64."""
         outputs = pytree.tree_leaves(states)
         given = [w.to(leaf.device, leaf.dtype) for w, leaf in zip(pytree.tree_leaves(weights), outputs, strict=True)]
         if self.problem.model.read_out:
-            size = sum((leaf[-1] * w[-1]).square().sum(-1, keepdim=True) for leaf, w in zip(outputs, given, strict=True))
+            size = sum(
+                (leaf[-1] * w[-1]).square().sum(-1, keepdim=True) for leaf, w in zip(outputs, given, strict=True)
+            )
             outputs = [leaf[-1] / torch.sqrt(size) for leaf in outputs]
             given = [w[-1] for w in given]
         sources = pytree.tree_leaves((self.z0, () if self.xs is None else self.xs, self.parameters))
@@ -71,20 +87,6 @@ class Precision:
         return self.problem.pack(torch.vmap(self.step)(before, self.xs))
 
 
-@torch.no_grad()
-def jittered(problem: Problem) -> Tensor:
-    """The loop in float64 where every step's inputs and result are off by a rounding of the problem's own precision."""
-    eps, source = torch.finfo(problem.dtype).eps, torch.Generator().manual_seed(problem.number)
-
-    def off(nest: Any) -> Any:
-        noise = lambda leaf: torch.rand(leaf.shape, generator=source, dtype=torch.float64)  # noqa: E731
-        return pytree.tree_map(lambda leaf: leaf * (1 + eps * (2 * noise(leaf) - 1)), nest)
-
-    step = problem.step(problem.model.parameters, torch.float64)
-    around = (lambda z: off(step(z))) if problem.model.xs is None else lambda z, x: off(step(z, off(x)))
-    return problem.pack(run_loop(around, problem.z0, problem.model.xs, problem.length))
-
-
 def exponent(problem: Problem, states: Any, sizes: Tensor) -> Tensor:
     """The mean logarithmic growth of a small change along the states of the loop, a step and row: [B].
 
@@ -92,20 +94,28 @@ def exponent(problem: Problem, states: Any, sizes: Tensor) -> Tensor:
         states: of the loop in float64, in the problem's nest
         sizes: [B, D], of each number of the state, which changes are measured by
     """
-    step, xs = problem.step(problem.model.parameters, torch.float64), problem.model.xs
     source = torch.Generator().manual_seed(0)
-    fresh = lambda: torch.randn(sizes.shape, generator=source, dtype=torch.float64)  # noqa: E731
+    fresh = lambda: torch.randn(sizes.shape, generator=source, dtype=torch.float64) / sizes.shape[-1] ** 0.5  # noqa: E731
     direction, total = fresh(), torch.zeros(len(sizes), dtype=torch.float64)
-    direction, z = direction / direction.norm(dim=-1, keepdim=True), problem.z0
-    for index in range(problem.length):
-        inputs = () if xs is None else (at(xs, index),)
-        tangent = at(problem.unpack((direction * sizes).unsqueeze(0)), 0)
-        _, pushed = torch.func.jvp(lambda z, inputs=inputs: step(z, *inputs), (z,), (tangent,))
-        direction = problem.pack(pytree.tree_map(lambda leaf: leaf.unsqueeze(0), pushed))[0] / sizes
-        size = direction.norm(dim=-1, keepdim=True)
-        # After a reset nothing is left of a change: the next one starts there, and the reset itself is not counted.
-        lost = size < math.exp(-50)
-        total += torch.where(lost, 0, size.clamp(min=1e-300).log())[:, 0]
-        direction = torch.where(lost, fresh() / math.sqrt(sizes.shape[-1]), direction / size.clamp(min=1e-300))
-        z = at(states, index)
+    for part in range(0, problem.length, 256):
+        for jacobian in _jacobians(problem, states, sizes, part, min(part + 256, problem.length)):
+            direction = (jacobian @ direction.unsqueeze(-1)).squeeze(-1)
+            size = direction.norm(dim=-1, keepdim=True)
+            # After a reset nothing is left of a change: the next one starts there, and the reset itself is not counted.
+            lost = size < math.exp(-50)
+            total += torch.where(lost, 0, size.clamp(min=1e-300).log())[:, 0]
+            direction = torch.where(lost, fresh(), direction / size.clamp(min=1e-300))
     return total / problem.length
+
+
+def _jacobians(problem: Problem, states: Any, sizes: Tensor, start: int, stop: int) -> Tensor:
+    """Of the steps from ``start`` to ``stop``, on numbers of size 1: [steps, B, D, D]."""
+    step, xs = problem.step(problem.model.parameters, torch.float64), problem.model.xs
+    before = pytree.tree_map(lambda first, rest: torch.cat([first.unsqueeze(0), rest])[start:stop], problem.z0, states)
+    inputs = () if xs is None else (pytree.tree_map(lambda leaf: leaf[start:stop], xs),)
+    columns = []
+    for unit in torch.eye(sizes.shape[-1], dtype=torch.float64):
+        tangent = problem.unpack((unit * sizes).expand(stop - start, *sizes.shape))
+        _, pushed = torch.func.jvp(lambda z: torch.vmap(step)(z, *inputs), (before,), (tangent,))
+        columns.append(problem.pack(pushed) / sizes)
+    return torch.stack(columns, -1)
