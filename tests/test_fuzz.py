@@ -1,4 +1,4 @@
-"""`make fuzz` in small: 84 of its problems; that it is reproducible and goes on where it was; that it finds faults."""
+"""`make fuzz` in small: 88 of its problems; that it is reproducible and goes on where it was; that it finds faults."""
 
 import json
 import sys
@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 #: Problems of these that end badly today.
-KNOWN = {62: "a Unix time in the state blinds the test for the rest", 83: "likewise"}
+KNOWN = {
+    43: "a Unix time in the state hides what is left of the error in the rest of it",
+    76: "numbers in large units hide it in those in small ones, in the part that the loop keeps as exact",
+}
 LONGEST = ["--longest", "40", "--workers", "1"]
-FAMILIES = 21  # after so many problems they come again
+FAMILIES = 22  # after so many problems they come again
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +57,12 @@ def test_known_to_end_badly(fuzz, report, number):
 @pytest.mark.parametrize("fault", ["state", "gradient"])
 def test_finds_planted_faults(report, fault):
     # A network, a tuple, a map, an oscillator, a filter, a large number beside small ones; in units of their own or not.
-    for number in (1, 3, 9, 12, 18, 19):
+    for number in (1, 3, 9, 12, 19, 20):
         assert report(number, "--plant", fault)["verdict"] == f"WRONG {fault.upper()}"
 
 
 def test_finds_a_solver_that_stops_too_early(report):
-    for number in (45, 58, 67):
+    for number in (16, 47, 60):
         assert report(number)["verdict"] == "right"
         assert report(number, "--plant", "tolerance")["verdict"] == "WRONG STATE"
 

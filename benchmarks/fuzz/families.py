@@ -364,8 +364,8 @@ def filters(draw: Draw) -> Model:
 
 def companion(draw: Draw) -> Model:
     """A large number beside small ones in the same tensor: a pressure in Pascal, say, that they feel a little."""
-    width, large, keep = max(2, min(draw.width, 16)), draw.decades(1e4, 1e7), draw.pick((0.0, 0.9, 0.99))
-    w, norm = draw.weight(width, draw.pick((0.7, 1.0))), draw.often(0.3)
+    width, large, keep = max(2, min(draw.width, 16)), draw.decades(1e4, 1e7), draw.pick((0.0, 0.9, 1.0))
+    w, norm = draw.weight(width, draw.pick((0.7, 1.0, 1.5))), draw.often(0.5)
     felt = draw.pick((0.0, 1e-7, 1e-2))  # how much of the small ones the large one feels
 
     def step(z, x, p):
@@ -394,5 +394,5 @@ def clock(draw: Draw) -> Model:
 FAMILIES: tuple[Callable[[Draw], Model], ...] = (
     *(dense, residual, gru, lstm, normalised, attention, resets, fading),
     *(elementwise, maps, square_root, quantised),
-    *(ode, ode, kalman, covariance, momentum, langevin, filters, companion, clock),
+    *(ode, ode, ode, kalman, covariance, momentum, langevin, filters, companion, clock),
 )

@@ -141,7 +141,7 @@ def problem(number: int, *, seed: int = 0, longest: int = 5000) -> Problem:
     draw, family = Draw(seed, number, longest), FAMILIES[number % len(FAMILIES)]
     model = family(draw)
     half = len(model.dtypes) > 2 and draw.often(0.15)
-    dtype = draw.pick(model.dtypes[2:] if half else model.dtypes[:2])
+    dtype = draw.pick(model.dtypes[2:] if half else (*model.dtypes[:1], *model.dtypes[:2]))  # mostly float32
     rounded = lambda leaf: leaf.to(dtype).double()  # noqa: E731
     model = Model(
         **{

@@ -67,10 +67,9 @@ class Precision:
         outputs = pytree.tree_leaves(states)
         given = [w.to(leaf.device, leaf.dtype) for w, leaf in zip(pytree.tree_leaves(weights), outputs, strict=True)]
         if self.problem.model.read_out:
-            size = sum(
-                (leaf[-1] * w[-1]).square().sum(-1, keepdim=True) for leaf, w in zip(outputs, given, strict=True)
-            )
-            outputs = [leaf[-1] / torch.sqrt(size) for leaf in outputs]
+            parts = torch.cat([leaf[-1] * w[-1] for leaf, w in zip(outputs, given, strict=True)], -1)
+            size = parts.square().sum(-1, keepdim=True).sqrt()
+            outputs = [leaf[-1] / size for leaf in outputs]
             given = [w[-1] for w in given]
         sources = pytree.tree_leaves((self.z0, () if self.xs is None else self.xs, self.parameters))
         if not any(leaf.requires_grad for leaf in outputs):
@@ -116,6 +115,6 @@ def _jacobians(problem: Problem, states: Any, sizes: Tensor, start: int, stop: i
     columns = []
     for unit in torch.eye(sizes.shape[-1], dtype=torch.float64):
         tangent = problem.unpack((unit * sizes).expand(stop - start, *sizes.shape))
-        _, pushed = torch.func.jvp(lambda z: torch.vmap(step)(z, *inputs), (before,), (tangent,))
-        columns.append(problem.pack(pushed) / sizes)
+        pushed = torch.func.jvp(lambda z: torch.vmap(step)(z, *inputs), (before,), (tangent,))
+        columns.append(problem.pack(pushed[1]) / sizes)
     return torch.stack(columns, -1)
