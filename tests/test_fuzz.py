@@ -19,9 +19,9 @@ FAMILIES = 22  # after so many problems they come again
 def fuzz():
     root = str(Path(__file__).parents[1])
     sys.path.insert(0, root)
-    from benchmarks.fuzz import __main__ as program
+    from benchmarks.fuzz import runner
 
-    yield program
+    yield runner
     sys.path.remove(root)
 
 
@@ -65,6 +65,17 @@ def test_finds_a_solver_that_stops_too_early(report):
     for number in (16, 47, 60):
         assert report(number)["verdict"] == "right"
         assert report(number, "--plant", "tolerance")["verdict"] == "WRONG STATE"
+
+
+def test_rounding_is_no_fault(report):
+    for number in (0, 9, 14, 19, 63):
+        assert report(number, "--longest", "300", "--plant", "rounding")["verdict"] == "right"
+
+
+@pytest.mark.thorough
+def test_on_several_cores(fuzz, device, tmp_path):
+    fuzz.main(["--count", "4", *LONGEST, "--workers", "2", "--device", device.type, "--out", str(tmp_path)])
+    assert sorted(reports_in(tmp_path)) == [*range(4)]
 
 
 def test_problem_depends_on_its_number_and_the_seed(report):

@@ -48,14 +48,16 @@ class Precision:
     def loop(self, values: Any = None) -> Any:
         return run_loop(self.step, self.z0, self.xs, self.problem.length, values)
 
-    def jittered(self, values: Any = None) -> Any:
+    def jittered(self, values: Any = None, seed: int = 0) -> Any:
         """The loop where every step's inputs and result are off by a rounding of the problem's own precision."""
-        eps = torch.finfo(self.problem.dtype).eps
-        source = torch.Generator().manual_seed(self.problem.number)
+        eps, source = torch.finfo(self.problem.dtype).eps, torch.Generator().manual_seed(seed)
+
+        def jitter(leaf: Tensor) -> Tensor:
+            noise = 2 * torch.rand(leaf.shape, generator=source, dtype=torch.float64) - 1
+            return leaf * (1 + eps * noise).to(leaf.device, leaf.dtype)
 
         def off(nest: Any) -> Any:
-            noise = lambda leaf: 2 * torch.rand(leaf.shape, generator=source, dtype=torch.float64) - 1  # noqa: E731
-            return pytree.tree_map(lambda leaf: leaf * (1 + eps * noise(leaf)), nest)
+            return pytree.tree_map(jitter, nest)
 
         def step(z: Any, *x: Any) -> Any:
             return off(self.step(z, *(off(each) for each in x)))

@@ -77,7 +77,6 @@ class Found:
     warned: str = ""
 
 
-#: Faults to plant, so that one sees whether they are found: what is done to a solution's states and to gradients.
 def _shifted(states: Tensor) -> Tensor:
     """The smallest number of the first row is off by one percent from the middle on."""
     states = states.clone()
@@ -87,7 +86,9 @@ def _shifted(states: Tensor) -> Tensor:
     return states
 
 
-PLANTED = ("state", "gradient", "tolerance")
+#: What can be planted, so that one sees whether it is found: one number of the states off by a percent, all gradients off by a
+#: percent, a solver that stops too early; and a loop that rounds otherwise, which is no fault and must not be found.
+PLANTED = ("state", "gradient", "tolerance", "rounding")
 
 
 def examine(problem: Problem, way: str = "default", device: str = "cpu", plant: str = "") -> Report:
@@ -142,9 +143,22 @@ def _found(problem: Problem, way: str, loops: Loops, plant: str) -> Found:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            found.solution = replace(problem, solver=solver).solve(way, own.step, own.z0, own.xs, loops.own_nest)
-            found.states = problem.pack(found.solution.states)
-            found.gradients = own.gradients(found.solution.states, loops.weights)
+            if plant == "rounding":
+                found.solution = deeppcr.solve(
+                    own.step,
+                    own.z0,
+                    own.xs,
+                    length=None if own.xs is not None else problem.length,
+                    batch_dims=len(problem.batch),
+                    solver=deeppcr.Loop(),
+                )
+                nest = own.jittered(seed=1)
+            else:
+                asked = replace(problem, solver=solver)
+                found.solution = asked.solve(way, own.step, own.z0, own.xs, loops.own_nest)
+                nest = found.solution.states
+            found.states = problem.pack(nest)
+            found.gradients = own.gradients(nest, loops.weights)
         except Exception as error:
             found.error = error
     texts = [str(each.message) for each in said if issubclass(each.category, deeppcr.ConvergenceWarning)]
