@@ -29,6 +29,7 @@ class Draw:
     def __init__(self, seed: int, number: int, longest: int):
         self.choice = random.Random(f"{seed} {number}")
         self.source = torch.Generator().manual_seed(self.choice.getrandbits(60))
+        self.longest = longest
         self.length = round(math.exp(self.choice.uniform(0, math.log(longest))))
         self.rows = self.choice.choice((None, 1, 2, 3, 8))  # None: the state has no dimension for them
         self.width = round(math.exp(self.choice.uniform(0, math.log(40))))
@@ -172,7 +173,8 @@ def resets(draw: Draw) -> Model:
 def fading(draw: Draw) -> Model:
     """No bias, a gain below 1: the signal dies out, and is normalised at the end."""
     width, gain = max(2, draw.width), draw.between(0.5, 0.95)
-    draw.length = min(draw.length, max(1, int(30 / -math.log(gain))))  # or float32 holds nothing of it
+    # Deep enough that little is left, and not so deep that float32 holds nothing of it.
+    draw.length = min(draw.longest, int(draw.between(10, 60) / -math.log(gain)))
     act = draw.pick((torch.tanh, torch.relu))
     w = draw.normal(draw.length, width, width) * gain / math.sqrt(width if act is torch.tanh else width / 2)
     return Model(lambda z, x, p: act(p[0] * z @ x), draw.state(width), w, (1 + 0 * draw.normal(1),), read_out=True)

@@ -70,8 +70,9 @@ class Precision:
         given = [w.to(leaf.device, leaf.dtype) for w, leaf in zip(pytree.tree_leaves(weights), outputs, strict=True)]
         if self.problem.model.read_out:
             parts = torch.cat([leaf[-1] * w[-1] for leaf, w in zip(outputs, given, strict=True)], -1)
-            size = parts.square().sum(-1, keepdim=True).sqrt()
-            outputs = [leaf[-1] / size for leaf in outputs]
+            largest = parts.detach().abs().amax(-1, keepdim=True)  # whose square may be too small for a number
+            size = (parts / largest).square().sum(-1, keepdim=True).sqrt()
+            outputs = [leaf[-1] / largest / size for leaf in outputs]
             given = [w[-1] for w in given]
         sources = pytree.tree_leaves((self.z0, () if self.xs is None else self.xs, self.parameters))
         if not any(leaf.requires_grad for leaf in outputs):

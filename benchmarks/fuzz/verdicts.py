@@ -235,11 +235,8 @@ class StateJudge:
         self.right = (judged <= 1).all(-1).all(0) | holds
         self.judged = judged
         # To their own digits: relative to the size around a step, rather than to the largest so far.
-        sizes = loops.states.abs()
-        around = sizes.clone()
-        for step in (1, 2, 4, 8, 16, 32):
-            around[step:] = torch.maximum(around[step:], around[:-step].clone())
-        local = self.error <= torch.maximum(0.01 * around, explained * scale)
+        around = _recent(loops.states.abs())
+        local = self.error <= torch.maximum(0.01 * around, ROUNDINGS * _recent(by_rounding * scale))
         self.to_their_digits = bool((local | self.lost).all())
 
     @staticmethod
