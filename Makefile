@@ -20,11 +20,11 @@ endif
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu sanitize lint format docs paper bench clean
+.PHONY: help demo test test-all test-gpu sanitize lint format docs paper bench fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-all, test-gpu, sanitize, demo and bench"
+	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-all, test-gpu, sanitize, demo, bench and fuzz"
 
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (a minute, once it is installed)
 	@$(PY) -m deeppcr_paper.demo $(ARGS)
@@ -70,6 +70,9 @@ paper: $(call extra,paper) ## make every generated page, figure and table of the
 bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels too, against their targets
 	@$(PY) benchmarks/run.py $(ARGS)
 	@$(if $(findstring cpu,$(ARGS)),,! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(PY) benchmarks/kernels.py $(ARGS))
+
+fuzz: $(call extra,dev) ## random problems against the plain loop: right, told or wrong; a table by family (ARGS="--count 1000", "--only 12", "--device cuda")
+	@$(PY) -m benchmarks.fuzz $(ARGS)
 
 clean: ## remove the environment, builds and caches
 	rm -rf demo-results $(VENV) .venv.lock site build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
