@@ -10,6 +10,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, CoarseStart, GaussianPrior, GaussianStart, Noise, Schedule, Steps, Window, sample
 from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.start import as_start
 from deeppcr.diffusion.window import window
 from deeppcr.solution import Plan
 from diffusion.test_growth import SCHEDULE, by_loop, finished, two_narrow, undecided
@@ -27,7 +28,7 @@ def run(prepared, initial, start, solver):
     with torch.no_grad():
         prepared = prepared or window.Prepared(solver, problem, GaussianPrior())
         prepared.runs = max(prepared.runs, 1)  # calls are filled up, as in all runs but the first
-        return prepared, prepared.run(solver, problem, start, Plan())
+        return prepared, prepared.run(solver, problem, as_start(start), Plan())
 
 
 @pytest.mark.parametrize("size", [7, 50])
@@ -156,7 +157,7 @@ def test_hundreds_of_ratios_that_were_seen_multiply_to_little_where_errors_do_no
     problem, solver = Problem(denoiser, DDIM().steps(schedule), initial), Window(size=400)
     with torch.no_grad():
         prepared = window.Prepared(solver, problem, GaussianPrior())
-        prepared.run(solver, problem, loop + 1e-5 * torch.randn(loop.shape, generator=generator), Plan())
+        prepared.run(solver, problem, as_start(loop + 1e-5 * torch.randn(loop.shape, generator=generator)), Plan())
     assert (prepared.iteration.growth != 1).float().mean() > 0.1  # it was seen
     assert prepared.iteration.grown().max() < 1.3
 

@@ -4,8 +4,8 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-from deeppcr.diffusion.fingerprint import Same
 from deeppcr.graphs.bounded import Bounded
+from deeppcr.sequence.fingerprint import Same
 
 
 class Owner:
