@@ -20,6 +20,7 @@ _MOST = 4096
 _compiled: dict[tuple, Any] = {}
 #: By what the launches of a call depend on: see ``repeat``.
 _noted: dict[Hashable, Noted | None] = {}
+_UNKNOWN: Any = object()
 
 
 def launch(
@@ -90,13 +91,24 @@ _calls = _Calls()
 
 
 class _Computes(TorchDispatchMode):
-    """Sees whether PyTorch does more than to make tensors and look at them: what it computes, launches alone do not repeat."""
+    """Sees what PyTorch does between launches: what it computes, they alone do not repeat.
 
-    seen = False
+    Attributes:
+        seen: whether it did more than to make tensors, not filled, and to look at them
+        made: the tensors that it made. Others are copies, whatever made them: in inference mode ``contiguous`` seems to be a look
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.made = False, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen = self.seen or not (func.is_view or "empty" in func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if "empty" in func.overloadpacket.__name__:
+            self.made.append(found)
+        elif not func.is_view:
+            self.seen = True
+        return found
 
 
 def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor | None]) -> Tensor | None:
@@ -108,14 +120,17 @@ def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor
         make: makes the launches. They work on these tensors, on the one that it returns, if any, contiguous and of the dtype of
             the last of these, and on memory that was made for them and holds nothing of later use
     """
-    if key in _noted:
-        known = _noted[key]
-        return make() if known is None else known.again(tensors[-1], *[tensor.data_ptr() for tensor in tensors])
+    known = _noted.get(key, _UNKNOWN)
+    if known is None:
+        return make()
+    if known is not _UNKNOWN:
+        return known.again(tensors[-1], *[tensor.data_ptr() for tensor in tensors])
+    assert _calls.noting is None, "a call that is noted makes no other one"
     _calls.noting = []
     try:
         with _Computes() as computes:
             result = make()
-        noted = None if computes.seen else Noted.of(_calls.noting, tensors, result)
+        noted = None if computes.seen else Noted.of(_calls.noting, tensors, result, computes.made)
     finally:
         _calls.noting = None
     _remember(_noted, key, noted)
@@ -137,20 +152,23 @@ class Noted:
 
     @staticmethod
     def of(
-        launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...], result: Tensor | None = None
+        launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...], result: Tensor | None, made: list[Tensor]
     ) -> Noted | None:
-        """None where they cannot be made again: nothing was compiled, or two tensors share their memory."""
+        """None where they cannot be made again: nothing was compiled, two tensors share their memory, or a kernel was given memory
+        that is neither theirs nor was ``made`` for it."""
         every, like = tensors if result is None else (*tensors, result), tensors[-1]
         homes = {_storage(tensor): (slot, tensor.data_ptr()) for slot, tensor in enumerate(every)}
         if len(homes) < len(every) or any(compiled is None for compiled, *_ in launches):
             return None
-        found, scratch = [], 0
+        found, scratch, own = [], 0, {_storage(tensor) for tensor in made}
         for compiled, programs, arguments in launches:
             pointers = []
             for at, argument in enumerate(arguments):
                 if isinstance(argument, Tensor):
                     home = _storage(argument)
                     if home not in homes:
+                        if home not in own:
+                            return None
                         homes[home] = len(every), home - scratch
                         scratch += -(-argument.untyped_storage().nbytes() // 128) * 128  # a line of the cache each
                     slot, begins = homes[home]

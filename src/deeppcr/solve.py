@@ -114,7 +114,7 @@ def _solve(
     except BaseException as error:
         sequence.check_purity(error)  # which may know better what is wrong
         raise
-    sequence.check_purity()
+    sequence.stop_watching()
     return solution
 
 
@@ -186,8 +186,11 @@ def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient
 
 def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution | None:
     """By CUDA graphs of an earlier solve of its kind; None where there are none, or the step is no longer what they hold."""
-    found = captured_solves.solve(solver, sequence, start, plan)
+    replayed = Plan()
+    found = captured_solves.solve(solver, sequence, start, replayed)
     if found is None:
+        for note in replayed.notes:
+            plan.note(note)
         return None
     outcome, residual = found  # which has been checked
     judged = _Judged(outcome, residual, None)
@@ -199,7 +202,7 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
             return None
         if _determined(judged, solver, Plan()) is not judged:
             return None
-    return _solution(sequence, _differentiable(judged, gradient), plan, residual)
+    return _solution(sequence, _differentiable(judged, gradient), replayed, residual)
 
 
 def _in_parallel(

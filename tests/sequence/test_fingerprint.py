@@ -492,6 +492,15 @@ def test_a_fingerprint_tells_apart_by_identity_where_it_does_not_look(make):
     assert fingerprint(denoiser) == before
 
 
+def test_a_fingerprint_sees_what_objects_in_a_set_hold():
+    entry = type("Entry", (), {})()
+    entry.value, held = 1, {entry}
+    denoiser = lambda z, t: held  # noqa: E731
+    before = fingerprint(denoiser)
+    entry.value = 2
+    assert fingerprint(denoiser) != before
+
+
 def test_a_fingerprint_tells_objects_apart_that_hold_nothing():
     held = Marker()
     denoiser = lambda z, t: held  # noqa: E731

@@ -1,5 +1,7 @@
 """Modules that keep something from one call to the next are refused by name; what a first call sets for good is not."""
 
+import gc
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from copy import deepcopy
@@ -807,3 +809,22 @@ def test_what_the_first_call_of_a_later_module_makes_is_left_to_the_loop():
         solve(layers, Z0)
     loop = solve(layers, Z0, solver=deeppcr.Loop())
     assert relative_error(solve(layers, Z0).states, loop.states) < 1e-5
+
+
+def test_a_solution_does_not_keep_what_modules_once_held():
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.big = torch.zeros(1000)
+
+        def forward(self, z):
+            return torch.tanh(self.weight * z)
+
+    module = Holding()
+    solution = deeppcr.solve(module, torch.ones(2, 3), length=9)
+    held = weakref.ref(module.big)
+    module.big = None
+    gc.collect()
+    assert held() is None
+    assert solution.states.requires_grad

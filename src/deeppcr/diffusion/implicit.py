@@ -73,5 +73,5 @@ def attach(problem: Problem, coupling: Coupling, states: Tensor, who: Tensor | N
     if not sequence.needs_gradients:
         return states
     adjoint = Adjoint(sequence, rotated.pack(states), rotated.jacobian, Auto())
-    sequence.check_purity()
+    sequence.stop_watching()
     return rotated.unpack(adjoint.attach(rotated.pack(states)))

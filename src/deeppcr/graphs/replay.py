@@ -141,7 +141,8 @@ class Recording:
             held = ~iteration.unusual
             codes = torch.where(progress.active, Result.ITERATIONS_DONE.severity, codes)
         held = held & self._begins_alike(states)
-        self._states, self._residual = states, self._keep("residual", residual)
+        self._states = states
+        self._keep("residual", residual)
         verdict = torch.stack([held.all().long(), progress.iterations.amax()])
         self._keep("verdict", torch.cat([verdict, codes]))
 

@@ -118,7 +118,9 @@ class Walk:
                 return held
             if issubclass(kind, dict):
                 return [*held, *dict.items(value)]
-            return held if issubclass(kind, (set, frozenset)) else [*held, *enumerate(value)]
+            if issubclass(kind, (set, frozenset)):  # which have no order: what is known by its value is told elsewhere
+                return [*held, *(("entry", each) for each in value if type(each) not in PLAIN)]
+            return [*held, *enumerate(value)]
         if issubclass(kind, partial):
             return [*held, ("func", value.func), *enumerate(value.args), *value.keywords.items()]
         if kind is FunctionType:

@@ -163,6 +163,11 @@ class Sequence:
         if self._purity is not None:
             self._purity.last_look(error)
 
+    def stop_watching(self) -> None:
+        """``check_purity`` for the last time: who keeps the sequence, as gradients do, is not to keep what modules once held."""
+        self.check_purity()
+        self._purity = None
+
     def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
         """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
         seen = describe(self.layout.unpack(state))

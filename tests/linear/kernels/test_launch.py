@@ -286,6 +286,7 @@ class TestRepeat:
         if device.type == "cpu":
             monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
             monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(launch, "_noted", {})
         repeated, again = [], launch.Noted.again
         monkeypatch.setattr(launch.Noted, "again", lambda *arguments: repeated.append(1) or again(*arguments))
 
@@ -342,3 +343,13 @@ class TestRepeat:
         for length in (5, 6, 7, 8):
             solve(*system(length, 3, (), device))
             assert len(launch._noted) <= 2
+
+    @pytest.mark.parametrize("inference", [False, True], ids=["no grad", "inference"])
+    @pytest.mark.parametrize("structure", [linear.Dense, linear.Diagonal])
+    def test_what_is_copied_first_is_copied_at_every_call(self, structure, inference, solve, device):
+        """Blocks with a gap between their rows: in inference mode ``contiguous`` and ``reshape`` seem to be looks."""
+        core = (3, 3) if structure is linear.Dense else (3,)
+        for _ in range(3):
+            data, rhs = torch.rand(69, 1, 4, *core, device=device) / 4, torch.rand(70, 2, 4, 3, device=device)
+            with torch.inference_mode() if inference else torch.no_grad():
+                solve(data, rhs, False, structure)
