@@ -35,6 +35,7 @@ def matmul_precision():
     torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.thorough
 def test_a_dry_run_checks_times_and_writes_every_case(bench, tmp_path, capsys, monkeypatch):
     # What is captured on a GPU runs as it is here: all but the CUDA graph itself.
     for name in ("kernel_problems", "kernel_training", "kernel_methods"):

@@ -1,4 +1,4 @@
-"""500 random problems with default settings (100 of them in `make test`): no silent wrong answer, no stable problem falls back."""
+"""500 random problems with default settings (25 of them in `make test`, which has others in `test_fuzz`): no silent wrong answer, no stable problem falls back."""
 
 import warnings
 
@@ -45,9 +45,7 @@ def contraction(step, states, z0, xs) -> float:
     return total / len(previous)
 
 
-@pytest.mark.parametrize(
-    "batch", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, BATCHES))]
-)
+@pytest.mark.parametrize("batch", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, BATCHES))])
 def test_random_problems(batch, device):
     stable = 0
     for seed in range(batch * COUNT // BATCHES, (batch + 1) * COUNT // BATCHES):

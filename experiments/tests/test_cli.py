@@ -122,7 +122,11 @@ def test_version_as_a_command_and_as_an_option():
     assert command.output == option.output == f"deeppcr {deeppcr.__version__}, torch {torch.__version__}\n"
 
 
-@pytest.mark.parametrize("name", TINY)
+#: Those that train a network first; the others reach the same code but for the training, which has tests of its own.
+SLOW = ("latent-diffusion", "pixel-diffusion")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in SLOW else n for n in TINY])
 def test_every_experiment_end_to_end(name, run, tmp_path, models, device):
     changes = [part for change in FEWER.get(name, ()) for part in ("--set", change)]
     result = run(name, "--quick", "--models", models, *changes)

@@ -12,6 +12,7 @@ import torch
 import deeppcr
 from deeppcr.graphs import record, replay
 from deeppcr.sequence import trace
+from kernel_support import thorough
 from tape import Tape
 
 
@@ -43,17 +44,17 @@ def hunt(program, device, monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
 def test_no_pair_is_mixed_up(seed, program, hunt, device):
-    every = hunt(program.draw_tasks(12, seed, device.type, samples=False))
+    every = hunt(program.draw_tasks(7, seed, device.type, samples=False))
     assert [(seen.task.what, seen.where, seen.wrong) for seen in every if seen.wrong] == []
     assert sum(seen.replays for seen in every) > sum(seen.solves for seen in every) / 2
 
 
 @pytest.mark.parametrize(
-    ("what", "number"), [("number", 1), ("tensor", 3)]
+    ("what", "number", "looks"),
+    [("number", 1, False), ("tensor", 3, True), *thorough(("number", 1, True), ("tensor", 3, False))],
 )  # none with gradients, which would tell too
-@pytest.mark.parametrize("looks", [True, False], ids=["looks", "blind"])
 def test_a_stale_replay_is_caught_by_its_first_state_and_would_be_seen(
-    looks, what, number, program, hunt, device, monkeypatch
+    what, number, looks, program, hunt, device, monkeypatch
 ):
     """With a trace that is blind to it: the comparison of the first state still tells. Without that it is wrong, and the hunt sees it."""
     encode = trace.Trace._encode

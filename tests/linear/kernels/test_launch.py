@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import Compiled, Launches, error, misaligned, strided
+from kernel_support import Compiled, Launches, error, misaligned, strided, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -302,7 +302,7 @@ class TestRepeat:
         return solve
 
     @pytest.mark.parametrize("reverse", [False, True])
-    @pytest.mark.parametrize(("length", "width", "batch"), [(9, 4, ()), (70, 3, (2,)), (150, 16, (1,))])
+    @pytest.mark.parametrize(("length", "width", "batch"), [(9, 4, ()), (70, 3, (2,)), *thorough((150, 16, (1,)))])
     def test_other_values_in_other_places(self, length, width, batch, reverse, solve, device, poisoned_memory):
         for call in range(3):
             assert solve(*system(length, width, batch, device), reverse) is (call > 0)
