@@ -7,7 +7,7 @@ how a small system is cut up takes longer than to solve it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,31 @@ def launch(
     else:
         # By pointers: of a tensor the launcher would ask where it lies, and the driver whether that is true.
         given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-        _run(compiled, programs, current_stream(device), (*given, *constants), is_watched())
+        _launch_all([_template(compiled, programs, (*given, *constants))], current_stream(device), (), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
 
 
-def _run(compiled: Any, programs: int, stream: int, arguments: Any, watched: bool) -> None:
-    if watched:
-        compiled[(programs, 1, 1)](*arguments)
-    else:  # what that does, but for the hooks and what they are told
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+#: Of what a compiled kernel's own ``run`` takes: where the stream stands, and the first argument of the kernel.
+_STREAM, _FIRST = 3, 9
+
+
+def _template(compiled: Any, programs: int, arguments: Iterable, pointers: Sequence[tuple] = ()) -> tuple:
+    """One launch: all that ``run`` takes, but for the stream and for pointers: at which place, into which tensor, how far."""
+    head = [programs, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
+    return compiled, compiled.run, [*head, *arguments], pointers
+
+
+def _launch_all(launches: list[tuple], stream: int, places: tuple[int, ...], watched: bool) -> None:
+    for compiled, run, template, pointers in launches:
+        arguments = template.copy()
+        arguments[_STREAM] = stream
+        for at, slot, offset in pointers:
+            arguments[at] = places[slot] + offset
+        if watched:
+            compiled[tuple(arguments[:_STREAM])](*arguments[_FIRST:])
+        else:  # what that does, but for the hooks and what they are told
+            run(*arguments)
 
 
 def _remember(cache: dict, key: Hashable, value: Any) -> None:
@@ -145,10 +159,10 @@ def noted(key: Hashable) -> Noted | None:
 class Noted:
     """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece."""
 
-    __slots__ = ("_device", "_launches", "_scratch", "_shape")
+    __slots__ = ("_device", "_early", "_late", "_scratch", "_shape")
 
-    def __init__(self, launches: list[tuple], shape: tuple[int, ...] | None, scratch: int, device: int):
-        self._launches, self._shape, self._scratch, self._device = launches, shape, scratch, device
+    def __init__(self, early: list[tuple], late: list[tuple], shape: tuple[int, ...] | None, scratch: int, device: int):
+        self._early, self._late, self._shape, self._scratch, self._device = early, late, shape, scratch, device
 
     @staticmethod
     def of(
@@ -157,11 +171,12 @@ class Noted:
         """None where they cannot be made again: nothing was compiled, two tensors share their memory, or a kernel was given memory
         that is neither theirs nor was ``made`` for it."""
         every, like = tensors if result is None else (*tensors, result), tensors[-1]
-        homes = {_storage(tensor): (slot, tensor.data_ptr()) for slot, tensor in enumerate(every)}
+        # Scratch memory is the first place, the result the last: it may still have to be made.
+        homes = {_storage(tensor): (1 + slot, tensor.data_ptr()) for slot, tensor in enumerate(every)}
         if len(homes) < len(every) or any(compiled is None for compiled, *_ in launches):
             return None
-        found, scratch, own = [], 0, {_storage(tensor) for tensor in made}
-        for compiled, programs, arguments in launches:
+        found, scratch, own, early = [], 0, {_storage(tensor) for tensor in made}, 0
+        for number, (compiled, programs, arguments) in enumerate(launches):
             pointers = []
             for at, argument in enumerate(arguments):
                 if isinstance(argument, Tensor):
@@ -169,29 +184,27 @@ class Noted:
                     if home not in homes:
                         if home not in own:
                             return None
-                        homes[home] = len(every), home - scratch
+                        homes[home] = 0, home - scratch
                         scratch += -(-argument.untyped_storage().nbytes() // 128) * 128  # a line of the cache each
                     slot, begins = homes[home]
-                    pointers.append((at, slot, argument.data_ptr() - begins))
+                    pointers.append((_FIRST + at, slot, argument.data_ptr() - begins))
             fixed = [None if isinstance(each, Tensor) else each for each in arguments]
-            found.append((compiled, programs, fixed, pointers))
+            found.append(_template(compiled, programs, fixed, pointers))
+            if early == number and all(slot <= len(tensors) for _, slot, _ in pointers):
+                early += 1
         shape = None if result is None else tuple(result.shape)
-        return Noted(found, shape, -(-scratch // like.element_size()), like.get_device())
+        return Noted(found[:early], found[early:], shape, -(-scratch // like.element_size()), like.get_device())
 
     def again(self, like: Tensor, *places: int) -> Tensor | None:
         """For tensors that lie at these places; a result is of the dtype of one of them."""
-        result = None
-        if self._shape is not None:
+        stream, watched, result = current_stream(self._device), is_watched(), None
+        scratch = like.new_empty(self._scratch) if self._scratch else like  # which is freed in the order of the stream
+        places = (scratch.data_ptr(), *places)
+        _launch_all(self._early, stream, places, watched)
+        if self._shape is not None:  # made while the first kernels run
             result = like.new_empty(*self._shape)
             places = (*places, result.data_ptr())
-        scratch = like.new_empty(self._scratch) if self._scratch else like  # which is freed in the order of the stream
-        places = (*places, scratch.data_ptr())
-        stream, watched = current_stream(self._device), is_watched()
-        for compiled, programs, fixed, pointers in self._launches:
-            arguments = fixed.copy()
-            for at, slot, offset in pointers:
-                arguments[at] = places[slot] + offset
-            _run(compiled, programs, stream, arguments, watched)
+        _launch_all(self._late, stream, places, watched)
         return result
 
 

@@ -12,6 +12,7 @@ import torch
 import deeppcr
 from deeppcr.graphs import record, replay
 from deeppcr.sequence import trace
+from deeppcr.sequence.fingerprint import fingerprint
 from kernel_support import thorough
 from tape import Tape
 
@@ -96,3 +97,16 @@ def test_every_difference_can_be_made(program, device):
         one, other, again = (use(make(second), z).clone() for second in (False, True, False))
         assert torch.equal(one, again), name
         assert (one - other).abs().max() > 0.05, name
+
+
+def test_a_fingerprint_tells_every_pair_apart(program):
+    """By which samplers know a denoiser; tensors that are written to in place are read when a graph is replayed."""
+    pairs, same = program.replay_pairs, []
+    for what, draw in pairs.CHANGES.items():
+        for where, holder in pairs.HOLDERS.items():
+            change, use = draw(pairs.Draw(1, "cpu"))
+            hold = holder(lambda held, z, t, use=use: use(held, z) + t)
+            first = fingerprint(hold(change(False)))
+            if fingerprint(hold(change(True))) == first:
+                same.append((what, where))
+    assert [pair for pair in same if "in place" not in pair[0]] == []

@@ -257,9 +257,14 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """The names that a function uses, also in functions inside."""
-    inner = [each for each in code.co_consts if type(each) is CodeType]
-    return [*code.co_names, *(name for each in inner for name in _names_in(each))]
+    """The names that a function uses, also in functions inside, and as texts: ``getattr(model, "scale")``."""
+    found = list(code.co_names)
+    for each in code.co_consts:
+        if type(each) is CodeType:
+            found += _names_in(each)
+        elif type(each) is str and each.isidentifier():
+            found.append(each)
+    return found
 
 
 def _contents_of(cell: Any) -> Any:
