@@ -8,6 +8,7 @@ import torch
 from deeppcr import Result, UpdateTest
 from deeppcr.convergence import Progress, error_left, error_left_of_one, still_to_come
 from deeppcr.sequence.layout import Layout
+from deeppcr.tolerance import Tolerance
 
 
 def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=100):
@@ -16,8 +17,7 @@ def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=
         layout,
         steps,
         1,
-        atol=tolerance,
-        rtol=0.0,
+        tolerance=Tolerance(tolerance, 0.0),
         quadratic=quadratic,
         stop=UpdateTest(),
         max_iterations=max_iterations,
@@ -36,6 +36,7 @@ def feed(judged: Progress, update: float, residual: float = 0.0) -> None:
         torch.full(shape, residual),
         torch.full(shape, update),
         torch.ones(shape),
+        judged.bounds(torch.ones(shape), torch.ones(shape[1:])),
     )
 
 

@@ -16,12 +16,11 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from .linear import Blocks
 from .sequence.layout import Layout
 from .solution import Result
+from .tolerance import ROUNDED, Bounds, Tolerance
 
-#: A state is kept for good, or handed to the loop as exact, only when its update is this many units of rounding of its
-#: own size: whatever is frozen with a larger error may be amplified by the steps that follow, and no test sees it again.
-_SETTLED = 4
 #: An update this far below the tolerance is believed to be the error that is left, whatever came before it.
 NEGLIGIBLE = 0.01
 #: Iterations that are granted unjudged: what converges at all has mostly done so by then.
@@ -132,18 +131,13 @@ class FixedIterations(StoppingTest):
         return self.count
 
 
-def default_tolerance(dtype: torch.dtype) -> float:
-    """1e-10 for float64, 1e-5 for float32, 1e-2 for half precision."""
-    return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
-
-
 class Progress:
     """A row is active until it has a result; the chunks below its prefix are exact and are never touched again.
 
     Args:
         layout: of a state
         length, chunk: L steps in chunks of C
-        atol, rtol: tolerance of a state
+        tolerance: of a state
         quadratic: the Jacobians are the true ones
         stop: when a row is done
         max_iterations: not to be exceeded
@@ -156,8 +150,7 @@ class Progress:
         length: int,
         chunk: int,
         *,
-        atol: float,
-        rtol: float,
+        tolerance: Tolerance,
         quadratic: bool,
         stop: StoppingTest,
         max_iterations: int,
@@ -165,7 +158,7 @@ class Progress:
     ):
         self.layout, self.length, self.chunk = layout, length, chunk
         self.chunks = -(-length // chunk)
-        self.atol, self.rtol, self.quadratic, self.stop = atol, rtol, quadratic, stop
+        self.tolerance, self.quadratic, self.stop = tolerance, quadratic, stop
         self.limit = max_iterations if stop.fixed is None else stop.fixed
         self.compare_with_loop = compare_with_loop
         self.eps = torch.finfo(layout.dtype).eps
@@ -221,15 +214,30 @@ class Progress:
         """How many chunks, [B], come before the first that is not ``fine`` [n, B], those before ``first`` included."""
         return torch.where(fine, self.chunks, self.index[first:]).amin(0)
 
-    def ratio(self, difference: Tensor, states: Tensor) -> Tensor:
-        """The size of a difference in units of the tolerance, worst leaf: [n, B]; infinite where it is not a number."""
-        allowed = self.atol + self.rtol * self.layout.norms(states)
-        sizes = self.layout.norms(difference)
-        ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
-        return torch.where(torch.isnan(ratios), math.inf, ratios)
+    def bounds(self, states: Tensor, initial: Tensor, first: int = 0, blocks: Blocks | None = None) -> Bounds:
+        """What differences of the chunks from ``first`` on are held against.
+
+        Args:
+            states: [N, B, D], after all chunks
+            initial: [B, D]
+            blocks: the Jacobians of the chunks from ``first`` on: what rounding their starts changes, rounding leaves there too
+        """
+        states, initial = states.detach(), initial.detach()
+        before = torch.cat([initial.unsqueeze(0), states[:-1]])[first:].abs()
+        rounding = torch.maximum(before, states[first:].abs())
+        if blocks is not None:
+            rounding = torch.maximum(rounding, type(blocks)(blocks.data.detach().abs()).apply(before))
+        return Bounds(self.tolerance.allowed(states, initial)[first:], self.eps * rounding)
 
     def judge(
-        self, first: int, frozen: Tensor, finite: Tensor, residual: Tensor, delta: Tensor, states: Tensor
+        self,
+        first: int,
+        frozen: Tensor,
+        finite: Tensor,
+        residual: Tensor,
+        delta: Tensor,
+        states: Tensor,
+        bounds: Bounds,
     ) -> None:
         """After an iteration: which chunks have settled, which rows are done, which have stopped improving.
 
@@ -237,18 +245,21 @@ class Progress:
             frozen: [n, B], what was not to be touched
             finite: [n, B], where the residual is a number; elsewhere the chain was cut, and nothing is settled
             residual, delta, states: [n, B, D], before the update, the update, and after it
+            bounds: of these states
         """
         self.count += 1
         # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
         self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
         if self._first_residual is None:
             self._first_residual = residual.abs().amax((0, -1))
-        off = torch.where(finite, self.ratio(residual, states), math.inf)
-        update = torch.where(frozen, 0, self.ratio(delta, states))
+        off = torch.where(finite, bounds.ratio(residual), math.inf)
+        update = torch.where(frozen, 0, bounds.ratio(delta))
         worst = update.amax(0)
-        estimate = update if self.quadratic else torch.where(frozen, 0, self._scaled_by_rate(delta, states))
+        left = delta if self.quadratic else self._scaled_by_rate(delta, bounds)
+        estimate = update if self.quadratic else torch.where(frozen, 0, bounds.ratio(left))
         self.updates.append(worst)
-        self._grow_prefix(first, estimate, off, states)
+        settled = (frozen | bounds.settles(left)) & finite & bounds.settles(residual)
+        self._grow_prefix(first, settled)
         if self.stop.fixed is not None:
             return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)
@@ -259,16 +270,13 @@ class Progress:
         prefix = torch.where(self.active, self.prefix, self.chunks)
         self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
 
-    def _grow_prefix(self, first: int, estimate: Tensor, off: Tensor, states: Tensor) -> None:
-        sizes = self.layout.norms(states)
-        enough = (_SETTLED * self.eps * sizes / (self.atol + self.rtol * sizes)).amin(-1)
+    def _grow_prefix(self, first: int, settled: Tensor) -> None:
         before = self.index[first:] < self.prefix
-        leading = self.leading(before | ((estimate <= enough) & (off <= enough)), first)
-        grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
+        grown = torch.maximum(self.prefix + 1, self.leading(before | settled, first)).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
 
-    def _scaled_by_rate(self, delta: Tensor, states: Tensor) -> Tensor:
-        """With an approximate Jacobian, the error that is left, [n, B], if updates go on falling as they did.
+    def _scaled_by_rate(self, delta: Tensor, bounds: Bounds) -> Tensor:
+        """With an approximate Jacobian, the error that is left, [n, B, D], if updates go on falling as they did.
 
         The rate is that of each element of the state, the largest update of all steps: one element that falls fast does
         not speak for another that creeps.
@@ -280,10 +288,8 @@ class Progress:
         self._last = (largest, factor)
         factor = torch.maximum(factor, factor_before)  # one lucky iteration proves nothing
         # There are at most N more iterations: what is below the tolerance / N cannot add up to it, falling or not.
-        allowed = self.atol + self.rtol * self.layout.norms(states)
-        rounding = 8 * self.eps * states.abs().amax(-1, keepdim=True)
-        harmless = size <= torch.maximum(allowed.amin(-1, keepdim=True) / self.chunks, rounding)
-        return self.ratio(torch.where(harmless, size, size * factor), states)
+        harmless = size <= torch.maximum(bounds.allowed / self.chunks, ROUNDED * bounds.rounding)
+        return torch.where(harmless, size, size * factor)
 
     def error_left(self, update: Tensor) -> Tensor:
         """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance."""
@@ -324,14 +330,6 @@ class Progress:
         if self.compare_with_loop and needed > remaining / 2:
             return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
         return None
-
-
-def measure(layout: Layout, values: Tensor, states: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
-    off = (values - states).abs()
-    rounding = 1000 * torch.finfo(layout.dtype).eps
-    allowed = 10 * atol + (10 * rtol + rounding) * layout.norms(states) + rounding * layout.norms(values)
-    return off.amax((0, -1)), (layout.norms(off) <= allowed).all(-1).all(0)
 
 
 def still_to_come(update: Tensor, before: Tensor) -> Tensor:

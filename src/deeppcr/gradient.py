@@ -18,6 +18,7 @@ from .linear import Blocks, LinearSolver, solve_coupled
 from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
+from .tolerance import Tolerance
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
@@ -116,7 +117,7 @@ class Adjoint:
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
 
-    def determined(self, states: Tensor, atol: float, trusted: Tensor) -> Tensor:
+    def determined(self, states: Tensor, tolerance: Tolerance, trusted: Tensor) -> Tensor:
         """How many leading states, [B], the derivatives of the loop can be taken at: mostly all L.
 
         A tolerance vouches for no digit of a state that is smaller than it, nor for a sign. Where the step has a kink, as a
@@ -126,7 +127,7 @@ class Adjoint:
 
         Args:
             states: [L, B, D]
-            atol: absolute tolerance of a state
+            tolerance: of a state
             trusted: [B], rows that claim to be right
         """
         layout, values = self.sequence.layout, self.values.detach()
@@ -134,15 +135,21 @@ class Adjoint:
         whole = torch.full((rows,), length, device=states.device)
         if not values_can_be_read(states):
             return whole
-        sizes, off = layout.norms(values), layout.norms(values - states)  # [L, B, leaves]
+        allowed = tolerance.allowed(states, self.sequence.initial.detach())
+        unit = (
+            values.abs().amax(0).clamp(min=torch.finfo(states.dtype).tiny)
+        )  # of each component: the largest that it is
+        sizes, off, tolerated = (
+            layout.norms(each / unit) for each in (values, values - states, allowed)
+        )  # [L, B, leaves]
         eps = torch.finfo(self._arithmetic(states)).eps
         digits = max(_LOST, 100 * eps)  # of half precision there are not that many
         lost = (off > digits * sizes).any(-1, keepdim=True) & trusted.unsqueeze(-1)
         if not lost.any():
             return whole
-        suspect = lost.cummax(0).values & (digits * sizes <= atol)
+        suspect = lost.cummax(0).values & (digits * sizes <= tolerated)
         parts = [suspect[..., i : i + 1].expand(-1, -1, n) for i, n in enumerate(layout.sizes)]
-        unknown = atol * torch.cat(parts, -1).to(states.dtype)
+        unknown = allowed * torch.cat(parts, -1)
         generator = torch.Generator().manual_seed(0)
         probe, one, two = (
             torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)
@@ -157,7 +164,7 @@ class Adjoint:
             found.append(moved.pull(probe))  # [L - 1, B, D]
         here, there = found
         largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
-        same = max(_OTHER, 10 * eps, 10 * atol)  # a large move shows in smooth derivatives, too
+        same = max(_OTHER, 10 * eps, 10 * tolerance.rtol)  # a large move shows in smooth derivatives, too
         other = (here - there).abs().amax(-1) > same * largest  # what is no number there is not compared
         # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
         rounded = (off <= _LEFT * eps * sizes).all(-1)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .convergence import Progress, StoppingTest, UpdateTest, default_tolerance
+from .convergence import Progress, StoppingTest, UpdateTest
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
@@ -21,6 +21,7 @@ from .runtime import is_out_of_memory
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .solution import Plan, Result
+from .tolerance import Bounds, Tolerance, default_tolerance
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
@@ -35,7 +36,10 @@ class Newton:
     """Newton's method on all steps at once, each linear system solved in parallel over steps.
 
     Args:
-        atol, rtol: tolerance on the update of a state; default 1e-10 in float64, 1e-5 in float32, 1e-2 in half
+        rtol: tolerance on the update of a state, relative to the size of its component in its row: the largest up to that
+            step. Default: 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision
+        atol: absolute tolerance beside it, 0 by default
+        scale: "local" for digits of every state, also where a signal dies out: relative to the size around each step
         max_iterations: the loop takes over after these, or sooner when they cannot suffice
         jacobian: DenseJacobian(), DiagonalJacobian(), HutchinsonJacobian(), ScalarJacobian(s), GivenJacobian(...)
         linear: Auto(), Fused(), PCR(), Hierarchical(), ForwardSubstitution()
@@ -60,6 +64,7 @@ class Newton:
     linear: LinearSolver = Auto()
     chunk: int | Literal["auto"] = "auto"
     stop: StoppingTest = UpdateTest()
+    scale: Literal["largest", "local"] = "largest"
     shrink: float = 1.0
     capture: bool = True
 
@@ -72,8 +77,10 @@ class Newton:
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name}: expected a number from 0, got {value!r}")
-        if self.atol == 0 and self.rtol == 0:
+        if not self.atol and self.rtol == 0:
             raise ValueError("atol, rtol: not both 0: no update is smaller than nothing")
+        if self.scale not in ("largest", "local"):
+            raise ValueError(f'scale: expected "largest" or "local", got {self.scale!r}')
         if not isinstance(self.shrink, (int, float)) or not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink: expected a factor from 0 to 1, got {self.shrink!r}")
         jacobians = (
@@ -93,12 +100,13 @@ class Newton:
         """Whether the iteration is Newton's own, with true Jacobians."""
         return self.jacobian.true and self.shrink == 1.0
 
-    def tolerances(self, dtype: torch.dtype) -> tuple[float, float]:
-        default = default_tolerance(dtype)
-        return (
-            default if self.atol is None else self.atol,
-            default if self.rtol is None else self.rtol,
-        )
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        rtol = default_tolerance(dtype) if self.rtol is None else self.rtol
+        return Tolerance(self.atol or 0.0, rtol, self.scale == "local")
+
+    def promised(self, dtype: torch.dtype) -> Tolerance | None:
+        """The tolerance where the stopping test promises it."""
+        return self.tolerance(dtype) if self.stop.promises else None
 
     def choose_chunk(self, sequence: Sequence, plan: Plan) -> int:
         if self.chunk != "auto":
@@ -197,13 +205,11 @@ class Iteration:
 
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         self.newton, self.sequence, self.chunk, self.plan = newton, sequence, chunk, plan
-        atol, rtol = newton.tolerances(sequence.layout.dtype)
         self.progress = Progress(
             sequence.layout,
             sequence.length,
             chunk,
-            atol=atol,
-            rtol=rtol,
+            tolerance=newton.tolerance(sequence.layout.dtype),
             quadratic=newton.quadratic,
             stop=newton.stop,
             max_iterations=newton.max_iterations,
@@ -272,6 +278,10 @@ class Iteration:
     def starts(self) -> Tensor:
         return torch.cat([self.sequence.initial.unsqueeze(0), self.ends[:-1]])[self.first :]
 
+    def bounds(self) -> Bounds:
+        """What differences of the states are held against, by the last Jacobians."""
+        return self.progress.bounds(self.ends, self.sequence.initial, self.first, self.blocks)
+
     def evaluate(self) -> Tensor:
         return self.sequence.roll_out(self.starts(), self.chunk, self.first)[0]
 
@@ -308,7 +318,8 @@ class Iteration:
         self.replace(moved)
         self.blocks, self.values = blocks, torch.where(finite.unsqueeze(-1), values, ends).detach()
         with torch.no_grad():
-            progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), moved.detach())
+            bounds = self.bounds()
+            progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), moved.detach(), bounds)
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
@@ -330,12 +341,13 @@ class Iteration:
         if self.newton.stop.by_residual:
             progress.finish(candidates, Result.CONVERGED)
         elif self.newton.quadratic:
-            candidates &= (progress.ratio(residual, ends) <= 1).all(0)
+            bounds = self.bounds()
+            candidates &= (bounds.ratio(residual) <= 1).all(0)
             if self.is_worth_it(candidates):
                 # The update that the last Jacobians give for the new residual estimates the error that is left.
                 assert self.blocks is not None
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
-                update = progress.ratio(delta, ends)
+                update = bounds.ratio(delta)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
                 if self.is_worth_it(done):
                     self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
@@ -349,9 +361,11 @@ class Iteration:
         sequence grows leaves a small residual, and stays.
         """
         ends = self.ends[self.first :]
-        size = ends.abs().amax(-1)
-        far = (size > _FAR * self.values.abs().amax(-1)) & self.progress.active
-        wrong = far & (residual.abs().amax(-1) > 0.1 * size)
+        # Every component in units of its own: of the largest that it was anywhere.
+        unit = self.values.abs().amax(0).clamp(min=torch.finfo(ends.dtype).tiny)
+        size = (ends / unit).abs().amax(-1)
+        far = (size > _FAR * (self.values / unit).abs().amax(-1)) & self.progress.active
+        wrong = far & ((residual / unit).abs().amax(-1) > 0.1 * size)
         # What follows a wrong state was thrown with it.
         thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
         if self.changes_states(thrown):
@@ -380,7 +394,7 @@ class Iteration:
             return
         residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
         delta = solve_coupled(blocks[1:], residual, reverse=False, solver=self.newton.linear)
-        good = claimed & (progress.ratio(delta, self.ends) <= 1).all(0)
+        good = claimed & (progress.bounds(self.ends, self.sequence.initial, 0, blocks).ratio(delta) <= 1).all(0)
         self.ends = torch.where(good.unsqueeze(-1), self.ends + delta, self.ends)
         progress.withdraw(claimed & ~good)
 
@@ -393,7 +407,8 @@ class Iteration:
         # In a chaotic sequence even the rounding of two evaluations differs visibly at the end of a chunk; exact is only
         # what joins up.
         progress = self.progress
-        joined = progress.leading(progress.ratio((rolled - self.ends).detach(), rolled.detach()) <= 1)
+        bounds = progress.bounds(self.ends, self.sequence.initial)
+        joined = progress.leading(bounds.ratio((rolled - self.ends).detach()) <= 1)
         progress.prefix = torch.minimum(progress.prefix, joined)
         return states
 

@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .tolerance import Tolerance
 
 
 class ConvergenceWarning(UserWarning):
@@ -112,7 +116,9 @@ class Solution:
         exact_steps: [*batch], how many leading states were known to be exact when Newton stopped
         updates: [iterations, *batch], the largest update of each iteration, in units of the tolerance
         plan: what was chosen, and why
-        message: the result in words, with the step and row it is about
+        description: the result in words, with the step and row it is about; ``message`` tells of states that died out, too
+        z0: the initial state
+        tolerance: of the states; None: they are those of the loop
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(lambda z: torch.cos(z), torch.tensor([1.0]), length=50)
@@ -128,7 +134,40 @@ class Solution:
     exact_steps: Tensor
     updates: Tensor
     plan: Plan
-    message: str
+    description: str
+    z0: Any = None
+    tolerance: Tolerance | None = None
+
+    @cached_property
+    def known_steps(self) -> Tensor:
+        """[*batch], after how many steps the states have digits that the tolerance vouches for.
+
+        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have, and
+        the exact steps where no tolerance is promised.
+        """
+        if self.tolerance is None:
+            return self.exact_steps
+        batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
+        known = torch.full_like(self.iterations.flatten(), len(leaves[0]))
+        for states, initial in zip(leaves, pytree.tree_leaves(self.z0), strict=True):
+            rows = states.detach().reshape(len(states), len(known), -1)
+            if rows.numel():
+                lost = self.tolerance.has_died_out(rows, initial.detach().reshape(len(known), -1))
+                known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
+        return known.reshape(batch)
+
+    @cached_property
+    def message(self) -> str:
+        """The result in words, with the step and row it is about."""
+        if self.tolerance is None or not self.result.trusted or not self.known_steps.numel():
+            return self.description
+        fewest = int(self.known_steps.min())
+        if fewest == len(pytree.tree_leaves(self.states)[0]):
+            return self.description
+        return (
+            f"{self.description}; after step {fewest} states have died out far below their largest size, and their digits are not "
+            'known: Newton(scale="local") asks for them'
+        )
 
     def __repr__(self) -> str:
         most = int(self.iterations.max()) if self.iterations.numel() else 0

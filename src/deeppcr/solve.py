@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .convergence import measure
 from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
@@ -36,6 +35,7 @@ from .solution import (
     worst_of,
     worst_rows,
 )
+from .tolerance import Tolerance, measure
 
 
 def solve(
@@ -202,7 +202,9 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
             return None
         if _determined(judged, solver, Plan()) is not judged:
             return None
-    return _solution(sequence, _differentiable(judged, gradient), replayed, residual)
+    return _solution(
+        sequence, _differentiable(judged, gradient), replayed, residual, solver.promised(sequence.layout.dtype)
+    )
 
 
 def _in_parallel(
@@ -237,7 +239,7 @@ def _in_parallel(
         )
     failed = on_failure == "return" and any(result.failed for result in judged.results)
     outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)
-    return _solution(sequence, outcome, plan, judged.residual)
+    return _solution(sequence, outcome, plan, judged.residual, solver.promised(sequence.layout.dtype))
 
 
 # What the step itself says of the states that were found.
@@ -281,7 +283,7 @@ def _judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiat
 @torch.no_grad()
 def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> _Judged:
     states, layout = outcome.states.detach(), sequence.layout
-    residual, held = measure(layout, values, states, *solver.tolerances(layout.dtype))
+    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
     if solver.stop.promises:
         outcome = _without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
     return _Judged(outcome, residual, adjoint)
@@ -303,14 +305,14 @@ def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     trusted = torch.tensor([result.trusted for result in outcome.results], device=outcome.states.device)
     if adjoint is None or not solver.stop.promises or not trusted.any():
         return judged
-    atol, _ = solver.tolerances(outcome.states.dtype)
-    exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
+    tolerance = solver.tolerance(outcome.states.dtype)
+    exact = torch.minimum(adjoint.determined(outcome.states.detach(), tolerance, trusted), outcome.exact_steps)
     lost = trusted & (exact < outcome.exact_steps)
     if not lost.any():
         return judged
     reason = (
-        f"gave up on states that are smaller than atol = {atol:g}: the derivative of the step depends on their signs (as that of a "
-        "ReLU does), which a tolerance says nothing of; Newton(atol=0) asks for digits of every state"
+        "gave up on states that have died out below the tolerance: the derivative of the step depends on their signs (as that of a "
+        'ReLU does), which a tolerance says nothing of; Newton(scale="local") asks for digits of every state'
     )
     plan.note(reason)
     return replace(judged, outcome=_without_claim(outcome, lost, exact, reason))
@@ -349,8 +351,8 @@ def _differs(sequence: Sequence) -> StepError:
 
 def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:
     """Whether a residual [B], measured anew, is what it was, but for rounding."""
-    atol, rtol = solver.tolerances(states.dtype)
-    allowed = 2 * residual + atol + rtol * states.abs().amax((0, 2))
+    tolerance = solver.tolerance(states.dtype)
+    allowed = 2 * residual + tolerance.atol + tolerance.rtol * states.abs().amax((0, 2))
     return bool((measured <= allowed).all())
 
 
@@ -416,7 +418,10 @@ def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
     return False
 
 
-def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor) -> Solution:
+def _solution(
+    sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor, tolerance: Tolerance | None = None
+) -> Solution:
+    """``tolerance``: that the states were found within; None where it is asked of none."""
     layout = sequence.layout
     plan.evaluation = sequence.evaluation
     for note in sequence.all_notes:
@@ -431,5 +436,7 @@ def _solution(sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
-        message=_describe(sequence, outcome),
+        description=_describe(sequence, outcome),
+        z0=layout.unpack(sequence.initial.detach()),
+        tolerance=tolerance,
     )

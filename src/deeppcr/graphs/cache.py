@@ -172,7 +172,7 @@ def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
     settings = [getattr(where, name) for where, name in _ARITHMETIC]
     return (
         (layout, sequence.length, chunk, spec, *xs),
-        (newton.tolerances(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
+        (newton.tolerance(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
         (type(jacobian), *jacobian.settings),
         (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
     )

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..convergence import measure
 from ..newton import Newton, Outcome
 from ..sequence import Sequence
 from ..sequence.trace import without_cast_cache
 from ..solution import Plan, Result
+from ..tolerance import measure
 from .record import Recorder
 from .straight import Noting
 
@@ -132,7 +132,7 @@ class Recording:
         states = iteration.states()
         previous = torch.cat([self._initial.unsqueeze(0), states[:-1]])
         values = sequence.values(previous, range(sequence.length))
-        residual, held = measure(sequence.layout, values, states, *newton.tolerances(states.dtype))
+        residual, held = measure(values, states, self._initial, newton.tolerance(states.dtype))
         progress = iteration.progress
         codes = progress.codes
         if newton.stop.by_residual:
@@ -151,8 +151,8 @@ class Recording:
 
         Where it does not, the recording holds another step than the one that was given, however that escaped the trace.
         """
-        tolerances = self._newton.tolerances(states.dtype)
-        return measure(self._sequence.layout, self._first_state.unsqueeze(0), states[:1], *tolerances)[1]
+        tolerance = self._newton.tolerance(states.dtype)
+        return measure(self._first_state.unsqueeze(0), states[:1], self._initial, tolerance)[1]
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a tensor, always in the same place."""

@@ -39,10 +39,6 @@ _NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
 _MOST_PRODUCTS = 2**30
 
 
-#: Where signs matter, states are to have right digits down to this size; below, a float32 hardly has them.
-_HARDLY_ANYTHING = 1e-30
-
-
 def _kernels() -> Any:
     """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
     from . import forward
@@ -51,7 +47,7 @@ def _kernels() -> Any:
 
 
 _USUAL, _REPEATED = Newton(), RepeatInitial()
-_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "chunk"))
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "scale", "chunk"))
 
 
 def _is_usual(newton: Newton) -> bool:
@@ -125,7 +121,9 @@ def _find_way(
     usual: bool,
     activation: str,
     chunk: int | Literal["auto"],
-    tolerances: tuple[float, float],
+    atol: float,
+    rtol: float,
+    local: bool,
 ) -> _Way | None:
     """How the fused kernels run weights of this shape on so many rows; None where they do not do what is asked."""
     in_loop, in_parallel = _covered(shape, rows, device, chunk, usual)
@@ -145,13 +143,11 @@ def _find_way(
         why = "there are kernels for the loop only"
     if choice is None and (mode == "parallel" or not in_loop):
         return None
-    atol, rtol = tolerances
     layers = _kernels().Layers(
         skip=shape[1] if len(shape) == 4 else 1,
         residual=len(shape) == 4,
         activation=activation,
-        atol=float(atol),
-        rtol=float(rtol),
+        tolerance=(float(atol), float(rtol), 0.0 if local else 1.0),
         chunk=shape[0] if choice is None else choice.chunk,
         backward=backward,
     )
@@ -292,15 +288,16 @@ class Network(nn.Module):
             self._usual = (self.newton, _is_usual(self.newton))
         return self._usual[1] and self.guess == _REPEATED
 
+    def _wants_digits(self) -> bool:
+        """Of every layer, since a gradient may be asked for: a signal may die out, and slopes are all about what is left of it."""
+        return self.newton.scale == "local" or (self.newton.atol is None and torch.is_grad_enabled())
+
     def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
         """How the fused kernels do what is asked; None where they do not."""
         newton = self.newton
-        atol, rtol = newton.tolerances(hidden.dtype)
-        # The derivative of a ReLU is all about signs, of which an absolute tolerance says nothing where states vanish; with a
-        # skip connection they do not. (``solve`` looks for such states afterwards, which would keep a GPU waiting.)
-        if self.activation == "relu" and newton.atol is None and len(weight.shape) == 3 and torch.is_grad_enabled():
-            atol = _HARDLY_ANYTHING
-        how = (mode, self._is_usual(), str(self.activation), newton.chunk, (atol, rtol))
+        tolerance = newton.tolerance(hidden.dtype)
+        how = (mode, self._is_usual(), str(self.activation), newton.chunk)
+        how = (*how, tolerance.atol, tolerance.rtol, self._wants_digits())
         return _find_way(weight.shape, hidden.shape[0], hidden.device, *how)
 
     def _fused(self, weight: Tensor, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
@@ -356,7 +353,8 @@ class Network(nn.Module):
         return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
     def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
-        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True))
+        scale = "local" if self._wants_digits() else self.newton.scale
+        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True), scale=scale)
         guess = self.guess
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)

@@ -167,7 +167,7 @@ class _Narrow:
         programs = (plan.groups - 1) * self.rows
         launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
         warps, stages = shape.without
-        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        arguments = (*arguments, *self.layers.tolerance)
         launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
 
 
@@ -223,7 +223,7 @@ class _Wide(_Narrow):
         # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
         dense.solve_in_place(self.products, deltas, refined=False)
         arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
-        arguments = (*arguments, self.layers.atol, self.layers.rtol)
+        arguments = (*arguments, *self.layers.tolerance)
         launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 

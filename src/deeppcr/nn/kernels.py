@@ -190,23 +190,24 @@ def gather(
 
 
 @triton.jit
-def correct(start, delta, end, exact, atol, rtol):
-    """The corrected start of a chunk, the correction in units of the tolerance (as by ``Progress.ratio``), and by how much
-    ``end`` missed it.
+def correct(start, delta, end, exact, least, rtol):
+    """The corrected start of a chunk, the correction in units of the tolerance (as by ``Bounds.ratio``, but that the size of a
+    layer is that of its largest unit: they all mix), and by how much ``end`` missed it.
 
     Args:
         end: where the chunk before came out
         exact: whether that one started right; so does this one then, whatever else happens
+        least: what is allowed however small the states are
     """
     miss = end - start
     corrected = end + (delta - miss)
     size = tl.max(tl.abs(corrected), 0)
     # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
-    sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + atol)
+    sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + least)
     corrected = tl.where(sane, corrected, tl.where(is_finite(end), end, start))
     corrected = tl.where(exact, end, corrected)
     change = tl.maximum(tl.max(tl.abs(delta), 0), tl.max(tl.abs(miss), 0))
-    ratio = tl.where(change == 0, 0.0, change / (atol + rtol * size))
+    ratio = tl.where(change == 0, 0.0, change / tl.maximum(least, rtol * size))
     known = is_finite(delta) & is_finite(miss)
     off = tl.where(known, tl.max(tl.abs(miss), 0), float("inf"))
     return corrected, tl.where(known & (ratio == ratio), ratio, float("inf")), off
@@ -214,10 +215,13 @@ def correct(start, delta, end, exact, atol, rtol):
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    workspace, found, rows, passes, group_chunks, chunks, groups, atol, rtol,
+    workspace, found, rows, passes, group_chunks, chunks, groups, atol, rtol, first,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Correct the starts of a group of chunks, and note the largest correction as the number of this pass."""
+    """Correct the starts of a group of chunks, and note the largest correction as the number of this pass.
+
+    Units do not matter: ``rtol`` is relative to the size of a state, or to ``first`` (0 or 1) times that of the initial one.
+    """
     group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
@@ -225,6 +229,8 @@ def spread(
     tile = i[:, None] * WIDTH + i[None, :]
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
+        initial = tl.load(starts + row * WIDTH + i, mask=inside, other=0.0)
+        least = atol + rtol * first * tl.max(tl.abs(initial), 0)
         delta = tl.zeros((PADDED,), tl.float32)
         largest, missed = 0.0, 0.0
         for earlier in tl.range(0, group, num_stages=STAGES):
@@ -241,7 +247,7 @@ def spread(
             # Nobody comes before the first chunk, and it starts where it should.
             before = tl.load(ends + (at - rows) * WIDTH + i, mask=inside & (i + chunk > i), other=0.0)
             before = tl.where(i + chunk > i, before, start)
-            corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, atol, rtol)
+            corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, least, rtol)
             tl.store(starts + at * WIDTH + i, corrected, mask=inside)
             largest, missed = tl.maximum(largest, ratio), tl.maximum(missed, off)
             p = tl.load(products + at * WIDTH * WIDTH + tile, mask=square, other=0.0)
@@ -251,7 +257,7 @@ def spread(
             # By how much the correction of its start moves the end of the chunk: of the last one, nobody else asks.
             pushed = tl.sum(finite_or_zero(p) * delta[None, :], 1)
             moved = tl.max(tl.abs(pushed), 0)
-            moved = tl.where(moved == 0, 0.0, moved / (atol + rtol * tl.max(tl.abs(end), 0)))
+            moved = tl.where(moved == 0, 0.0, moved / tl.maximum(least, rtol * tl.max(tl.abs(end), 0)))
             lost = tl.sum(tl.sum((tl.abs(p) < float("inf")).to(tl.int32), 1), 0) < PADDED * PADDED
             known = is_finite(end) & (moved < float("inf")) & (lost == 0)
             largest = tl.where(known, tl.maximum(largest, moved), float("inf"))
@@ -307,19 +313,21 @@ def roll_wide(
 
 @triton.jit(do_not_specialize=_SIZES)
 def correct_wide(
-    deltas, ends, starts, found, rows, passes, atol, rtol, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    deltas, ends, starts, found, rows, passes, atol, rtol, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Correct the start of one chunk by its entry of ``deltas`` [N, B, w]."""
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     if not settled(found, passes, row, rows):
+        initial = tl.load(starts + row * WIDTH + i, mask=inside, other=0.0)
+        least = atol + rtol * first * tl.max(tl.abs(initial), 0)
         at = (chunk * rows + row) * WIDTH + i
         start = tl.load(starts + at, mask=inside, other=0.0)
         delta = tl.load(deltas + at, mask=inside, other=0.0)
         before = tl.load(ends + at - rows * WIDTH, mask=inside & (i + chunk > i), other=0.0)
         before = tl.where(i + chunk > i, before, start)
-        corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, atol, rtol)
+        corrected, ratio, off = correct(start, delta, before, i + chunk <= i + passes + 1, least, rtol)
         end = tl.load(ends + at, mask=inside, other=0.0)
         ratio = tl.where(is_finite(end), ratio, float("inf"))
         tl.store(starts + at, corrected, mask=inside)

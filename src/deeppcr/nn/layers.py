@@ -39,7 +39,7 @@ class Layers:
         skip: layers in a block
         residual: whether the input of a block is added to its output
         activation: a name
-        atol, rtol: tolerance of a state
+        tolerance: of a state: absolute, relative, and whether (1.0 or 0.0) the initial state counts for its size
         chunk: blocks that are rolled out one after the other; None: chosen by depth. All of them: sequential
         backward: the same for the backward pass; None: as forward
     """
@@ -47,8 +47,7 @@ class Layers:
     skip: int
     residual: bool
     activation: str
-    atol: float = 1e-5
-    rtol: float = 1e-5
+    tolerance: tuple[float, float, float] = (0.0, 1e-5, 1.0)
     chunk: int | None = None
     backward: int | None = None
 

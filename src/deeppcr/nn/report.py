@@ -66,7 +66,7 @@ class Report:
             exact_steps=torch.tensor(exact, device=device),
             updates=self.found[: 2 * self.rounds : 2, 0],
             plan=plan,
-            message=worst.value.format(step=min(exact)),
+            description=worst.value.format(step=min(exact)),
         )
 
 
@@ -95,5 +95,5 @@ def _exact(
         exact_steps=torch.full((rows,), steps, device=device),
         updates=torch.zeros(iterations, rows, device=device),
         plan=plan,
-        message=message,
+        description=message,
     )

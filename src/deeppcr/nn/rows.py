@@ -41,7 +41,7 @@ def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tenso
             exact_steps=torch.zeros_like(finite, dtype=torch.long),
             updates=start.new_zeros(0, *finite.shape),
             plan=Plan(),
-            message=message,
+            description=message,
         )
     # Another row in their place is as harmless as the batch itself; zeros need not be.
     harmless = start.detach()[finite][:1]
@@ -55,5 +55,5 @@ def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tenso
         result=Result.NON_FINITE,
         results=tuple(results),
         exact_steps=solution.exact_steps.where(finite, 0),
-        message=message,
+        description=message,
     )

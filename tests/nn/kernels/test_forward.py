@@ -288,7 +288,7 @@ class TestNotConverged:
     def test_only_for_the_rows_that_need_it(self, device, few_rounds):
         weight, bias, initial = problem = network(10, 3, 2, gain=4.0, device=device)
         # Rounding is amplified, too: by this tolerance it is nothing.
-        layers = Layers(**MLP, activation="tanh", chunk=2, atol=1e-4, rtol=1e-4)
+        layers = Layers(**MLP, activation="tanh", chunk=2, tolerance=(1e-4, 1e-4, 0.0))
         by_the_loop = forward.run(*problem, None, Layers(**MLP, activation="tanh", chunk=10))[0][1:]
         guess = by_the_loop * (1 + 1e-4 * torch.randn(10, 2, 3).to(device))  # settled by the first round
         guess[:, 0] = 1.0
@@ -373,7 +373,7 @@ class TestReport:
 
     @pytest.mark.parametrize("tolerance", [1e-1, 1e-5])
     def test_says_what_is_so(self, tolerance, device):
-        layers = Layers(**MLP, activation="tanh", chunk=2, atol=tolerance, rtol=tolerance)
+        layers = Layers(**MLP, activation="tanh", chunk=2, tolerance=(tolerance, tolerance, 0.0))
         problem = network(9, 3, 2, gain=1.5, device=device)
         x, report = forward.run(*problem, None, layers)
         solution, taken = report.solution(), report.passes_taken()

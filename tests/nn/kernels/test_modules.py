@@ -582,7 +582,7 @@ def test_tolerances_are_floats(by_kernels, monkeypatch):
     run = forward.run
     monkeypatch.setattr(forward, "run", lambda *arguments: seen.append(arguments[4]) or run(*arguments))
     build("mlp", 6, by_kernels, mode="parallel", newton=Newton(atol=1, rtol=0))(torch.randn(1, 4, device=by_kernels))
-    assert (type(seen[0].atol), type(seen[0].rtol)) == (float, float)
+    assert [*map(type, seen[0].tolerance)] == [float] * 3
 
 
 class TestVanishing:
@@ -606,20 +606,15 @@ class TestVanishing:
         for loops, ours in zip(*found, strict=True):
             assert (ours - loops).abs().max() <= 1e-4 * loops.abs().max()
 
-    def test_only_where_signs_matter(self, by_kernels):
-        """A tolerance that is asked for is taken, and without derivatives nobody looks at signs."""
+    def test_digits_of_every_layer_where_a_gradient_may_be_asked_for(self, by_kernels):
+        """A tolerance that is asked for is taken."""
 
-        def atol(**settings):
+        def tolerance(**settings):
             net, x = self.build(32, by_kernels, 4, **settings)
-            return net._way(net.weight, net.input(x), "parallel").layers.atol
+            return net._way(net.weight, net.input(x), "parallel").layers.tolerance
 
-        assert atol() == base._HARDLY_ANYTHING
-        assert atol(newton=Newton(atol=1e-3)) == 1e-3
-        assert atol(activation="tanh") == 1e-5
+        assert tolerance() == tolerance(activation="tanh") == (0.0, 1e-5, 0.0)
+        assert tolerance(newton=Newton(atol=1e-3)) == (1e-3, 1e-5, 1.0)
         with torch.no_grad():
-            assert atol() == 1e-5
-        residual = build("resnet", 32, by_kernels, 4, mode="parallel")
-        assert (
-            residual._way(residual.weight, residual.input(torch.randn(3, 4, device=by_kernels)), "parallel").layers.atol
-            == 1e-5
-        )
+            assert tolerance() == (0.0, 1e-5, 1.0)
+            assert tolerance(newton=Newton(scale="local")) == (0.0, 1e-5, 0.0)

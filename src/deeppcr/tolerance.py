@@ -1,0 +1,87 @@
+"""How far states may be off, whatever their units are.
+
+Shapes: L steps (or n chunks), B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: A state is kept for good, or handed to the loop as exact, only when its update is this many units of rounding:
+#: whatever is frozen with a larger error may be amplified by the steps that follow, and no test sees it again.
+_SETTLED = 4
+#: So many units of rounding no update is asked to be smaller than.
+ROUNDED = 8
+#: A state that is no larger than so many tolerances has died out: its leading digits are not known.
+_FAINT = 100
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """1e-10 for float64, 1e-5 for float32, 1e-2 for half precision; relative."""
+    return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far states may be off. Units do not matter: it is relative to the size that a component has in its row.
+
+    Args:
+        atol, rtol: absolute, and relative to that size
+        local: which is the largest around a step; else the largest up to it
+    """
+
+    atol: float
+    rtol: float
+    local: bool = False
+
+    def allowed(self, states: Tensor, initial: Tensor) -> Tensor:
+        """Of states [n, B, D] that follow each other, after the initial one [B, D]: [n, B, D]."""
+        return self.atol + self.rtol * self.scale(states, initial)
+
+    def scale(self, states: Tensor, initial: Tensor) -> Tensor:
+        """The size of every component of every row at every step: [n, B, D], as ``states``."""
+        sizes = torch.cat([initial.unsqueeze(0), states]).abs()
+        if not self.local:
+            return sizes.cummax(0).values[1:]
+        around = torch.maximum(sizes[:-1], sizes[1:])  # and, but for the last, the one after it
+        return torch.cat([torch.maximum(around[:-1], around[1:]), around[-1:]])
+
+    def has_died_out(self, states: Tensor, initial: Tensor) -> Tensor:
+        """[L, B]: whether nothing of a state [L, B, D] has digits that the tolerance vouches for. What is zero needs none."""
+        largest = (states.abs() / self.allowed(states, initial)).nan_to_num(0.0).amax(-1)
+        return (largest > 0) & (largest <= _FAINT)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What differences of states are held against, [n, B, D] each.
+
+    Attributes:
+        allowed: the tolerance
+        rounding: a unit of rounding of what the step computes there
+    """
+
+    allowed: Tensor
+    rounding: Tensor
+
+    def ratio(self, difference: Tensor) -> Tensor:
+        """The size of a difference in units of the tolerance, worst component: [n, B]; infinite where it is not a number."""
+        sizes, allowed = difference.abs(), torch.maximum(self.allowed, ROUNDED * self.rounding)
+        ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
+        return torch.where(torch.isnan(ratios), math.inf, ratios)
+
+    def settles(self, difference: Tensor) -> Tensor:
+        """[n, B]: whether nothing but rounding is left."""
+        return (difference.abs() <= _SETTLED * self.rounding).all(-1)
+
+
+def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+    off, rounding = (values - states).abs(), 1000 * torch.finfo(states.dtype).eps
+    scale = torch.maximum(tolerance.scale(states, initial), values.abs())
+    allowed = 10 * tolerance.atol + (10 * tolerance.rtol + rounding) * scale
+    return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
