@@ -150,6 +150,14 @@ class TestDyingOut:
         assert int(found.known_steps) == len(weights)
         assert "died out" not in found.message
 
+    def test_check_finds_it(self):
+        step, z0, weights, _ = self.problem()
+        found = deeppcr.check(step, z0, weights)
+        assert [finding.kind for finding in found] == ["fading"]
+        assert "from step " in found[0].message
+        step, z0, weights, _ = self.problem(gain=1.5)
+        assert deeppcr.check(step, z0, weights) == []
+
     def test_who_promises_no_tolerance_says_nothing(self):
         step, z0, weights, _ = self.problem()
         for solver in (deeppcr.Loop(), Newton(stop=deeppcr.FixedIterations(5))):

@@ -17,6 +17,7 @@ from .sequence.evaluate import StepError
 from .sequence.purity import close
 from .sequence.rows import rounding_of, rows_that_differ, shares, sizes_of
 from .sequence.trace import coarser_products
+from .tolerance import Tolerance, default_tolerance
 
 #: Steps that are compared with themselves alone.
 _MOST_COMPARED = 1000
@@ -27,8 +28,8 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: "random", "side effect", "rows", "structure", "evaluation", "precision", "derivative", "slow", "not finite" or
-            "error"
+        kind: "random", "side effect", "rows", "structure", "evaluation", "precision", "derivative", "slow", "fading",
+            "not finite" or "error"
         message: what was seen, and what to do
 
     >>> import torch, deeppcr
@@ -94,6 +95,7 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
         return findings  # nothing else can be compared with a step that gives another answer each time
     findings += _finiteness(sequence, looked_at, states)
     findings += _all_at_once(sequence)
+    findings += _fading(sequence)
     findings += _independence(sequence, looked_at, states)
     if not any(
         finding.kind in ("rows", "precision") for finding in findings
@@ -185,6 +187,26 @@ def _all_at_once(sequence: Sequence) -> Iterator[Finding]:
                 return
             yield Finding(
                 "evaluation", f"step {index + 1} evaluated together with the others differs from the step alone"
+            )
+            return
+
+
+def _fading(sequence: Sequence) -> Iterator[Finding]:
+    """A signal that dies out below a default tolerance, within the first steps that are looked at."""
+    initial, layout = sequence.initial.detach(), sequence.layout
+    states = [initial]
+    for index in range(min(sequence.length, _MOST_COMPARED)):
+        states.append(sequence.step(index, states[-1]))
+    tolerance = Tolerance(0.0, default_tolerance(layout.dtype))
+    parts, first = layout.split(torch.stack(states[1:])), layout.split(initial)
+    for leaf, start in zip(parts, first, strict=True):
+        lost = tolerance.has_died_out(leaf, start) if leaf.shape[-1] else leaf.new_zeros(leaf.shape[:2])
+        if lost[-1].any():
+            step, row = min((int(lost[:, row].long().argmax()), row) for row in lost[-1].nonzero().flatten().tolist())
+            yield Finding(
+                "fading",
+                f"from step {step + 1} on (row {row}) the state is so far below its largest size that the default tolerance leaves its "
+                'digits open: where they matter (it is normalised afterwards, say), Newton(scale="local") asks for them',
             )
             return
 

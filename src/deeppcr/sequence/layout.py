@@ -95,7 +95,7 @@ class Layout:
         batch = self.batch_shape if batch_shape is None else batch_shape
         leaves = [
             part.reshape((*packed.shape[:-2], *batch, *shape))
-            for part, shape in zip(self._split(packed), self.shapes, strict=True)
+            for part, shape in zip(self.split(packed), self.shapes, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -103,9 +103,10 @@ class Layout:
         """The largest magnitude in each leaf: [..., B, D] to [..., B, leaves]."""
         if len(self.shapes) == 1:
             return packed.abs().amax(-1, keepdim=True)
-        return torch.stack([part.abs().amax(-1) for part in self._split(packed)], -1)
+        return torch.stack([part.abs().amax(-1) for part in self.split(packed)], -1)
 
-    def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
+    def split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """[..., D] to the leaves' parts."""
         return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
 
     def in_order(self, nest: Any) -> Any:
