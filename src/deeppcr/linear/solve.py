@@ -64,10 +64,12 @@ def solve(
     """Solve ``z_l = A_l z_{l-1} + b_l`` for l = 1..L, in parallel over l.
 
     Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
-    bfloat16 and float16 are accumulated in float32. Where a product of blocks overflows although the solution does
-    not, the system is solved again by forward substitution (not under vmap, compile or CUDA graph capture, where
-    values cannot be looked at: there the result is not finite). A product of blocks can also underflow: states that
-    lie further below the others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
+    bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
+    keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
+    by forward substitution; so it is where a product overflows although the solution does not. Under vmap, compile or
+    CUDA graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not
+    finite. ``Fused`` mends overflows only. A product of blocks can also underflow: states that lie further below the
+    others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 
     Args:
         blocks: L blocks ``A_l``; their batch dimensions broadcast against those of ``rhs``
