@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.func import vmap
 
 from deeppcr import linear
 from deeppcr.linear import refine as refining
@@ -172,6 +173,21 @@ def test_ordinary_systems_cost_one_look(kind, dtype, impulse, monkeypatch):
         blocks = linear.Dense(ordinary(kind, length, width, dtype))
         for solver in (linear.PCR(), linear.Hierarchical()):
             linear.solve(blocks, rhs, solver=solver)
+
+
+def test_states_whose_squares_leave_the_range_are_judged_as_well(walks):
+    turns = torch.linalg.qr(torch.randn(300, 3, 3, dtype=torch.float64)).Q
+    states = linear.solve(linear.Dense(5 * turns), torch.ones(300, 3, dtype=torch.float64), solver=linear.PCR())
+    assert states.abs().max() > 1e200
+    assert not walks
+
+
+def test_rows_under_vmap_are_refined_each():
+    data, rhs = filtering(4, 0.01, batch=(2,))
+    expected = linear.solve(linear.Dense(data), rhs, solver=linear.ForwardSubstitution())
+    for blocks, dims in ((data, (1, 1)), (data[:, 0], (None, 1))):  # blocks that differ between rows, or are shared
+        solve = vmap(lambda blocks, given: linear.solve(linear.Dense(blocks), given), dims, 1)
+        assert (solve(blocks, rhs) - expected).abs().max() <= 1e-8 * expected.abs().max()
 
 
 def test_where_values_cannot_be_read_one_correction_is_made(monkeypatch):

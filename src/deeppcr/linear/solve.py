@@ -66,9 +66,9 @@ def solve(
     Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
     bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
     keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
-    by forward substitution; so it is where a product overflows although the solution does not. Under vmap, compile or
-    CUDA graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not
-    finite. ``Fused`` mends overflows only. A product of blocks can also underflow: states that lie further below the
+    by forward substitution; so it is where a product overflows although the solution does not. Under compile or CUDA
+    graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
+    ``Fused`` mends overflows only. A product of blocks can also underflow: states that lie further below the
     others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 
     Args:
@@ -257,8 +257,6 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
 class _Solve(torch.autograd.Function):
     """The solution as a function of couplings and right-hand side; its derivatives are such systems again."""
 
-    generate_vmap_rule = True
-
     @classmethod
     def apply(cls, *arguments):
         return super().apply(*arguments) if in_functorch() else apply_directly(cls, *arguments)
@@ -272,6 +270,19 @@ class _Solve(torch.autograd.Function):
         data, _, ctx.structure, ctx.solver, ctx.reverse, _ = inputs
         ctx.save_for_backward(data, output)
         ctx.save_for_forward(data, output)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        """One batch dimension more: inside, values can be read and kernels launched as ever."""
+        (data, rhs, structure, *settings), (data_dim, rhs_dim, *_) = arguments, in_dims
+        batch_dims = rhs.ndim - 2 - (rhs_dim is not None)
+        data = data.unsqueeze(1) if data_dim is None else data.movedim(data_dim, 1)
+        data = data.reshape(
+            *data.shape[:2], *(1,) * (batch_dims + 2 + structure.core_dims - data.ndim), *data.shape[2:]
+        )
+        rhs = rhs.unsqueeze(1) if rhs_dim is None else rhs.movedim(rhs_dim, 1)
+        rhs = rhs.expand(rhs.shape[0], info.batch_size, *rhs.shape[2:])
+        return _Solve.apply(data, rhs, structure, *settings), 1
 
     @staticmethod
     def backward(ctx, *grad_outputs):
