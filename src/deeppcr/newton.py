@@ -327,7 +327,8 @@ class Iteration:
         couplings = blocks[1:]
         self.linear, why = self.newton.linear.choose(couplings)
         self.plan.linear = f"{self.linear} ({why})" if why else str(self.linear)
-        return solve_coupled(couplings, residual, reverse=False, solver=self.linear, look=self.looks)
+        # Not refined: the next iteration starts from the residual that is left, and so is the refinement.
+        return solve_coupled(couplings, residual, reverse=False, solver=self.linear, look=self.looks, refined=False)
 
     def replace(self, ends: Tensor) -> None:
         self.ends = torch.cat([self.ends[: self.first], ends])

@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import vmap
 
 from deeppcr import linear
+from deeppcr.linear import refine as refining
 from linear.conformance import either_way
 from linear.reference import PARALLEL_SOLVERS, SOLVERS, STRUCTURES, assert_same_steps, one_after_the_other
 
@@ -129,10 +130,15 @@ def test_gradients_survive_overflowing_products(up_and_down, solver):
 
 
 @parallel_solvers
-def test_where_values_cannot_be_read_an_overflow_stays_visible(up_and_down, solver):
+def test_products_may_overflow_under_vmap(up_and_down, solver):
     blocks, rhs, initial = up_and_down
     states = vmap(lambda start: linear.solve(blocks, rhs, start, solver=solver))(initial.expand(2, 3))
-    assert not torch.isfinite(states).all()
+    assert_same_steps(states[1], linear.solve(blocks, rhs, initial, solver=linear.ForwardSubstitution()), 1e-4)
+
+
+def test_where_values_cannot_be_read_an_overflow_stays_visible(up_and_down, monkeypatch):
+    monkeypatch.setattr(refining, "values_can_be_read", lambda _: False)
+    assert not torch.isfinite(linear.solve(*up_and_down, solver=linear.PCR())).all()
 
 
 @parallel_solvers

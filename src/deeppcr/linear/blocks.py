@@ -23,6 +23,8 @@ class Blocks:
 
     #: how many trailing dimensions of ``data`` describe one matrix
     core_dims: ClassVar[int]
+    #: whether a product of blocks is right to a few roundings of itself, so that a solution by products is as exact as by steps
+    exact_products: ClassVar[bool] = False
 
     def __post_init__(self):
         if type(self) is Blocks:
@@ -121,6 +123,7 @@ class Diagonal(Blocks):
     """
 
     core_dims = 1
+    exact_products = True  # of numbers: nothing is summed up, so nothing cancels
 
     @property
     def width(self) -> int:
@@ -196,6 +199,7 @@ class Scalar(Blocks):
     """
 
     core_dims = 0
+    exact_products = True
 
     @property
     def width(self) -> None:

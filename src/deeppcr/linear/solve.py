@@ -13,6 +13,7 @@ from .blocks import Blocks, Diagonal, Scalar
 from .cost import pick, pick_and_explain
 from .forward import ForwardSubstitution
 from .fused import Fused, layout_of
+from .refine import refine
 from .solver import LinearSolver
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -63,10 +64,12 @@ def solve(
     """Solve ``z_l = A_l z_{l-1} + b_l`` for l = 1..L, in parallel over l.
 
     Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
-    bfloat16 and float16 are accumulated in float32. Where a product of blocks overflows although the solution does
-    not, the system is solved again by forward substitution (not under vmap, compile or CUDA graph capture, where
-    values cannot be looked at: there the result is not finite). A product of blocks can also underflow: states that
-    lie further below the others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
+    bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
+    keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
+    by forward substitution; so it is where a product overflows although the solution does not. Under compile or CUDA
+    graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
+    ``Fused`` mends overflows only. A product of blocks can also underflow: states that lie further below the
+    others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 
     Args:
         blocks: L blocks ``A_l``; their batch dimensions broadcast against those of ``rhs``
@@ -157,11 +160,13 @@ def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solv
         _prepared[layout_of(blocks, rhs, reverse)] = noted, offset
 
 
-def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True) -> Tensor:
+def solve_coupled(
+    couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: LinearSolver, look: bool = True, refined: bool = True
+) -> Tensor:
     """``solve`` without its checks, for the L - 1 blocks between the unknowns and no initial state.
 
     Without a ``look`` at its values, a solution in which a product of blocks overflowed is returned as it is, and nothing
-    is differentiated.
+    is differentiated. A solution that is not ``refined`` may lack digits that products of blocks lost; its derivatives do not.
 
     >>> import torch
     >>> from deeppcr import linear
@@ -171,30 +176,37 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool, solver: Line
     """
     if torch.is_autocast_enabled(rhs.device.type):  # see ``solve``
         with torch.autocast(rhs.device.type, enabled=False):
-            return solve_coupled(couplings, rhs, reverse=reverse, solver=solver, look=look)
+            return solve_coupled(couplings, rhs, reverse=reverse, solver=solver, look=look, refined=refined)
     if rhs.dtype in _HALF:
         full = type(couplings)(couplings.data.float())
-        return solve_coupled(full, rhs.float(), reverse=reverse, solver=solver, look=look).to(rhs.dtype)
+        found = solve_coupled(full, rhs.float(), reverse=reverse, solver=solver, look=look, refined=refined)
+        return found.to(rhs.dtype)
     if len(couplings) == 0:
         return rhs.clone()  # as for every other length, the caller may change the result in place
-    # A compiler traces no custom function with a jvp, and plans memory by itself.
-    if not look or torch.compiler.is_compiling():
+    if not look:
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
-    return _solve_system(couplings, rhs, solver, reverse)
+    # A compiler traces no custom function with a jvp, and plans memory by itself.
+    if torch.compiler.is_compiling():
+        return _solution(couplings, rhs, solver, reverse, refined)
+    return _solve_system(couplings, rhs, solver, reverse, refined)
 
 
-def _solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
+def _solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool = True) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
     if is_observed(couplings.data, rhs):
-        return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse)
-    return _solution(couplings, rhs, solver, reverse)
+        return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse, refined)
+    return _solution(couplings, rhs, solver, reverse, refined)
 
 
-def _solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
+def _solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool) -> Tensor:
     solver, _ = solver.choose(couplings, rhs)
     solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
-    if solver.overflows and values_can_be_read(solution) and not torch.isfinite(solution).all():
-        solution = ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
+    if not solver.overflows:
+        return solution
+    if refined and not couplings.exact_products:
+        return refine(couplings, rhs, solution, solver, reverse)
+    if values_can_be_read(solution) and not torch.isfinite(solution).all():
+        return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
     return solution
 
 
@@ -245,21 +257,32 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
 class _Solve(torch.autograd.Function):
     """The solution as a function of couplings and right-hand side; its derivatives are such systems again."""
 
-    generate_vmap_rule = True
-
     @classmethod
     def apply(cls, *arguments):
         return super().apply(*arguments) if in_functorch() else apply_directly(cls, *arguments)
 
     @staticmethod
-    def forward(data, rhs, structure, solver, reverse):
-        return _solution(structure(data), rhs, solver, reverse)
+    def forward(data, rhs, structure, solver, reverse, refined):
+        return _solution(structure(data), rhs, solver, reverse, refined)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        data, _, ctx.structure, ctx.solver, ctx.reverse = inputs
+        data, _, ctx.structure, ctx.solver, ctx.reverse, _ = inputs
         ctx.save_for_backward(data, output)
         ctx.save_for_forward(data, output)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        """One batch dimension more: inside, values can be read and kernels launched as ever."""
+        (data, rhs, structure, *settings), (data_dim, rhs_dim, *_) = arguments, in_dims
+        batch_dims = rhs.ndim - 2 - (rhs_dim is not None)
+        data = data.unsqueeze(1) if data_dim is None else data.movedim(data_dim, 1)
+        data = data.reshape(
+            *data.shape[:2], *(1,) * (batch_dims + 2 + structure.core_dims - data.ndim), *data.shape[2:]
+        )
+        rhs = rhs.unsqueeze(1) if rhs_dim is None else rhs.movedim(rhs_dim, 1)
+        rhs = rhs.expand(rhs.shape[0], info.batch_size, *rhs.shape[2:])
+        return _Solve.apply(data, rhs, structure, *settings), 1
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -274,7 +297,7 @@ class _Solve(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])
             grad_data = ctx.structure(data).outer(left, right).sum_to_size(data.shape)
-        return grad_data, adjoint, None, None, None
+        return grad_data, adjoint, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *grad_inputs):
@@ -285,4 +308,4 @@ class _Solve(torch.autograd.Function):
             rhs_tangent = torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
         else:
             rhs_tangent = torch.cat([rhs_tangent[:1], rhs_tangent[1:] + pushed])
-        return _Solve.apply(data, rhs_tangent, ctx.structure, ctx.solver, ctx.reverse)
+        return _Solve.apply(data, rhs_tangent, ctx.structure, ctx.solver, ctx.reverse, True)

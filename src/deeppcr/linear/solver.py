@@ -11,7 +11,8 @@ class LinearSolver:
     """Strategy: how a block bidiagonal system is solved. Subclasses give ``solve_coupled``.
 
     Attributes:
-        overflows: whether a product of blocks may overflow although the solution does not, and it takes a look at values to mend
+        overflows: whether a product of blocks may overflow or lose digits although the solution does not, and it takes a look at values
+            to mend
         fuses: whether it launches kernels where there are some
         repeatable: whether a recording of its operations may stand for it; a class says so for itself (``runtime.declares``)
     """
