@@ -41,7 +41,8 @@ class Newton:
         linear: Auto(), Fused(), PCR(), Hierarchical(), ForwardSubstitution()
         chunk: steps collapsed into one (multiple shooting); 1 is the paper's method. "auto" takes the power of two
             nearest to sqrt(L) / 2, at most 16, more where the blocks would not fit in memory, 1 for approximate
-            Jacobians, and leaves to the loop what takes about as many dependent steps as the loop
+            Jacobians; where Newton is hopeless from the guess it rolls the chunks out from there first, and leaves to the
+            loop what takes about as many dependent steps as the loop
         stop: UpdateTest(), PaperTest(), FixedIterations(n)
         shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
             of linear convergence
@@ -376,7 +377,7 @@ class Iteration:
         progress, ends = self.progress, self.ends[self.first :]
         left = progress.chunks - int(progress.prefix[progress.active].min())
         to_the_end = 2 * progress.count + left <= progress.chunks // 2  # an iteration rolls out twice
-        if not progress.compare_with_loop or self.rolled_on and not to_the_end:
+        if not progress.compare_with_loop or (self.rolled_on and not to_the_end):
             return False
         self.rolled_on = True
         most = left if to_the_end else left // 2
