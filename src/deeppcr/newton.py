@@ -363,6 +363,7 @@ class Iteration:
         if self.changes_states(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
+    @torch.no_grad()  # nobody differentiates through iterations that are judged
     def roll_on(self) -> bool:
         """Where Newton is hopeless from the guess, roll the chunks out from it, again and again, each from the last end before it.
 
@@ -387,7 +388,7 @@ class Iteration:
         while len(residuals) < most and (to_the_end or progress.falls(residuals)):
             before, values = self.ends[self.first :], self.evaluate()
             finite = torch.isfinite(values).all(-1)
-            off = progress.ratio((values - before).detach(), values.detach())
+            off = progress.ratio(values - before, values)
             residuals.append(torch.where(frozen, 0, off).amax(0))
             self.replace(torch.where((finite & ~frozen).unsqueeze(-1), values, before))
         return self._keep_what_came_near(ends, residuals)
