@@ -11,7 +11,7 @@ from deeppcr.sequence.layout import Layout
 from deeppcr.tolerance import Tolerance
 
 
-def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=100):
+def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=100, compare_with_loop=False):
     layout = Layout.of(torch.zeros(rows, 2), 1)
     return Progress(
         layout,
@@ -21,7 +21,7 @@ def progress(*, quadratic=True, tolerance=1e-7, steps=5, rows=1, max_iterations=
         quadratic=quadratic,
         stop=UpdateTest(),
         max_iterations=max_iterations,
-        compare_with_loop=False,
+        compare_with_loop=compare_with_loop,
     )
 
 
@@ -125,3 +125,44 @@ def test_hopeless_only_when_neither_prefix_nor_updates_can_arrive():
         feed(falling, 10.0 * 0.3**count, 1.0)
     assert "more were needed" in (slow.why_hopeless() or "")
     assert falling.why_hopeless() is None
+
+
+@pytest.mark.parametrize(("steps", "judged_at"), [(8, 5), (28, 7), (1000, 12)])
+def test_short_sequences_are_judged_sooner_and_anew_after_an_advance(steps, judged_at):
+    judged = progress(steps=steps, tolerance=1e-6, compare_with_loop=True)
+    for _ in range(judged_at):
+        assert judged.why_hopeless() is None
+        feed(judged, 10.0, 1.0)
+    assert judged.why_hopeless() is not None
+    assert judged.is_early == (judged_at < 12)
+    judged.advance(torch.ones(1, dtype=torch.bool), 1)
+    assert judged.prefix.tolist() == [judged_at + 1]
+    assert judged.why_hopeless() is None
+
+
+def test_an_advance_is_of_active_rows_and_finishes_what_it_completes():
+    judged = progress(rows=3)
+    judged.finish(torch.tensor([False, False, True]), Result.NON_FINITE)
+    judged.advance(torch.tensor([True, False, True]), 9)
+    assert judged.prefix.tolist() == [5, 0, 0]
+    assert judged.results == [Result.CONVERGED, Result.NOT_CONVERGED, Result.NON_FINITE]
+
+
+def test_residuals_fall_as_long_as_one_active_row_has_half_of_what_it_had():
+    judged = progress(rows=2)
+    row = lambda *sizes: torch.tensor(sizes, dtype=torch.float64)  # noqa: E731
+    assert judged.falls([])
+    assert judged.falls([row(9, 9)] * 4)  # nothing can be said yet
+    assert not judged.falls([row(9, 9)] * 5)
+    assert judged.falls([row(9, 9)] * 4 + [row(4, 9)])
+    assert not judged.falls([row(9, 9), row(1, 0.5)])  # within the tolerance
+    judged.finish(torch.tensor([True, False]), Result.CONVERGED)
+    assert not judged.falls([row(9, 9)] * 4 + [row(4, 9)])
+
+
+def test_near_is_what_fell_below_newtons_update_and_is_small():
+    judged = progress(rows=4)
+    judged.tolerance = Tolerance(0.0, 1e-5)
+    judged.updates.append(torch.tensor([1e5, 1e5, 1e5, 10.0]).double())
+    before, residual = torch.tensor([1e4, 1e2, 1e9, 1e4]).double(), torch.tensor([1e2, 90.0, 5e3, 9.0]).double()
+    assert judged.came_near(before, residual).tolist() == [True, False, False, False]

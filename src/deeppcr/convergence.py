@@ -25,6 +25,8 @@ from .tolerance import ROUNDED, Bounds, Tolerance
 NEGLIGIBLE = 0.01
 #: Iterations that are granted unjudged: what converges at all has mostly done so by then.
 _PATIENCE = 12
+#: Where the residual is this small a part of the states, Newton's method mostly converges.
+_NEAR = 0.01
 #: Iterations over which progress is then measured.
 _TREND = 4
 
@@ -178,6 +180,8 @@ class Progress:
         self._best = torch.full((rows,), math.inf, dtype=torch.float64, device=device)
         self._since_best = torch.zeros(rows, dtype=torch.long, device=device)
         self._trend: list[tuple[Tensor, Tensor]] = []  # smallest prefix and largest update of the active rows
+        # Of a short sequence the loop would have done much by then: what may help is tried sooner.
+        self._patience = min(_PATIENCE, self.chunks // 4) if compare_with_loop else _PATIENCE
 
     def carry(self, keep: Callable[[str, Tensor], Tensor]) -> None:
         """Leave to the next iteration only what it needs, where ``keep(name, tensor)`` puts it."""
@@ -308,6 +312,29 @@ class Progress:
             stuck = (self._since_best >= 10) & (relative <= 100 * self.eps)
         self.finish(stuck & (off <= 1), Result.PRECISION_FLOOR)
 
+    @property
+    def is_early(self) -> bool:
+        """Whether it is too early to give up."""
+        return self.count < _PATIENCE
+
+    def falls(self, residuals: list[Tensor]) -> bool:
+        """Whether residuals [B] of active rows are above the tolerance and still fall, as far as that can be said yet."""
+        if not residuals or not bool((residuals[-1][self.active] > 1).any()):
+            return not residuals
+        return len(residuals) <= _TREND or bool((residuals[-1] <= 0.5 * residuals[-1 - _TREND])[self.active].any())
+
+    def came_near(self, before: Tensor, residual: Tensor) -> Tensor:
+        """[B]: has a residual fallen that much, from ``before``, that Newton may begin there rather than where it is?"""
+        relative = residual * max(self.tolerance.rtol, self.eps)
+        return (residual <= 0.1 * torch.minimum(before, self.updates[-1])) & (relative <= _NEAR)
+
+    def advance(self, rows: Tensor, count: int) -> None:
+        """In these rows [B] so many further chunks are exact, without an iteration; progress is measured anew."""
+        self.prefix = torch.where(rows & self.active, (self.prefix + count).clamp(max=self.chunks), self.prefix)
+        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
+        self._trend.clear()
+        self._patience = _PATIENCE
+
     def residual_suffices(self, residual: Tensor) -> Tensor:
         """[B]: by the residual [n, B, D] after an update, may the row be done?"""
         assert self._first_residual is not None
@@ -315,7 +342,7 @@ class Progress:
 
     def why_hopeless(self) -> str | None:
         """Whether neither the growth of the exact prefix nor the fall of the updates can reach the end in time."""
-        if self.count < _PATIENCE:
+        if self.count < self._patience or len(self._trend) <= _TREND:
             return None
         prefix_then, prefix = (int(self._trend[at][0]) for at in (-1 - _TREND, -1))
         update_then, update = (float(self._trend[at][1]) for at in (-1 - _TREND, -1))
@@ -327,7 +354,8 @@ class Progress:
         needed = min(by_prefix, by_update)
         if self.count + needed > self.limit:
             return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
-        if self.compare_with_loop and needed > remaining / 2:
+        # To hand over takes as long as an iteration or two.
+        if self.compare_with_loop and needed > max(remaining / 2, 2):
             return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
         return None
 

@@ -45,7 +45,8 @@ class Newton:
         linear: Auto(), Fused(), PCR(), Hierarchical(), ForwardSubstitution()
         chunk: steps collapsed into one (multiple shooting); 1 is the paper's method. "auto" takes the power of two
             nearest to sqrt(L) / 2, at most 16, more where the blocks would not fit in memory, 1 for approximate
-            Jacobians, and leaves to the loop what takes about as many dependent steps as the loop
+            Jacobians; where Newton is hopeless from the guess it rolls the chunks out from there first, and leaves to the
+            loop what takes about as many dependent steps as the loop
         stop: UpdateTest(), PaperTest(), FixedIterations(n)
         shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
             of linear convergence
@@ -217,6 +218,7 @@ class Iteration:
         )
         self.linear = newton.linear  # by which the last system was solved
         self.ends = ends  # always finite
+        self.guess, self.rolled_on = ends, False
         # From chunk `first` on (those before are finished in every active row and no longer evaluated), as of the last
         # iteration: the Jacobians, and the chunks' ends as they came out before the update.
         self.first = 0
@@ -242,9 +244,13 @@ class Iteration:
                 break
             hopeless = progress.why_hopeless() if tested else None
             if hopeless:
-                self.reasons = (hopeless,)
-                self.plan.note(hopeless)
-                break
+                if not self.roll_on():
+                    self.reasons = (hopeless,)
+                    self.plan.note(hopeless)
+                    break
+                if not progress.active.any():
+                    break
+                fresh = seen = None  # what was seen is of other states
             passed = int(progress.prefix[progress.active].min()) - self.first
             self.first += passed
             if self.first >= progress.chunks:  # all of it is exact: further iterations would change nothing
@@ -371,6 +377,52 @@ class Iteration:
         thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
         if self.changes_states(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
+
+    @torch.no_grad()  # nobody differentiates through iterations that are judged
+    def roll_on(self) -> bool:
+        """Where Newton is hopeless from the guess, roll the chunks out from it, again and again, each from the last end before it.
+
+        Steps that contract forget where they started: what linearising far from the trajectory throws about comes near it by
+        itself. Each time takes as many dependent steps as the loop does for the chunk that becomes exact by it. So this is
+        tried once, while residuals fall, for half of what is left; and done to the end where all of the solve still takes
+        half of the loop's dependent steps.
+
+        Returns:
+            whether the iteration is worth going on with
+        """
+        progress, ends = self.progress, self.ends[self.first :]
+        left = progress.chunks - int(progress.prefix[progress.active].min())
+        to_the_end = 2 * progress.count + left <= progress.chunks // 2  # an iteration rolls out twice
+        if not progress.compare_with_loop or (self.rolled_on and not to_the_end):
+            return False
+        self.rolled_on = True
+        most = left if to_the_end else left // 2
+        frozen, _ = progress.frozen(self.first)
+        self.replace(torch.where(frozen.unsqueeze(-1), ends, self.guess[self.first :]))
+        residuals: list[Tensor] = []  # [B] each, in units of the tolerance
+        while len(residuals) < most and (to_the_end or progress.falls(residuals)):
+            before, values = self.ends[self.first :], self.evaluate()
+            finite = torch.isfinite(values).all(-1)
+            off = progress.bounds(self.ends, self.sequence.initial, self.first).ratio(values - before)
+            residuals.append(torch.where(frozen, 0, off).amax(0))
+            self.replace(torch.where((finite & ~frozen).unsqueeze(-1), values, before))
+        return self._keep_what_came_near(ends, residuals)
+
+    def _keep_what_came_near(self, ends: Tensor, residuals: list[Tensor]) -> bool:
+        """After the chunks were rolled out: rows that are no nearer get their ``ends`` [n, B, D] back, but for what is exact now."""
+        progress, times = self.progress, len(residuals)
+        if not times:
+            return progress.is_early
+        finite = torch.isfinite(torch.stack(residuals)).all(0)
+        near = progress.active & finite & progress.came_near(residuals[0], residuals[-1])
+        self.plan.note(
+            f"after {progress.count} iterations the chunks were rolled out {times} times from the guess: "
+            f"{int(near.sum())} of {int(progress.active.sum())} rows came near"
+        )
+        progress.advance(finite, times)
+        exact = progress.index[self.first :] < progress.prefix
+        self.replace(torch.where((near | exact).unsqueeze(-1), self.ends[self.first :], ends))
+        return progress.is_early or bool(near.any()) or not progress.active.any()
 
     @torch.no_grad()
     def certify(self) -> None:
