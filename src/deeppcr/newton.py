@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .certificate import error_by_products, is_foreseen, small_change
 from .convergence import Progress, StoppingTest, UpdateTest, default_tolerance
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
@@ -24,10 +25,10 @@ from .solution import Plan, Result
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
+#: Why updates, and products with Jacobians, may say nothing of the error.
+_FALSE_DERIVATIVE = "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
 #: The steps of a chunk follow each other: beyond this, on CPU and GPU alike, they cost more than they save.
 _LARGEST_CHUNK = 16
-#: Up to this width, what an approximate Jacobian found is checked by one iteration with the true one.
-_CERTIFIED_WIDTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +310,8 @@ class Iteration:
         self.blocks, self.values = blocks, torch.where(finite.unsqueeze(-1), values, ends).detach()
         with torch.no_grad():
             progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), moved.detach())
+            if self.newton.stop.promises and self.needs_safeguard(progress.stuck):
+                self.end_stuck()
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
@@ -357,32 +360,64 @@ class Iteration:
         if self.changes_states(thrown):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, ends))
 
+    def end_stuck(self) -> None:
+        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's.
+
+        Approximate ones may be anything: what they found is seen by ``certify``.
+        """
+        progress, sequence, chunk = self.progress, self.sequence, self.chunk
+        if self.newton.quadratic:
+            starts = self.starts()
+            values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, self.first)
+            change = small_change(starts, progress.rtol)
+            changed, _ = sequence.roll_out(starts + change, chunk, self.first)
+            false = progress.stuck & ~is_foreseen(values, changed, blocks.apply(change), progress.rtol)
+            if false.any():
+                self.reasons = (f"gave up: {_FALSE_DERIVATIVE}",)
+                progress.finish(false, Result.NOT_CONVERGED)
+        progress.finish(progress.stuck, Result.PRECISION_FLOOR)
+
     @torch.no_grad()
     def certify(self) -> None:
-        """What approximate Jacobians found, seen by the true ones: their update is the error to first order.
+        """What approximate Jacobians found, seen by the true ones: what they make of the residual is the error to first order.
 
-        An observed rate of convergence proves nothing where errors shrink first and grow later. Wide states are left
-        out (the true Jacobians are what the user wanted to avoid), and so are steps that cannot be differentiated.
+        An observed rate of convergence proves nothing where errors shrink first and grow later, and a small update
+        nothing where many of them add up.
         """
-        progress = self.progress
-        claimed = progress.codes == Result.CONVERGED.severity
-        claimed &= progress.prefix < progress.chunks
+        progress, sequence, chunk = self.progress, self.sequence, self.chunk
+        claimed = progress.codes <= Result.PRECISION_FLOOR.severity
+        claimed &= progress.iterations < progress.chunks  # after which they are exact, whatever the Jacobians are
         if not claimed.any():
             return
-        if self.sequence.layout.width > _CERTIFIED_WIDTH:
-            self.plan.note("not certified: wide states, converged by the observed rate alone")
-            return
         self.first = 0
-        try:
-            values, blocks = DenseJacobian().linearise(self.sequence, self.starts(), self.chunk)
-        except StepError:
-            self.plan.note("not certified: the step cannot be differentiated, converged by the observed rate alone")
-            return
+        starts = self.starts()
+        values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk)
         residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
-        delta = solve_coupled(blocks[1:], residual, reverse=False, solver=self.newton.linear)
-        good = claimed & (progress.ratio(delta, self.ends) <= 1).all(0)
-        self.ends = torch.where(good.unsqueeze(-1), self.ends + delta, self.ends)
-        progress.withdraw(claimed & ~good)
+        try:
+            change = small_change(starts, progress.rtol)
+            foreseen = sequence.push_out(starts, change.unsqueeze(1), chunk)[1].squeeze(1)
+            error, known = error_by_products(
+                sequence, starts, self.ends, residual, chunk, blocks, self.newton.linear, progress.limit
+            )
+        except StepError:
+            self.leave_uncertified(claimed, "the step cannot be differentiated")
+            return
+        changed, _ = sequence.roll_out(starts + change, chunk)
+        true = is_foreseen(values, changed, foreseen, progress.rtol)
+        floor = progress.codes == Result.PRECISION_FLOOR.severity
+        small = (progress.ratio(error, self.ends) <= 1).all(0) | (floor & progress.is_rounding(error, self.ends))
+        lost = claimed & (~small | (floor & ~true))
+        progress.withdraw(lost)
+        self.leave_uncertified(claimed & ~lost & ~true, _FALSE_DERIVATIVE)
+        self.leave_uncertified(claimed & ~lost & true & ~known, "products with the true Jacobians did not converge")
+        good = claimed & ~lost & true & known
+        self.ends = torch.where(good.unsqueeze(-1), self.ends + error, self.ends)
+
+    def leave_uncertified(self, rows: Tensor, why: str) -> None:
+        if rows.any():
+            self.progress.withdraw(rows, Result.UNCERTIFIED)
+            self.reasons = (*self.reasons, why)
+            self.plan.note(f"not certified: {why}")
 
     def states(self) -> Tensor:
         """Every state, [L, B, D]."""

@@ -225,7 +225,7 @@ def _in_parallel(
     sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
     judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
-    if any(result.failed for result in judged.results):
+    if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
         if on_failure != "loop":
             judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))
         judged = settle(
@@ -289,7 +289,7 @@ def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adj
 
 def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
     """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
-    lost = lost & torch.tensor([result.trusted for result in outcome.results], device=lost.device)
+    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
     results = [
         Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
     ]
