@@ -6,13 +6,22 @@ Shapes: N chunks of C steps, B rows, D the packed state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .convergence import still_to_come
+from .convergence import Progress, still_to_come
+from .jacobian import Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .sequence import Sequence
+from .sequence.evaluate import StepError
+from .solution import Result
+
+#: Why updates, and products with Jacobians, may say nothing of the error.
+FALSE_DERIVATIVE = (
+    "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
+)
 
 #: What is left of an error is known when it changes by this many roundings of the state: the loop's own steps round as much.
 _ROUNDINGS = 4
@@ -22,15 +31,58 @@ _ANOTHER = 0.1
 _NOISE = 100
 
 
-def error_by_products(
+def certify(
     sequence: Sequence,
+    jacobian: Jacobian,
+    linear: LinearSolver,
+    progress: Progress,
     starts: Tensor,
     ends: Tensor,
-    residual: Tensor,
-    chunk: int,
-    blocks: Blocks,
-    linear: LinearSolver,
-    rounds: int,
+) -> tuple[Tensor, list[str]]:
+    """What approximate Jacobians found, seen by the true ones: what they make of the residual is the error to first order.
+
+    An observed rate of convergence proves nothing where errors shrink first and grow later, and a small update nothing
+    where many of them add up.
+
+    Args:
+        progress: rows that are wrong, or cannot be certified, lose their claim there
+        starts, ends: [N, B, D], the states before and after the chunks
+
+    Returns:
+        the ends, [N, B, D], less the error that was found, and why rows were not certified
+    """
+    claimed = progress.codes <= Result.PRECISION_FLOOR.severity
+    claimed &= progress.iterations < progress.chunks  # after which they are exact, whatever the Jacobians are
+    if not claimed.any():
+        return ends, []
+    chunk, rtol = progress.chunk, progress.rtol
+
+    def push(tangents: Tensor) -> Tensor:
+        return sequence.push_out(starts, tangents.unsqueeze(1), chunk)[1].squeeze(1)
+
+    values, blocks = jacobian.linearise(sequence, starts, chunk)
+    residual = torch.where(claimed.unsqueeze(-1), values - ends, 0)
+    try:
+        error, known = error_by_products(push, ends, residual, blocks, linear, progress.limit)
+        true = has_derivative(sequence, starts, values, push, chunk, 0, rtol)
+    except StepError:
+        progress.withdraw(claimed, Result.UNCERTIFIED)
+        return ends, ["the step cannot be differentiated"]
+    floor = progress.codes == Result.PRECISION_FLOOR.severity
+    small = (progress.ratio(error, ends) <= 1).all(0) | (floor & progress.is_rounding(error, ends))
+    lost = claimed & (~small | (floor & ~true))
+    progress.withdraw(lost)
+    progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
+    why = []
+    if (claimed & ~lost & ~true).any():
+        why.append(FALSE_DERIVATIVE)
+    if (claimed & ~lost & true & ~known).any():
+        why.append("products with the true Jacobians did not converge")
+    return torch.where((claimed & ~lost & true & known).unsqueeze(-1), ends + error, ends), why
+
+
+def error_by_products(
+    push: Callable[[Tensor], Tensor], ends: Tensor, residual: Tensor, blocks: Blocks, linear: LinearSolver, rounds: int
 ) -> tuple[Tensor, Tensor]:
     """The error of the ends of chunks, to first order: ``e_n = J_n e_{n-1} + r_n`` with the true Jacobians ``J_n``.
 
@@ -39,7 +91,8 @@ def error_by_products(
     after that is what the loop's own rounding would grow to.
 
     Args:
-        starts, ends: [N, B, D], the states before and after the chunks, as they were found
+        push: ``J_n v_n`` of vectors [N, B, D]
+        ends: [N, B, D], as they were found
         residual: [N, B, D], ``r_n``: where the chunks lead, less where they were found to
         blocks: N approximate Jacobians of the chunks
         rounds: so many at most, from 1
@@ -49,17 +102,31 @@ def error_by_products(
     """
     eps, size = torch.finfo(ends.dtype).eps, ends.abs()
     error, missing, largest = torch.zeros_like(residual), residual, torch.zeros_like(residual[0])
-    for _ in range(rounds):
+    while True:
         change = solve_coupled(blocks[1:], missing, reverse=False, solver=linear)
         error = error + change
         before, largest = largest, change.abs().amax(0)
         rounding = _ROUNDINGS * eps * torch.maximum(size, error.abs().amax(-1, keepdim=True))
         known = (change.abs() * still_to_come(largest, before) <= rounding).all(-1).all(0)
-        if known.all() or not torch.isfinite(largest).all():
+        rounds -= 1
+        if rounds == 0 or known.all() or not torch.isfinite(largest).all():
             return error, known
-        shifted = torch.cat([torch.zeros_like(error[:1]), error[:-1]])
-        missing = residual + sequence.push_out(starts, shifted.unsqueeze(1), chunk)[1].squeeze(1) - error
-    return error, known
+        missing = residual + push(torch.cat([torch.zeros_like(error[:1]), error[:-1]])) - error
+
+
+def has_derivative(
+    sequence: Sequence,
+    starts: Tensor,
+    values: Tensor,
+    push: Callable[[Tensor], Tensor],
+    chunk: int,
+    first: int,
+    rtol: float,
+) -> Tensor:
+    """[B]: whether chunks from ``first`` on, which lead from ``starts`` to ``values``, change as products ``push`` say."""
+    change = small_change(starts, rtol)
+    changed, _ = sequence.roll_out(starts + change, chunk, first)
+    return is_foreseen(values, changed, push(change), rtol)
 
 
 def small_change(starts: Tensor, rtol: float) -> Tensor:

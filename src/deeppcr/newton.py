@@ -13,20 +13,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .certificate import error_by_products, is_foreseen, small_change
+from .certificate import FALSE_DERIVATIVE, certify, has_derivative
 from .convergence import Progress, StoppingTest, UpdateTest, default_tolerance
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
 from .runtime import is_out_of_memory
 from .sequence import Sequence
-from .sequence.evaluate import StepError
 from .solution import Plan, Result
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
 #: Why updates, and products with Jacobians, may say nothing of the error.
-_FALSE_DERIVATIVE = "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
+_FALSE_DERIVATIVE = (
+    "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
+)
 #: The steps of a chunk follow each other: beyond this, on CPU and GPU alike, they cost more than they save.
 _LARGEST_CHUNK = 16
 
@@ -237,7 +238,7 @@ class Iteration:
                 break
             hopeless = progress.why_hopeless() if tested else None
             if hopeless:
-                self.reasons = (hopeless,)
+                self.reasons = (*self.reasons, hopeless)
                 self.plan.note(hopeless)
                 break
             passed = int(progress.prefix[progress.active].min()) - self.first
@@ -365,59 +366,24 @@ class Iteration:
 
         Approximate ones may be anything: what they found is seen by ``certify``.
         """
-        progress, sequence, chunk = self.progress, self.sequence, self.chunk
+        progress, sequence, chunk, first = self.progress, self.sequence, self.chunk, self.first
         if self.newton.quadratic:
             starts = self.starts()
-            values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, self.first)
-            change = small_change(starts, progress.rtol)
-            changed, _ = sequence.roll_out(starts + change, chunk, self.first)
-            false = progress.stuck & ~is_foreseen(values, changed, blocks.apply(change), progress.rtol)
-            if false.any():
-                self.reasons = (f"gave up: {_FALSE_DERIVATIVE}",)
-                progress.finish(false, Result.NOT_CONVERGED)
+            values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, first)
+            true = has_derivative(sequence, starts, values, blocks.apply, chunk, first, progress.rtol)
+            if (progress.stuck & ~true).any():
+                self.reasons = (FALSE_DERIVATIVE,)
+                progress.finish(progress.stuck & ~true, Result.NOT_CONVERGED)
         progress.finish(progress.stuck, Result.PRECISION_FLOOR)
 
     @torch.no_grad()
     def certify(self) -> None:
-        """What approximate Jacobians found, seen by the true ones: what they make of the residual is the error to first order.
-
-        An observed rate of convergence proves nothing where errors shrink first and grow later, and a small update
-        nothing where many of them add up.
-        """
-        progress, sequence, chunk = self.progress, self.sequence, self.chunk
-        claimed = progress.codes <= Result.PRECISION_FLOOR.severity
-        claimed &= progress.iterations < progress.chunks  # after which they are exact, whatever the Jacobians are
-        if not claimed.any():
-            return
         self.first = 0
-        starts = self.starts()
-        values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk)
-        residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
-        try:
-            change = small_change(starts, progress.rtol)
-            foreseen = sequence.push_out(starts, change.unsqueeze(1), chunk)[1].squeeze(1)
-            error, known = error_by_products(
-                sequence, starts, self.ends, residual, chunk, blocks, self.newton.linear, progress.limit
-            )
-        except StepError:
-            self.leave_uncertified(claimed, "the step cannot be differentiated")
-            return
-        changed, _ = sequence.roll_out(starts + change, chunk)
-        true = is_foreseen(values, changed, foreseen, progress.rtol)
-        floor = progress.codes == Result.PRECISION_FLOOR.severity
-        small = (progress.ratio(error, self.ends) <= 1).all(0) | (floor & progress.is_rounding(error, self.ends))
-        lost = claimed & (~small | (floor & ~true))
-        progress.withdraw(lost)
-        self.leave_uncertified(claimed & ~lost & ~true, _FALSE_DERIVATIVE)
-        self.leave_uncertified(claimed & ~lost & true & ~known, "products with the true Jacobians did not converge")
-        good = claimed & ~lost & true & known
-        self.ends = torch.where(good.unsqueeze(-1), self.ends + error, self.ends)
-
-    def leave_uncertified(self, rows: Tensor, why: str) -> None:
-        if rows.any():
-            self.progress.withdraw(rows, Result.UNCERTIFIED)
-            self.reasons = (*self.reasons, why)
-            self.plan.note(f"not certified: {why}")
+        newton, starts = self.newton, self.starts()
+        self.ends, why = certify(self.sequence, newton.jacobian, newton.linear, self.progress, starts, self.ends)
+        self.reasons = (*self.reasons, *why)
+        for each in why:
+            self.plan.note(f"not certified: {each}")
 
     def states(self) -> Tensor:
         """Every state, [L, B, D]."""
