@@ -300,12 +300,13 @@ def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons
 def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
     outcome, adjoint = judged.outcome, judged.adjoint
-    trusted = torch.tensor([result.trusted for result in outcome.results], device=outcome.states.device)
-    if adjoint is None or not solver.stop.promises or not trusted.any():
+    kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
+    if adjoint is None or not solver.stop.promises or not kept.any():
         return judged
     atol, _ = solver.tolerances(outcome.states.dtype)
-    exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
-    lost = trusted & (exact < outcome.exact_steps)
+    determined = adjoint.determined(outcome.states.detach(), atol, kept)
+    exact = torch.minimum(determined, outcome.exact_steps)
+    lost = kept & (determined < outcome.states.shape[0])
     if not lost.any():
         return judged
     reason = (
