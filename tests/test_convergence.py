@@ -35,18 +35,17 @@ def feed(judged: Progress, update: float, residual: float = 0.0) -> None:
         torch.ones(shape[:2], dtype=torch.bool),
         torch.full(shape, residual),
         torch.full(shape, update),
-        torch.ones(shape),
         judged.bounds(torch.ones(shape), torch.ones(shape[1:])),
     )
 
 
-def test_updates_that_stop_shrinking_at_the_level_of_rounding_end_as_precision_floor():
+def test_rows_are_stuck_whose_small_updates_stop_shrinking():
     judged = progress(steps=50)
     for update in (1e-2, 1e-5, 1e-5, 0.9e-5):
         feed(judged, update)
-        assert judged.active.all()
+        assert not judged.stuck.any()
     feed(judged, 1e-5)
-    assert judged.results == [Result.PRECISION_FLOOR]
+    assert judged.stuck.all()
 
 
 def test_what_is_carried_from_one_iteration_to_the_next_is_all_there_is():
@@ -58,9 +57,9 @@ def test_what_is_carried_from_one_iteration_to_the_next_is_all_there_is():
         judged.carry(lambda name, tensor, kept=kept: kept.setdefault(name, tensor.clone()))
         constant = {id(judged.index), *map(id, kept.values())}
         for value in vars(judged).values():
-            if isinstance(value, torch.Tensor) and id(value) not in constant:
+            if isinstance(value, torch.Tensor) and id(value) not in constant and value is not judged.stuck:
                 value.fill_(99)
-    assert judged.results == [Result.PRECISION_FLOOR]
+    assert judged.stuck.all()
     assert judged.iterations.tolist() == [5]
 
 
@@ -71,15 +70,15 @@ def test_no_floor_where_a_step_does_not_hold_or_the_update_is_not_small(update, 
     judged = progress(steps=50)
     for _ in range(8):
         feed(judged, update, residual)
-    assert judged.active.all()
+        assert not judged.stuck.any()
 
 
 def test_an_approximate_jacobian_takes_longer_to_stall():
     judged = progress(quadratic=False, steps=80)
     for count in range(11):
-        assert judged.active.all(), count
+        assert not judged.stuck.any(), count
         feed(judged, 1e-6)
-    assert judged.results == [Result.PRECISION_FLOOR]
+    assert judged.stuck.all()
 
 
 def test_true_jacobians_are_believed_as_far_as_updates_fall():

@@ -173,6 +173,7 @@ class Progress:
         self.iterations = torch.zeros(rows, dtype=torch.long, device=device)
         self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
         self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
+        self.stuck = ~self.active  # of the last iteration, rows that may be as exact as rounding lets them
         self._first_residual: Tensor | None = None
         shape = (rows, layout.width)
         nothing = torch.zeros(shape, dtype=layout.dtype, device=device)
@@ -197,7 +198,7 @@ class Progress:
 
     @property
     def exact_steps(self) -> Tensor:
-        trusted = self.codes < Result.FINISHED_BY_LOOP.severity
+        trusted = self.codes < Result.UNCERTIFIED.severity
         return torch.where(trusted, self.length, (self.prefix * self.chunk).clamp(max=self.length))
 
     def finish(self, rows: Tensor, result: Result) -> None:
@@ -205,9 +206,10 @@ class Progress:
         self.codes = torch.where(rows, result.severity, self.codes)
         self.active = self.active & ~rows
 
-    def withdraw(self, rows: Tensor) -> None:
-        """Rows [B] that claimed to have converged and have not."""
-        self.codes = torch.where(rows, Result.NOT_CONVERGED.severity, self.codes)
+    def withdraw(self, rows: Tensor, result: Result = Result.NOT_CONVERGED) -> None:
+        """Rows [B] that claimed to have converged and have not, or not provably; exact is what each iteration made so."""
+        self.codes = torch.where(rows, result.severity, self.codes)
+        self.prefix = torch.where(rows, torch.minimum(self.prefix, self.iterations), self.prefix)
 
     def frozen(self, first: int) -> tuple[Tensor, Tensor]:
         """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
@@ -231,7 +233,7 @@ class Progress:
         rounding = torch.maximum(before, states[first:].abs())
         if blocks is not None:
             rounding = torch.maximum(rounding, type(blocks)(blocks.data.detach().abs()).apply(before))
-        return Bounds(self.tolerance.allowed(states, initial)[first:], self.eps * rounding)
+        return Bounds(self.tolerance, self.tolerance.scale(states, initial)[first:], self.eps * rounding)
 
     def judge(
         self,
@@ -240,7 +242,6 @@ class Progress:
         finite: Tensor,
         residual: Tensor,
         delta: Tensor,
-        states: Tensor,
         bounds: Bounds,
     ) -> None:
         """After an iteration: which chunks have settled, which rows are done, which have stopped improving.
@@ -248,8 +249,8 @@ class Progress:
         Args:
             frozen: [n, B], what was not to be touched
             finite: [n, B], where the residual is a number; elsewhere the chain was cut, and nothing is settled
-            residual, delta, states: [n, B, D], before the update, the update, and after it
-            bounds: of these states
+            residual, delta: [n, B, D], before the update, and the update
+            bounds: of the states after it
         """
         self.count += 1
         # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
@@ -270,7 +271,7 @@ class Progress:
         if self.stop.promises:
             if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
                 self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
-            self._detect_floor(worst, off.amax(0), delta, states)
+            self.stuck = self._find_stuck(worst, off.amax(0), delta, bounds)
         prefix = torch.where(self.active, self.prefix, self.chunks)
         self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
 
@@ -299,18 +300,19 @@ class Progress:
         """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance."""
         return error_left(update, update.amax(0), self.updates[-1])
 
-    def _detect_floor(self, worst: Tensor, off: Tensor, delta: Tensor, states: Tensor) -> None:
-        """Rows whose update no longer shrinks although it is so small that it should: only rounding is left."""
+    def _find_stuck(self, worst: Tensor, off: Tensor, delta: Tensor, bounds: Bounds) -> Tensor:
+        """[B]: rows whose update no longer shrinks although it is so small that it should.
+
+        Only rounding is left of them, if the Jacobians are what they are said to be.
+        """
         better = worst < 0.5 * self._best
         self._best = torch.where(better, worst, self._best)
         self._since_best = torch.where(better, 0, self._since_best + 1)
-        smallest = torch.finfo(self.layout.dtype).tiny
-        relative = (self.layout.norms(delta) / self.layout.norms(states).clamp(min=smallest)).amax((0, -1))
         if self.quadratic:
-            stuck = (self._since_best >= 3) & (relative <= math.sqrt(self.eps))
+            stuck = (self._since_best >= 3) & (bounds.relative(delta) <= math.sqrt(self.eps))
         else:
-            stuck = (self._since_best >= 10) & (relative <= 100 * self.eps)
-        self.finish(stuck & (off <= 1), Result.PRECISION_FLOOR)
+            stuck = (self._since_best >= 10) & bounds.is_rounding(delta)
+        return stuck & (off <= 1) & self.active
 
     @property
     def is_early(self) -> bool:

@@ -159,21 +159,11 @@ class DenseJacobian(Jacobian):
         # formed, and what a step merely passes on (with_history) costs nothing.
         if chunk == 1:
             return self.evaluate(sequence, starts, range(first, sequence.length))
-        every = sequence.chunk_steps(chunk, first)
         reached, blocks = [], []
         for part in self.slices(sequence, len(starts)):
-            current, tangents = starts[part], _identity(sequence)
-            last = []
-            for steps in every:
-                steps = steps[part]
-                if not len(steps):
-                    break
-                if len(steps) < len(current):
-                    last.append((current[len(steps) :], _as_blocks(tangents[len(steps) :])))
-                    current, tangents = current[: len(steps)], tangents[: len(steps)]
-                current, tangents = sequence.push(current, tangents, steps)
-            reached += [current, *(state for state, _ in last)]
-            blocks += [_as_blocks(tangents), *(block for _, block in last)]
+            ends, pushed = sequence.push_out(starts[part], _identity(sequence), chunk, first, part)
+            reached.append(ends)
+            blocks.append(_as_blocks(pushed))
         return _joined(reached), Dense(_joined(blocks))
 
     def slices(self, sequence: Sequence, count: int) -> list[slice]:

@@ -13,22 +13,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .certificate import FALSE_DERIVATIVE, certify, has_derivative
 from .convergence import Progress, StoppingTest, UpdateTest
 from .guess import Guess
 from .jacobian import DenseJacobian, Jacobian, ScalarJacobian, block_bytes
 from .linear import Auto, Blocks, LinearSolver, solve_coupled
 from .runtime import is_out_of_memory
 from .sequence import Sequence
-from .sequence.evaluate import StepError
 from .solution import Plan, Result
 from .tolerance import Bounds, Tolerance, default_tolerance
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
+#: Why updates, and products with Jacobians, may say nothing of the error.
+_FALSE_DERIVATIVE = (
+    "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
+)
 #: The steps of a chunk follow each other: beyond this, on CPU and GPU alike, they cost more than they save.
 _LARGEST_CHUNK = 16
-#: Up to this width, what an approximate Jacobian found is checked by one iteration with the true one.
-_CERTIFIED_WIDTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +247,7 @@ class Iteration:
             hopeless = progress.why_hopeless() if tested else None
             if hopeless:
                 if not self.roll_on():
-                    self.reasons = (hopeless,)
+                    self.reasons = (*self.reasons, hopeless)
                     self.plan.note(hopeless)
                     break
                 if not progress.active.any():
@@ -325,7 +327,9 @@ class Iteration:
         self.blocks, self.values = blocks, torch.where(finite.unsqueeze(-1), values, ends).detach()
         with torch.no_grad():
             bounds = self.bounds()
-            progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), moved.detach(), bounds)
+            progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), bounds)
+            if self.newton.stop.promises and self.needs_safeguard(progress.stuck):
+                self.end_stuck()
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
@@ -424,32 +428,29 @@ class Iteration:
         self.replace(torch.where((near | exact).unsqueeze(-1), self.ends[self.first :], ends))
         return progress.is_early or bool(near.any()) or not progress.active.any()
 
+    def end_stuck(self) -> None:
+        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's.
+
+        Approximate ones may be anything: what they found is seen by ``certify``.
+        """
+        progress, sequence, chunk, first = self.progress, self.sequence, self.chunk, self.first
+        if self.newton.quadratic:
+            starts = self.starts()
+            values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, first)
+            true = has_derivative(sequence, starts, values, blocks.apply, chunk, first, progress.tolerance.rtol)
+            if (progress.stuck & ~true).any():
+                self.reasons = (FALSE_DERIVATIVE,)
+                progress.finish(progress.stuck & ~true, Result.NOT_CONVERGED)
+        progress.finish(progress.stuck, Result.PRECISION_FLOOR)
+
     @torch.no_grad()
     def certify(self) -> None:
-        """What approximate Jacobians found, seen by the true ones: their update is the error to first order.
-
-        An observed rate of convergence proves nothing where errors shrink first and grow later. Wide states are left
-        out (the true Jacobians are what the user wanted to avoid), and so are steps that cannot be differentiated.
-        """
-        progress = self.progress
-        claimed = progress.codes == Result.CONVERGED.severity
-        claimed &= progress.prefix < progress.chunks
-        if not claimed.any():
-            return
-        if self.sequence.layout.width > _CERTIFIED_WIDTH:
-            self.plan.note("not certified: wide states, converged by the observed rate alone")
-            return
         self.first = 0
-        try:
-            values, blocks = DenseJacobian().linearise(self.sequence, self.starts(), self.chunk)
-        except StepError:
-            self.plan.note("not certified: the step cannot be differentiated, converged by the observed rate alone")
-            return
-        residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
-        delta = solve_coupled(blocks[1:], residual, reverse=False, solver=self.newton.linear)
-        good = claimed & (progress.bounds(self.ends, self.sequence.initial, 0, blocks).ratio(delta) <= 1).all(0)
-        self.ends = torch.where(good.unsqueeze(-1), self.ends + delta, self.ends)
-        progress.withdraw(claimed & ~good)
+        newton, starts = self.newton, self.starts()
+        self.ends, why = certify(self.sequence, newton.jacobian, newton.linear, self.progress, starts, self.ends)
+        self.reasons = (*self.reasons, *why)
+        for each in why:
+            self.plan.note(f"not certified: {each}")
 
     def states(self) -> Tensor:
         """Every state, [L, B, D]."""

@@ -39,6 +39,10 @@ class Result(Enum):
         "every step holds within the tolerance, but the update stopped shrinking above it: this is as exact as the "
         "dtype gets. Loosen atol and rtol, or use float64"
     )
+    UNCERTIFIED = (
+        "every step holds and updates fell as far as was asked, but with approximate Jacobians that proves nothing, and only the "
+        "states up to step {step} are known to be exact. Try DenseJacobian() or DiagonalJacobian(), or compare with Loop()"
+    )
     FINISHED_BY_LOOP = (
         "Newton stopped with the states up to step {step} exact; the rest was computed one step at a time. "
         "Try a better guess or another chunk; if the sequence amplifies errors, solver=deeppcr.Loop() is faster"

@@ -227,7 +227,7 @@ def _in_parallel(
     sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
     judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
-    if any(result.failed for result in judged.results):
+    if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
         if on_failure != "loop":
             judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))
         judged = settle(
@@ -291,7 +291,7 @@ def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adj
 
 def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
     """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
-    lost = lost & torch.tensor([result.trusted for result in outcome.results], device=lost.device)
+    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
     results = [
         Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
     ]
@@ -302,12 +302,12 @@ def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons
 def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
     outcome, adjoint = judged.outcome, judged.adjoint
-    trusted = torch.tensor([result.trusted for result in outcome.results], device=outcome.states.device)
-    if adjoint is None or not solver.stop.promises or not trusted.any():
+    kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
+    if adjoint is None or not solver.stop.promises or not kept.any():
         return judged
-    tolerance = solver.tolerance(outcome.states.dtype)
-    exact = torch.minimum(adjoint.determined(outcome.states.detach(), tolerance, trusted), outcome.exact_steps)
-    lost = trusted & (exact < outcome.exact_steps)
+    determined = adjoint.determined(outcome.states.detach(), solver.tolerance(outcome.states.dtype), kept)
+    exact = torch.minimum(determined, outcome.exact_steps)
+    lost = kept & (determined < outcome.states.shape[0])
     if not lost.any():
         return judged
     reason = (

@@ -16,6 +16,8 @@ from torch import Tensor
 _SETTLED = 4
 #: So many units of rounding no update is asked to be smaller than.
 ROUNDED = 8
+#: Over a sequence, so many units of rounding may add up in a state.
+_ADDED_UP = 100
 #: A state that is no larger than so many tolerances has died out: its leading digits are not known.
 _FAINT = 100
 
@@ -58,25 +60,42 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What differences of states are held against, [n, B, D] each.
+    """What differences of states are held against.
 
     Attributes:
-        allowed: the tolerance
-        rounding: a unit of rounding of what the step computes there
+        scale: [n, B, D], the size of every component
+        rounding: [n, B, D], a unit of rounding of what the step computes there
     """
 
-    allowed: Tensor
+    tolerance: Tolerance
+    scale: Tensor
     rounding: Tensor
+
+    @property
+    def allowed(self) -> Tensor:
+        return self.tolerance.atol + self.tolerance.rtol * self.scale
 
     def ratio(self, difference: Tensor) -> Tensor:
         """The size of a difference in units of the tolerance, worst component: [n, B]; infinite where it is not a number."""
-        sizes, allowed = difference.abs(), torch.maximum(self.allowed, ROUNDED * self.rounding)
-        ratios = torch.where(sizes == 0, 0, sizes / allowed).amax(-1).double()
-        return torch.where(torch.isnan(ratios), math.inf, ratios)
+        return _in_units(difference, torch.maximum(self.allowed, ROUNDED * self.rounding)).amax(-1).double()
+
+    def relative(self, difference: Tensor) -> Tensor:
+        """[B]: the size of a difference in units of the states, worst step and component."""
+        return _in_units(difference, self.scale).amax((0, -1))
+
+    def is_rounding(self, difference: Tensor) -> Tensor:
+        """[B]: whether a difference is of the size that rounding may add up to."""
+        return self.relative(difference) <= _ADDED_UP * torch.finfo(difference.dtype).eps
 
     def settles(self, difference: Tensor) -> Tensor:
         """[n, B]: whether nothing but rounding is left."""
         return (difference.abs() <= _SETTLED * self.rounding).all(-1)
+
+
+def _in_units(difference: Tensor, unit: Tensor) -> Tensor:
+    """The size of a difference in a unit, [..., D] each: nothing is nothing in any, and what is no number is infinite."""
+    ratios = torch.where(difference == 0, 0, difference.abs() / unit)
+    return torch.where(torch.isnan(ratios), math.inf, ratios)
 
 
 def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ class Recording:
 
 
 _RESULTS = list(Result)
-_GOOD = (Result.CONVERGED, Result.ITERATIONS_DONE, Result.PRECISION_FLOOR)
+_GOOD = (Result.CONVERGED, Result.ITERATIONS_DONE)
 
 
 def _unexpanded(leaf: Tensor) -> Tensor:

@@ -280,6 +280,32 @@ class Sequence:
             states.append(current)
         return torch.cat([current, *ended]), interleave(states)
 
+    def push_out(
+        self, starts: Tensor, tangents: Tensor, chunk: int, first: int = 0, part: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Run chunks as ``roll_out`` does, with tangents that become their products with the chunks' Jacobians.
+
+        Args:
+            starts: [chunks, B, D]
+            tangents: [chunks or 1, K, B, D]
+            part: which of the chunks from ``first`` on these are
+
+        Returns:
+            the state after each chunk, [chunks, B, D], and the products, [chunks, K, B, D]
+        """
+        current, ended = starts, []
+        for steps in self.chunk_steps(chunk, first):
+            steps = steps[part]
+            if not len(steps):
+                break
+            if len(steps) < len(current):  # the last chunk is ragged and ends here
+                ended.append((current[len(steps) :], tangents[len(steps) :]))
+                current, tangents = current[: len(steps)], tangents[: len(steps)]
+            current, tangents = self.push(current, tangents, steps)
+        if not ended:  # a copy of all tangents takes as much memory again
+            return current, tangents
+        return torch.cat([current, *(each for each, _ in ended)]), torch.cat([tangents, *(each for _, each in ended)])
+
     def chunk_steps(self, chunk: int, first: int = 0) -> list[range]:
         """Step k of every chunk from chunk ``first`` on, for k = 0, 1, ...: ranges over the steps of the loop."""
         ranges = [range(first * chunk + k, self.length, chunk) for k in range(chunk)]
