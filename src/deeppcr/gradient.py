@@ -7,6 +7,7 @@ inputs and initial state are then one vector-Jacobian product of all steps with 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from .linear import Blocks, LinearSolver, solve_coupled
 from .linearised import Linearised
 from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
+from .solution import ConvergenceWarning
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 _DENSE_WIDTH = 32
@@ -32,6 +34,8 @@ _LOST = 1e-4
 _LEFT = 4
 #: What a step may raise that checks its numbers, where it is given some that it never sees in the loop.
 _REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
+#: What is missing in a step may change the loss by so many tolerances of what its state does.
+_MATTERS = 100
 #: Derivatives that differ by more than this part of them are not the same.
 _OTHER = 0.01
 
@@ -103,7 +107,13 @@ class Unrolled(Gradient):
 
 
 class Adjoint(Linearised):
-    """What the backward pass needs: all steps at the states of the solution, and how to solve a system of their Jacobians."""
+    """What the backward pass needs: all steps at the states of the solution, and how to solve a system of their Jacobians.
+
+    Attributes:
+        promised: the relative tolerance that the states are said to be within; None where nothing is said
+    """
+
+    promised: float | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
         super().__init__(sequence, states)
@@ -188,6 +198,27 @@ class Adjoint(Linearised):
                 products = self._products(adjoint) if direct else None
                 self.refuse(adjoint, adjoint[:-1] - gradients[:-1], products, jacobians_count=self.jacobian.given)
             return adjoint
+
+    def warn_of_lost_digits(self, adjoint: Tensor) -> None:
+        """Say so where the gradients rest on digits of states that a tolerance does not vouch for.
+
+        The adjoint times what is missing in every step is what that changes of the loss. It is to be little beside what
+        a change of the states by their own size does. It is not where a signal dies out and is normalised afterwards.
+        """
+        if self.promised is None or not values_can_be_read(adjoint):
+            return
+        missing = (adjoint * (self.values.detach() - self.states)).abs().amax(-1)  # [L, B]
+        lost = missing > _MATTERS * self.promised * (adjoint * self.states).abs().amax(-1).amax(0)
+        lost &= torch.isfinite(missing)
+        if lost.any():
+            index, row = (int(i) for i in lost.nonzero()[0])
+            warnings.warn(
+                f"the gradient is not the loop's: it depends on digits of the state at step {index + 1} (row {row}) that are below the "
+                "tolerance, as where a signal dies out and is normalised afterwards. Ask for them by a smaller tolerance, or use "
+                "solver=deeppcr.Loop()",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
 
     def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""
@@ -328,7 +359,9 @@ class _Attach(torch.autograd.Function):
                 "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
                 "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
             )
-        return ctx.adjoint.solve(gradients), None, None
+        adjoint = ctx.adjoint.solve(gradients)
+        ctx.adjoint.warn_of_lost_digits(adjoint)
+        return adjoint, None, None
 
 
 def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:

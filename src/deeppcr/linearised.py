@@ -27,6 +27,7 @@ class Linearised:
     """All steps evaluated once, with a graph, each at the state before it.
 
     Attributes:
+        states: [L, B, D], as given
         previous: [L, B, D], the states that steps start from
         inner: [L - 1, B, D], those of them that other steps end in
         values: [L, B, D], what the steps give
@@ -37,7 +38,8 @@ class Linearised:
         device = sequence.layout.device.type
         # The backward pass evaluates the step again: in the precision of the forward pass, wherever it is called from.
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        self.inner = states.detach()[:-1].requires_grad_()
+        self.states = states.detach()
+        self.inner = self.states[:-1].requires_grad_()
         self.previous = torch.cat([sequence.initial.unsqueeze(0), self.inner])
         self.values = sequence.values(self.previous, range(sequence.length))
 

@@ -303,7 +303,7 @@ def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     trusted = torch.tensor([result.trusted for result in outcome.results], device=outcome.states.device)
     if adjoint is None or not solver.stop.promises or not trusted.any():
         return judged
-    atol, _ = solver.tolerances(outcome.states.dtype)
+    atol, adjoint.promised = solver.tolerances(outcome.states.dtype)
     exact = torch.minimum(adjoint.determined(outcome.states.detach(), atol, trusted), outcome.exact_steps)
     lost = trusted & (exact < outcome.exact_steps)
     if not lost.any():
