@@ -40,7 +40,16 @@ def test_a_norm_over_two_features(dtype, device):
         make = Generator(seed, dtype, device)
         weight = make.normal(2, 2)
         step = lambda z, x: F.layer_norm(z @ weight + x, (2,))  # noqa: B023, E731
-        compare(step, make.normal(3, 2), make.normal(60, 3, 2), 1e-3, at_least=1.0)
+        compare(step, make.normal(3, 2), make.normal(30, 3, 2), 1e-3, at_least=1.0)
+
+
+def test_features_that_are_almost_equal(device):
+    """Their norm loses most of its digits, otherwise in forward mode than in reverse; states are small beside what is added."""
+    make = Generator(0, torch.float32, device)
+    xs = 0.5 + 3e-3 * make.normal(16, 8, 2)
+    step = lambda z, x: 0.9 * z + 0.1 * F.layer_norm(1e-3 * z + x, (2,))  # noqa: E731
+    for gradient in (Implicit(), Unrolled()):
+        compare(step, make.normal(8, 2), xs.clone(), 1e-3, gradient=gradient)
 
 
 @FULL
@@ -71,7 +80,7 @@ def test_filters_that_are_far_from_normal(angle, device):
 )  # of two, PyTorch's derivative of torch.linalg.solve is wrong under two vmaps
 @FULL
 def test_a_kalman_filter(measured, dtype, device):
-    for seed in range(3):
+    for seed in range(2):
         make = Generator(seed, dtype, device)
         a = 0.9 * torch.eye(3, dtype=dtype, device=device) + 0.05 * make.normal(3, 3)
         c, eye = make.normal(measured, 3), torch.eye(measured, dtype=dtype, device=device)
@@ -83,7 +92,7 @@ def test_a_kalman_filter(measured, dtype, device):
             return mean + (gain @ (y - mean @ c.mT).unsqueeze(-1)).squeeze(-1), cov - gain @ c @ cov  # noqa: B023
 
         z0 = (make.normal(3), torch.eye(3, dtype=dtype, device=device))
-        compare(step, z0, make.normal(40, measured), 1e-2 if dtype is torch.float32 else 1e-8, batch_dims=0)
+        compare(step, z0, make.normal(20, measured), 1e-2 if dtype is torch.float32 else 1e-8, batch_dims=0)
 
 
 def test_autocast_inside_the_step(device):

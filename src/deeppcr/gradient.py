@@ -93,15 +93,11 @@ class Unrolled(Gradient):
 
     def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
         sequence, states = adjoint.sequence, states.detach()
-        for further in range(2):  # more iterations with true Jacobians
+        # Derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it.
+        adjoint.refuse(adjoint.probe(), None, DenseJacobian(), jacobians_count=True)
+        for _ in range(2):  # more iterations with true Jacobians
             previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
             values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
-            if (
-                not further
-            ):  # derivatives of the iterations are wrong where these are not the step's, and nobody would see it
-                probe = adjoint.probe()
-                transposed = type(blocks)(blocks.data.detach()).transpose()
-                adjoint.refuse(probe, None, transposed.apply(probe)[1:], jacobians_count=True)
             states = states + solve_coupled(blocks[1:], values - states, reverse=False, solver=adjoint.linear)
         return states
 
@@ -195,8 +191,8 @@ class Adjoint(Linearised):
             if wrong.any():
                 # Products of many Jacobians lose what steps keep, or the Jacobians are not the step's.
                 adjoint = self.walk(gradients)
-                products = self._products(adjoint) if direct else None
-                self.refuse(adjoint, adjoint[:-1] - gradients[:-1], products, jacobians_count=self.jacobian.given)
+                jacobian = self._true_jacobian() if direct else None
+                self.refuse(adjoint, adjoint[:-1] - gradients[:-1], jacobian, jacobians_count=self.jacobian.given)
             return adjoint
 
     def warn_of_lost_digits(self, adjoint: Tensor) -> None:
@@ -247,11 +243,6 @@ class Adjoint(Linearised):
             error = (correction.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
-
-    def _products(self, adjoint: Tensor) -> Tensor:
-        """``pull(adjoint)`` by the Jacobians."""
-        parts = self._parts(len(adjoint))
-        return torch.cat([self._transposed(part).apply(adjoint[part]) for part in parts])[1:]
 
     def _parts(self, length: int) -> list[slice]:
         """Slices of steps whose blocks fit the memory budget together."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .jacobian import Jacobian
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.trace import coarser_products
 
-#: What products of a step may differ by in units of what they were seen to round: a few samples do not show the largest.
+#: Units of rounding that two ways to compute the same may differ by.
 _UNITS = 16
-#: So often every state is moved by a rounding of it, to see what products round.
+#: So often every state is moved by as much, to see what products make of it.
 _PROBES = 3
 
 
@@ -53,6 +54,16 @@ class Linearised:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
         return _pulled(self.values, self.inner, adjoint, retain_graph=True)
 
+    def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
+        """``pull(adjoint)`` by Jacobians, of as many steps at a time as fit in memory."""
+        products, at_once = [], jacobian.steps_at_once(self.sequence)
+        for start in range(0, len(adjoint), at_once):
+            part = slice(start, min(start + at_once, len(adjoint)))
+            steps = range(part.start, part.stop)
+            _, blocks = jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)
+            products.append(type(blocks)(blocks.data.detach()).transpose().apply(adjoint[part]))
+        return torch.cat(products)[1:]
+
     def walk(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""
         found = [gradients[-1]]
@@ -68,16 +79,17 @@ class Linearised:
         return _pulled(value, start, adjoint)
 
     def refuse(
-        self, adjoint: Tensor, walked: Tensor | None, by_jacobians: Tensor | None, *, jacobians_count: bool
+        self, adjoint: Tensor, walked: Tensor | None, jacobian: Jacobian | None, *, jacobians_count: bool
     ) -> None:
         """Raise where products of the steps with an adjoint are not the same whichever way they are made, with the cause.
 
-        They may differ by what they round. That shows when every state is moved by a rounding: a derivative that is zero, but for
-        rounding, agrees with itself in no digit.
+        They may differ by what they round. That shows when every state is moved by a few units of it: a derivative that is zero, but
+        for rounding, agrees with itself in no digit.
 
         Args:
             adjoint: [L, B, D]
-            walked, by_jacobians: [L - 1, B, D], like ``pull(adjoint)``: by one step at a time, and by their Jacobians
+            walked: [L - 1, B, D], like ``pull(adjoint)``, by one step at a time
+            jacobian: by which the same products are made, too
             jacobians_count: those must be right, even where it is PyTorch that has them wrong, and not the step
         """
         if len(adjoint) == 1:
@@ -88,6 +100,7 @@ class Linearised:
         eps = torch.finfo(
             coarser_products(lambda: self.sequence.step(0, first), self.arithmetic) or self.arithmetic
         ).eps
+        by_jacobians = self._by(jacobian, adjoint) if jacobian is not None else None
         pulled, after = self.pull(adjoint), (adjoint[1:].abs() * sizes).amax(-1)
         terms = after + (adjoint[:-1].abs() * sizes).amax(-1) + (pulled.abs() * sizes).amax(-1)  # [L - 1, B]
         info = torch.finfo(adjoint.dtype)
@@ -95,26 +108,31 @@ class Linearised:
 
         def wrong(found: Tensor | None, rounding: Tensor | float) -> Tensor:
             off = (found - pulled).abs() if found is not None else torch.zeros_like(pulled)
-            return ~((off * sizes).amax(-1) <= _UNITS * rounding * terms) & numbers
+            return ~((off * sizes).amax(-1) <= rounding * terms) & numbers
 
-        if not (wrong(walked, eps) | wrong(by_jacobians, eps)).any():
+        few = _UNITS * eps
+        if not (wrong(walked, few) | wrong(by_jacobians, few)).any():
             return
         off = (self._moved(torch.zeros_like(self.inner)).values - self.values).detach().abs()
-        changed = ~(off <= _UNITS * eps * sizes).all(-1) & finite
+        changed = ~(off <= few * sizes).all(-1) & finite
         if changed.any():
             raise _refusal(changed, _CHANGED)
         signs, noise = torch.Generator().manual_seed(0), torch.zeros_like(pulled)
         for _ in range(_PROBES):
             sign = torch.randint(0, 2, self.inner.shape, generator=signs).to(self.inner) * 2 - 1
-            noise = torch.maximum(noise, (self._moved(eps * sign * self.inner.detach()).pull(adjoint) - pulled).abs())
+            moved = self._moved(few * sign * self.inner.detach())
+            noise = torch.maximum(noise, (moved.pull(adjoint) - pulled).abs())
+            if jacobian is not None and by_jacobians is not None:  # forward mode rounds otherwise
+                noise = torch.maximum(noise, (moved._by(jacobian, adjoint) - by_jacobians).abs())
         seen = torch.where(numbers, (noise * sizes).amax(-1) / terms, 0).nan_to_num(0).amax(0)  # [B]
+        rounding = few + 2 * seen  # a few samples do not show the largest
         for found, cause in ((walked, _AT_ONCE), (by_jacobians, _JACOBIAN)):
-            where = wrong(found, seen + eps)
+            where = wrong(found, rounding)
             if not where.any():
                 continue
-            if self._mixes_rows(adjoint, eps):
+            if self._mixes_rows(adjoint, few):
                 raise _refusal(where, _ROWS)
-            if found is walked or jacobians_count or not self._is_right_alone(where, adjoint, seen + eps):
+            if found is walked or jacobians_count or not self._is_right_alone(where, adjoint, rounding):
                 raise _refusal(where, cause)
 
     def probe(self) -> Tensor:
@@ -133,14 +151,14 @@ class Linearised:
             states = torch.cat([self.inner.detach() + by, self.values.detach()[-1:]])
             return Linearised(self.sequence, states)
 
-    def _mixes_rows(self, adjoint: Tensor, eps: float) -> bool:
+    def _mixes_rows(self, adjoint: Tensor, rounding: float) -> bool:
         """Whether the gradient of some rows reaches others. Any two rows differ in a bit of their numbers."""
         rows = torch.arange(adjoint.shape[1], device=adjoint.device)
         for bit in range((adjoint.shape[1] - 1).bit_length()):
             for half in (0, 1):
                 some = (rows >> bit) & 1 == half
                 pulled = self.pull(adjoint * some.unsqueeze(-1)).abs().amax(-1)  # [L - 1, B]
-                if (pulled[:, ~some].amax(-1) > _UNITS * eps * pulled[:, some].amax(-1)).any():
+                if (pulled[:, ~some].amax(-1) > rounding * pulled[:, some].amax(-1)).any():
                     return True
         return False
 
@@ -157,7 +175,7 @@ class Linearised:
             return False
         forward, reverse = after * pushed, self._pull_one(index, after) * tangent
         terms = forward.abs().sum(-1) + reverse.abs().sum(-1)
-        return bool(((forward.sum(-1) - reverse.sum(-1)).abs() <= _UNITS * rounding * terms)[where[index - 1]].all())
+        return bool(((forward.sum(-1) - reverse.sum(-1)).abs() <= rounding * terms)[where[index - 1]].all())
 
     def _refuse_not_finite(self, adjoint: Tensor, rows: Tensor) -> None:
         bad = ~torch.isfinite(adjoint).all(-1) & rows
