@@ -81,6 +81,16 @@ def step(z, x):
         (lambda: solve(torch.sin, torch.ones(3, device="meta"), length=3), TypeError, "z0: is on the meta device"),
         (lambda: solve(torch.sin, (ONES, ONES.double()), length=3), TypeError, "z0: its tensors must share one dtype"),
         (lambda: solve(torch.sin, (ONES, torch.ones(3, 3)), length=3), ValueError, "z0: with batch_dims=1"),
+        (
+            lambda: solve(torch.sin, (torch.ones(3), torch.ones(3, 3)), length=3),
+            ValueError,
+            "batch_dims=0 reads one state of 12 numbers, batch_dims=1 reads 3 rows of 4 numbers each",
+        ),
+        (
+            lambda: solve(torch.sin, {"t": torch.ones(()), "z": torch.ones(2, 3)}, length=3),
+            ValueError,
+            "batch_dims=0 reads one state of 7 numbers, batch_dims=1 reads rows, which these shapes do not have",
+        ),
         (lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2), ValueError, "z0: with batch_dims=2"),
         (lambda: solve(3, ONES, length=3), TypeError, "step: expected a callable"),
         (lambda: solve([torch.sin, 3], ONES), TypeError, "step: entry 1 of the list"),

@@ -71,7 +71,9 @@ class Precision:
         if self.problem.model.read_out:
             parts = torch.cat([leaf[-1] * w[-1] for leaf, w in zip(outputs, given, strict=True)], -1)
             largest = parts.detach().abs().amax(-1, keepdim=True)  # whose square may be too small for a number
-            size = (parts / largest).square().sum(-1, keepdim=True).sqrt()
+            dead = largest == 0  # of nothing there is no size
+            largest = torch.where(dead, 1, largest)
+            size = ((parts / largest).square().sum(-1, keepdim=True) + dead).sqrt()
             outputs = [leaf[-1] / largest / size for leaf in outputs]
             given = [w[-1] for w in given]
         sources = pytree.tree_leaves((self.z0, () if self.xs is None else self.xs, self.parameters))

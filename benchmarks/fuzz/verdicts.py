@@ -197,8 +197,9 @@ def _verdict(problem: Problem, found: Found, loops: Loops, details: dict[str, An
     if not claimed.all():
         return "warned" if judged.right.all() else "told"
     gradient = _gradient_verdict(problem, found, loops, judged, details)
-    if gradient != "right":
-        return "told" if spoken else gradient
+    if gradient != "right":  # of states that have converged, only a backward pass warns
+        warned = found.warned and solution.result is deeppcr.Result.CONVERGED
+        return "told" if spoken or warned else gradient
     if solution.result is deeppcr.Result.FINISHED_BY_LOOP:
         details["message"] = solution.message
         if not problem.plain or problem.dtype not in (torch.float32, torch.float64):

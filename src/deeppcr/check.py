@@ -262,7 +262,7 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
                 "derivative",
                 f"at step {index + 1} the derivatives by forward mode and by reverse mode differ (row {row}): does part of the step run under "
                 "torch.no_grad(), has a custom function a wrong derivative, or one of PyTorch's where several steps are evaluated at "
-                "once (such as torch.linalg.solve)? The states are right; a backward pass would raise",
+                "once (such as torch.linalg.solve)? The states are right; a backward pass raises unless it is PyTorch's",
             )
             return
 

@@ -7,6 +7,7 @@ inputs and initial state are then one vector-Jacobian product of all steps with 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 from .convergence import StoppingTest
 from .jacobian import DenseJacobian, Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
+from .linearised import Linearised
 from .runtime import is_batched, values_can_be_read
 from .sequence import Sequence
-from .sequence.evaluate import StepError
+from .solution import ConvergenceWarning
 from .tolerance import Tolerance
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
@@ -33,6 +35,8 @@ _LOST = 1e-4
 _LEFT = 4
 #: What a step may raise that checks its numbers, where it is given some that it never sees in the loop.
 _REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
+#: What is missing in a step may change the loss by so many tolerances of what its state does.
+_MATTERS = 100
 #: Derivatives that differ by more than this part of them are not the same.
 _OTHER = 0.01
 
@@ -53,8 +57,9 @@ class Gradient:
 class Implicit(Gradient):
     """Gradients by the implicit function theorem: one evaluation of all steps, one transposed bidiagonal solve.
 
-    Memory does not depend on the number of iterations. The adjoint is checked with one vector-Jacobian product;
-    where it fails (rows that influence each other, a step with random numbers), the backward pass raises.
+    Memory does not depend on the number of iterations. The adjoint is checked with one vector-Jacobian product; where it
+    fails it is found step by step, as the loop finds it, and the backward pass raises where the step is the reason (rows that
+    influence each other, random numbers).
     Rows whose gradients arrive as inf or NaN pass them on as the loop does, unchecked, step by step. While a CUDA graph
     is captured nothing can be raised: there, rows that fail the check, or whose gradients are not finite, come out as NaN.
     Second derivatives raise: use ``Unrolled``.
@@ -75,7 +80,7 @@ class Unrolled(Gradient):
     """Gradients through Newton's iterations; second derivatives too.
 
     Two further iterations are made at the solution, with a graph: through them first and second derivatives are exact,
-    however the solution was found. After ``FixedIterations`` there is no solution, and the graph goes through all of them.
+    however the solution was found. Where their Jacobians are not the step's (rows that influence each other), it raises. After ``FixedIterations`` there is no solution, and the graph goes through all of them.
 
     >>> import torch, deeppcr
     >>> z0 = torch.ones(3, requires_grad=True)
@@ -89,6 +94,8 @@ class Unrolled(Gradient):
 
     def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
         sequence, states = adjoint.sequence, states.detach()
+        # Derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it.
+        adjoint.refuse(adjoint.probe(), None, DenseJacobian(), jacobians_count=True)
         for _ in range(2):  # more iterations with true Jacobians
             previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
             values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
@@ -96,22 +103,18 @@ class Unrolled(Gradient):
         return states
 
 
-class GradientOverflow(RuntimeError):
-    """The gradient of the states is finite, and that of what they are made of is not."""
+class Adjoint(Linearised):
+    """What the backward pass needs: all steps at the states of the solution, and how to solve a system of their Jacobians.
 
+    Attributes:
+        promised: the relative tolerance that the states are said to be within; None where nothing is said
+    """
 
-class Adjoint:
-    """What the backward pass needs: all steps evaluated once, with a graph, at the states of the solution."""
+    promised: float | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
-        self.sequence, self.jacobian, self.linear = sequence, jacobian, linear
-        device = sequence.layout.device.type
-        # The backward pass evaluates the step again: in the precision of the forward pass, wherever it is called from.
-        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        states = states.detach()
-        self.inner = states[:-1].requires_grad_()  # the states that other steps start from
-        self.previous = torch.cat([sequence.initial.unsqueeze(0), self.inner])
-        self.values = sequence.values(self.previous, range(sequence.length))
+        super().__init__(sequence, states)
+        self.jacobian, self.linear = jacobian, linear
 
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""
@@ -136,13 +139,11 @@ class Adjoint:
         if not values_can_be_read(states):
             return whole
         allowed = tolerance.allowed(states, self.sequence.initial.detach())
-        unit = (
-            values.abs().amax(0).clamp(min=torch.finfo(states.dtype).tiny)
-        )  # of each component: the largest that it is
-        sizes, off, tolerated = (
-            layout.norms(each / unit) for each in (values, values - states, allowed)
-        )  # [L, B, leaves]
-        eps = torch.finfo(self._arithmetic(states)).eps
+        # Of each component: the largest that it is.
+        unit = values.abs().amax(0).clamp(min=torch.finfo(states.dtype).tiny)
+        # [L, B, leaves] each
+        sizes, off, tolerated = (layout.norms(each / unit) for each in (values, values - states, allowed))
+        eps = torch.finfo(self.arithmetic).eps
         digits = max(_LOST, 100 * eps)  # of half precision there are not that many
         lost = (off > digits * sizes).any(-1, keepdim=True) & trusted.unsqueeze(-1)
         if not lost.any():
@@ -158,7 +159,7 @@ class Adjoint:
         for side in (one, -one.sign() * two.abs()):
             try:
                 with torch.enable_grad():
-                    moved = Adjoint(self.sequence, states + unknown * side, self.jacobian, self.linear)
+                    moved = Linearised(self.sequence, states + unknown * side)
             except _REFUSALS:
                 return whole
             found.append(moved.pull(probe))  # [L - 1, B, D]
@@ -169,21 +170,6 @@ class Adjoint:
         # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
         rounded = (off <= _LEFT * eps * sizes).all(-1)
         return torch.where((suspect.any(-1)[:-1] & other).any(0), rounded.long().argmin(0), whole)
-
-    def pull(self, adjoint: Tensor) -> Tensor:
-        """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
-        try:
-            (pulled,) = torch.autograd.grad(
-                self.values, self.inner, adjoint, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-        except RuntimeError as error:
-            if "is not implemented" not in str(error):
-                raise
-            raise StepError(
-                f"step: one of its operations has no derivative ({error}). PyTorch's attention takes such a shortcut in eval mode: "
-                "torch.backends.mha.set_fastpath_enabled(False) turns it off"
-            ) from error
-        return pulled
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
@@ -197,51 +183,71 @@ class Adjoint:
                 # Loss scaling counts on inf and NaN to come through. No check has a meaning there, and a solver would spread
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
-                return known.where(finite, self._backwards(gradients))
-            if self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH:
-                return self._direct(gradients)
-            if not seen:
+                return known.where(finite, self.walk(gradients))
+            direct = self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH
+            if not seen and not direct:
                 raise RuntimeError(
                     "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
                     "graph cannot capture"
                 )
-            return self._iterative(gradients)
+            adjoint, wrong = self._direct(gradients) if direct else self._iterative(gradients)
+            if not seen:
+                return adjoint.where(~wrong.any(0).unsqueeze(-1), torch.nan)
+            if wrong.any():
+                # Products of many Jacobians lose what steps keep, or the Jacobians are not the step's.
+                adjoint = self.walk(gradients)
+                jacobian = self._true_jacobian() if direct else None
+                self.refuse(adjoint, adjoint[:-1] - gradients[:-1], jacobian, jacobians_count=self.jacobian.given)
+            return adjoint
+
+    def warn_of_lost_digits(self, adjoint: Tensor) -> None:
+        """Say so where the gradients rest on digits of states that a tolerance does not vouch for.
+
+        The adjoint times what is missing in every step is what that changes of the loss. It is to be little beside what
+        a change of the states by their own size does. It is not where a signal dies out and is normalised afterwards.
+        """
+        if self.promised is None or not values_can_be_read(adjoint):
+            return
+        missing = (adjoint * (self.values.detach() - self.states)).abs().amax(-1)  # [L, B]
+        lost = missing > _MATTERS * self.promised * (adjoint * self.states).abs().amax(-1).amax(0)
+        lost &= torch.isfinite(missing)
+        if lost.any():
+            index, row = (int(i) for i in lost.nonzero()[0])
+            warnings.warn(
+                f"the gradient is not the loop's: it depends on digits of the state at step {index + 1} (row {row}) that are below the "
+                "tolerance, as where a signal dies out and is normalised afterwards. Ask for them by a smaller tolerance, or use "
+                "solver=deeppcr.Loop()",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
 
     def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""
         missing = gradients - adjoint
         return torch.cat([missing[:-1] + self.pull(adjoint), missing[-1:]])
 
-    def _direct(self, gradients: Tensor) -> Tensor:
+    def _direct(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Solve with the Jacobians of all steps, then once more for what the step itself says is missing.
 
-        That correction is the error to first order. Where it is not small, the Jacobians are not the step's: a check
+        That correction is the error to first order. Where it is not small, the Jacobians may not be the step's: a check
         step by step would miss what adds up over a long sequence.
+
+        Returns:
+            the adjoint [L, B, D], and where it is off by more than rounding can explain, [L, B]
         """
         parts = self._parts(len(gradients))
         kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
-        if values_can_be_read(adjoint) and not torch.isfinite(adjoint).all():
-            lost = ~torch.isfinite(self.values.detach()).all(-1).all(0)  # row by row
-            if lost.any() and torch.isfinite(adjoint[:, ~lost]).all():
-                return self._backwards(gradients)  # what the loop finds in a row that is not finite no solver does
-            raise GradientOverflow(
-                "the gradient overflows on its way back through the steps: the sequence amplifies small changes beyond the "
-                f"range of {gradients.dtype}"
-            )
         defect = self.defect(adjoint, gradients)
-        if self._arithmetic(gradients) not in (torch.float32, torch.float64):
+        if self.arithmetic not in (torch.float32, torch.float64):
             # Products in half precision are too coarse to correct by: their rounding adds up as well.
-            return self._checked(adjoint, self._significant(defect, adjoint), gradients)
-        error = correction = self._substitute(defect, parts, kept)
-        if values_can_be_read(error) and self._wrong(adjoint, error, gradients).any():
-            error = (error.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
-        return self._checked(adjoint, error, gradients) + correction
-
-    def _arithmetic(self, gradients: Tensor) -> torch.dtype:
-        """The precision in which the step computes."""
-        _, low, enabled = self.autocast
-        return low if enabled else gradients.dtype
+            return adjoint, self._wrong(adjoint, self._significant(defect, adjoint), gradients)
+        correction = self._substitute(defect, parts, kept)
+        wrong = self._wrong(adjoint, correction, gradients)
+        if values_can_be_read(adjoint) and wrong.any() and torch.isfinite(adjoint).all():
+            error = (correction.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
+            wrong = self._wrong(adjoint, error, gradients)
+        return adjoint + correction, wrong
 
     def _parts(self, length: int) -> list[slice]:
         """Slices of steps whose blocks fit the memory budget together."""
@@ -268,11 +274,13 @@ class Adjoint:
             found.append(solution)
         return torch.cat(found[::-1])
 
-    def _iterative(self, gradients: Tensor) -> Tensor:
+    def _iterative(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Where Jacobians are too large to form: correct the approximate adjoint with true products until it holds.
 
-        After k sweeps the last k steps are exact; if the sweeps do not converge, the rest is done step by step.
+        Returns:
+            as ``_direct``: wrong is all of it where the sweeps do not converge
         """
+        wrong = torch.zeros_like(gradients[..., 0], dtype=torch.bool)
         approximate = self.jacobian.evaluate(self.sequence, self.previous.detach(), range(len(gradients)))[1]
         couplings = approximate.transpose()[1:]
         adjoint, missing = torch.zeros_like(gradients), gradients
@@ -287,24 +295,9 @@ class Adjoint:
             size, scale = change.abs().amax((0, -1)), adjoint.abs().amax((0, -1))  # row by row
             rate = size / size_before if size_before is not None else torch.ones_like(size)
             if ((size <= tolerance * scale * (1 - rate).clamp(min=0)) | (size == 0)).all():
-                return adjoint
+                return adjoint, wrong
             size_before = size
-        return self._step_by_step(gradients)
-
-    def _step_by_step(self, gradients: Tensor) -> Tensor:
-        adjoint = self._backwards(gradients)
-        return self._checked(adjoint, self._significant(self.defect(adjoint, gradients), adjoint), gradients)
-
-    def _backwards(self, gradients: Tensor) -> Tensor:
-        """The adjoint as the loop finds it, from the last step to the first, unchecked."""
-        found = [gradients[-1]]
-        for index in range(len(gradients) - 1, 0, -1):
-            with torch.enable_grad():
-                start = self.previous[index].detach().requires_grad_()
-                value = self.sequence.step(index, start)
-            (pulled,) = torch.autograd.grad(value, start, found[-1], allow_unused=True, materialize_grads=True)
-            found.append(gradients[index - 1] + pulled)
-        return torch.stack(found[::-1])
+        return adjoint, ~wrong
 
     def _room(self, adjoint: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
         """How far rounding alone may put the adjoint off, [L, B, D].
@@ -326,44 +319,18 @@ class Adjoint:
 
     def _significant(self, defect: Tensor, adjoint: Tensor) -> Tensor:
         """The defect of each step by itself, but for what products with the adjoint of the step after it round."""
-        rounding = _ROUNDING.get(self._arithmetic(defect), 0.02)
+        rounding = _ROUNDING.get(self.arithmetic, 0.02)
         room = rounding * adjoint[1:].abs().amax(-1, keepdim=True)
         inner = defect[:-1]
         return torch.cat([inner - torch.minimum(torch.maximum(inner, -room), room), defect[-1:]])
 
     def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
         """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""
-        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self._arithmetic(gradients), 0.2)
+        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self.arithmetic, 0.2)
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number
-        return ~(error.abs().amax(-1) <= allowed * scale + underflow)
-
-    def _checked(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
-        """The adjoint; raises where its error is more than rounding can explain.
-
-        Where values cannot be read, rows with such an error become NaN, and so do those with anything in them that is
-        not finite.
-        """
-        wrong = self._wrong(adjoint, error, gradients)
-        if not values_can_be_read(adjoint):
-            wrong |= ~torch.isfinite(adjoint).all(-1)
-            return adjoint.where(~wrong.any(0).unsqueeze(-1), torch.nan)
-        if wrong.any():
-            index, row = (int(i) for i in wrong.nonzero()[-1])
-            if not torch.isfinite(error[index, row]).all():
-                raise RuntimeError(
-                    f"the derivative of step {index + 2} is not finite (row {row}), though its value is: as of a "
-                    "square root at 0, or of torch.where over a branch that is not taken; the loop's gradient would be NaN"
-                )
-            raise RuntimeError(
-                f"the adjoint does not hold at step {index + 1} (row {row}): the step's own vector-Jacobian product disagrees. Either "
-                "rows of the batch influence each other (is the leading dimension really a batch? see batch_dims), or the step is "
-                "random or has side effects, or part of it runs under torch.no_grad(), or something it closes over was changed or "
-                "rebound since the forward pass, or a given Jacobian is wrong (in a network of deeppcr.nn: its activation is not "
-                "elementwise); deeppcr.check looks for all but the change, given the step and what solve was given"
-            )
-        return adjoint
+        return ~((error.abs().amax(-1) <= allowed * scale + underflow) & torch.isfinite(adjoint).all(-1))
 
 
 class _Attach(torch.autograd.Function):
@@ -388,7 +355,9 @@ class _Attach(torch.autograd.Function):
                 "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
                 "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
             )
-        return ctx.adjoint.solve(gradients), None, None
+        adjoint = ctx.adjoint.solve(gradients)
+        ctx.adjoint.warn_of_lost_digits(adjoint)
+        return adjoint, None, None
 
 
 def refuse_gradients(states: Tensor, message: str, *depends_on: Tensor) -> Tensor:

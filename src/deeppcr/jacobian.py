@@ -36,6 +36,8 @@ class Jacobian:
     # A class says these for itself (``runtime.declares``): a subclass may do anything.
     repeatable = False
     asks_nothing = False
+    #: Whether the blocks are what the caller says they are, rather than derivatives of the step.
+    given = False
 
     @property
     def true(self) -> bool:
@@ -390,6 +392,7 @@ class GivenJacobian(Jacobian):
     blocks: Blocks | Callable[..., Blocks]
     exact: bool = False
     repeatable = asks_nothing = True
+    given = True
 
     def __post_init__(self):
         if not isinstance(self.blocks, Blocks) and (isinstance(self.blocks, Tensor) or not callable(self.blocks)):

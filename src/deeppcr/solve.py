@@ -60,7 +60,7 @@ def solve(
         xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
-            one dimension, else 1
+            one dimension, 1 if every one has more; else it must be given
         solver: Newton(...), Picard(...), Jacobi(...) or Loop()
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
             or a function of ``(z0, xs)`` that returns states
@@ -305,7 +305,9 @@ def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
     if adjoint is None or not solver.stop.promises or not kept.any():
         return judged
-    determined = adjoint.determined(outcome.states.detach(), solver.tolerance(outcome.states.dtype), kept)
+    tolerance = solver.tolerance(outcome.states.dtype)
+    adjoint.promised = tolerance.rtol
+    determined = adjoint.determined(outcome.states.detach(), tolerance, kept)
     exact = torch.minimum(determined, outcome.exact_steps)
     lost = kept & (determined < outcome.states.shape[0])
     if not lost.any():

@@ -90,7 +90,7 @@ def test_the_adjoint_of_a_wide_state_is_found_by_the_priors_sweeps(device, monke
     def refuse(*_):
         raise AssertionError("the sweeps did not converge")
 
-    monkeypatch.setattr(Adjoint, "_step_by_step", refuse)
+    monkeypatch.setattr(Adjoint, "walk", refuse)
     net = Net(40).to(device, torch.float64)
     noise = Noise.draw((2, 40), 100, device=device, dtype=torch.float64)
     sample(net, Schedule.linear(100), noise).final.square().sum().backward()

@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from deeppcr.gradient import GradientOverflow
+from deeppcr.linearised import GradientOverflow
 
 from .data import Images
 from .timing import capture

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr
-from deeppcr.gradient import GradientOverflow
 from deeppcr.graphs.record import no_collection
+from deeppcr.linearised import GradientOverflow
 
 from .data import Images
 from .experiment import Context, OutOfTime

@@ -176,6 +176,11 @@ class StepGroup:
                         f"GivenJacobian need no derivative. {_first_line(error)}"
                     ) from error
 
+    def push_alone(self, state: Tensor, tangent: Tensor, x: Any) -> Tensor:
+        """The Jacobian-vector product [B, D] of one step as the loop takes it, by forward mode."""
+        with _FORWARD_MODE:
+            return jvp(lambda z: self.call(z, x), (state,), (tangent,))[1]
+
     def _leave_vmap(self, error: Exception) -> None:
         if _must_propagate(error):
             raise error

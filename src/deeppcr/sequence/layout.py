@@ -47,7 +47,7 @@ class Layout:
         ):
             raise ValueError(f"batch_dims: expected a whole number from 0, got {batch_dims!r}")
         if batch_dims is None:
-            batch_dims = 0 if all(leaf.ndim <= 1 for leaf in leaves) else 1
+            batch_dims = _guess_batch_dims(leaves, describe(z0))
         batch_shape = leaves[0].shape[:batch_dims]
         for leaf in leaves:
             if leaf.ndim < batch_dims or leaf.shape[:batch_dims] != batch_shape:
@@ -137,6 +137,23 @@ class Layout:
             got = _written([_one(leaf) for leaf in leaves], spec)
             return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}"
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
+
+
+def _guess_batch_dims(leaves: list[Tensor], described: str) -> int:
+    """0 if every tensor has at most one dimension, 1 if every one has more; of a mean [n] beside a covariance [n, n], who knows?"""
+    several = [leaf.ndim > 1 for leaf in leaves]
+    if any(several) and not all(several):
+        whole = sum(leaf.numel() for leaf in leaves)
+        leads = {leaf.shape[:1] for leaf in leaves}
+        rows = leads.pop().numel() if len(leads) == 1 else 0
+        as_rows = (
+            f"{rows} rows of {whole // rows} numbers each" if rows else "rows, which these shapes do not have in common"
+        )
+        raise ValueError(
+            f"batch_dims: must be given where tensors of z0 have one dimension and others have more, as {described}: "
+            f"batch_dims=0 reads one state of {whole} numbers, batch_dims=1 reads {as_rows}"
+        )
+    return int(any(several))
 
 
 def _written(leaves: list[str], spec: pytree.TreeSpec) -> str:

@@ -242,6 +242,10 @@ class Sequence:
         values, pushed = self._gather(steps, one)
         return values, pushed
 
+    def push_alone(self, index: int, state: Tensor, tangent: Tensor) -> Tensor:
+        """The Jacobian-vector product [B, D] of one step as in the loop."""
+        return self._group_of(index)[0].push_alone(state, tangent, self.inputs(index))
+
     def map(self, function: Callable, previous: Tensor, steps: range) -> Any:
         """``function(z, x)`` on the user's own state and input at every step, results stacked over steps."""
         at = _as_slice(steps)
