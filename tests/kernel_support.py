@@ -5,6 +5,7 @@ The ``conftest.py`` of each folder with such tests takes the hook and the fixtur
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import sys
 from types import SimpleNamespace
@@ -309,6 +310,31 @@ def thorough(*values):
         else pytest.param(value, marks=pytest.mark.thorough)
         for value in values
     ]
+
+
+def pairwise(**axes):
+    """Parameters of a test by name, as a decorator: in ``make test`` every pair of values of two axes, each combination thorough.
+
+    Lines are for one value or for two that meet: a full product runs each of them many times.
+
+    Args:
+        axes: the values of a parameter, or a dictionary of them by the names that they have in the test's id
+    """
+    named = [axis if isinstance(axis, dict) else {str(value): value for value in axis} for axis in axes.values()]
+    pairs = {each: set(itertools.combinations(enumerate(each), 2)) for each in itertools.product(*named)}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(pairs, key=lambda each: len(pairs[each] & missing)))
+        missing -= pairs[chosen[-1]]
+    every = [
+        pytest.param(
+            *(axis[name] for axis, name in zip(named, each, strict=True)),
+            id="-".join(each),
+            marks=[] if each in chosen else [pytest.mark.thorough],
+        )
+        for each in pairs
+    ]
+    return pytest.mark.parametrize(list(axes), every)
 
 
 def strided(tensor):

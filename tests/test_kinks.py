@@ -11,6 +11,7 @@ import deeppcr
 from deeppcr import ConvergenceWarning, Implicit, Newton, Result, Unrolled
 from deeppcr.graphs import record
 from deeppcr.sequence import Sequence
+from kernel_support import pairwise
 from problems import Generator, Problem, mlp, plain_loop
 from tape import Tape
 
@@ -34,12 +35,15 @@ def assert_those_of_the_loop(found, problem, dtype):
         assert (ours - loops).abs().max() <= 100 * torch.finfo(dtype).eps * loops.abs().max()
 
 
-@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()], ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"guess": deeppcr.Zeros()}, {"solver": Newton(chunk=1)}, {"solver": deeppcr.Jacobi()}],
-    ids=["default", "zeros", "chunk of one", "jacobi"],
+@pairwise(
+    settings={
+        "default": {},
+        "zeros": {"guess": deeppcr.Zeros()},
+        "chunk of one": {"solver": Newton(chunk=1)},
+        "jacobi": {"solver": deeppcr.Jacobi()},
+    },
+    dtype=[torch.float32, torch.float64],
+    gradient=[Implicit(), Unrolled()],
 )
 def test_gradients_where_states_vanish(settings, dtype, gradient, device):
     problem = vanishing(dtype, device)

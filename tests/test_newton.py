@@ -7,6 +7,7 @@ import torch
 
 import deeppcr
 from deeppcr import FixedIterations, Newton, PaperTest, Result
+from kernel_support import pairwise
 from problems import CHAOTIC, Generator, attention, lorenz, mlp, plain_loop, relative_error
 
 
@@ -279,10 +280,7 @@ def test_more_fixed_iterations_than_there_are_chunks(device):
     assert relative_error(solution.states, problem.loop()) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("chunk", [1, "auto"])
-@pytest.mark.parametrize("shrinking", [20, 60])
-@pytest.mark.parametrize("growing", [30, 75])
+@pairwise(shrinking=[20, 60], growing=[30, 75], chunk=[1, "auto"], dtype=[torch.float32, torch.float64])
 def test_what_shrinks_below_the_tolerance_and_grows_again_is_not_lost(shrinking, growing, chunk, dtype, device):
     """States far below atol on the way, large at the end: nothing may be frozen with an error that is then amplified."""
     gains = [torch.full((shrinking, 1), 0.5), torch.full((growing, 1), 2.0)]

@@ -7,19 +7,15 @@ import torch
 
 import deeppcr
 from deeppcr import Newton, Result
+from kernel_support import pairwise, thorough
 from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
 
 DTYPES = [torch.float32, torch.float64]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONTRACTING)
-@pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize(
-    "length", [1, 2, 65, *(pytest.param(length, marks=pytest.mark.thorough) for length in (3, 63, 64, 1000))]
-)
+@pytest.mark.parametrize("length", [1, 2, 65, *thorough(3, 63, 64, 1000)])
+@pairwise(name=CONTRACTING.keys(), dtype=DTYPES, chunk=[1, 16], rows=[1, 7])
 def test_contracting_sequences_equal_the_loop_without_it(name, dtype, chunk, rows, length, device):
     problem = CONTRACTING[name](Generator(0, dtype, device), length, rows)
     with torch.no_grad(), warnings.catch_warnings():

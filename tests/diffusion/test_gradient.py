@@ -1,12 +1,12 @@
 """Gradients through ``sample`` equal those through the loop."""
 
-import pytest
 import torch
 from torch import nn
 
 import deeppcr
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample
 from deeppcr.gradient import Adjoint
+from kernel_support import pairwise
 
 
 class Net(nn.Module):
@@ -30,10 +30,12 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("width", [5, 40])  # dense adjoint, iterative adjoint
-@pytest.mark.parametrize("length", [1, 2, 50])
-@pytest.mark.parametrize("step", [DDPM(), DDIM(), DDPM(clip=1.0)], ids=repr)
+@pairwise(
+    step=[DDPM(), DDIM(), DDPM(clip=1.0)],
+    length=[1, 2, 50],
+    width=[5, 40],  # dense adjoint, iterative adjoint
+    name=SOLVERS.keys(),
+)
 def test_gradients_equal_those_of_the_loop(step, length, width, name, device):
     make = {"dtype": torch.float64, "device": device}
     net = Net(width).to(**make)

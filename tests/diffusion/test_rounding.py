@@ -17,6 +17,7 @@ from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.window.rounding import MARGIN, Rounding
 from diffusion import digits
 from diffusion.test_sample import noise_for
+from kernel_support import thorough
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,11 @@ def net(device):
     return digits.trained().to(device)
 
 
-@pytest.mark.parametrize("step", [DDPM(), DDIM(), DDPM(clip=1.0)], ids=repr)
-@pytest.mark.parametrize("length", [50, 200])
+@pytest.mark.parametrize(
+    ("step", "length"),
+    [(DDPM(), 200), (DDIM(), 50), (DDPM(clip=1.0), 50), *thorough((DDPM(), 50), (DDIM(), 200), (DDPM(clip=1.0), 200))],
+    ids=str,
+)
 def test_what_is_certified_holds_and_the_rest_is_called_rounding(net, length, step, device):
     """Tolerances from far above rounding to far below it."""
     noise = noise_for(2, length, device=device)

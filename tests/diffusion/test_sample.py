@@ -25,7 +25,7 @@ from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import as_start
 from diffusion import digits
-from kernel_support import thorough
+from kernel_support import pairwise, thorough
 
 JACOBIANS = {
     "prior": {"jacobian": "prior"},
@@ -58,10 +58,8 @@ def both(net, noise, length, step, conditional, device, **settings):
         return loop, sample(*given, step=step, classes=classes, **settings)
 
 
-@pytest.mark.parametrize("name", JACOBIANS)
-@pytest.mark.parametrize("samples", [1, 5])
-@pytest.mark.parametrize("length", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 200)), 50])
-@pytest.mark.parametrize("step", [DDPM(), DDIM()], ids=["ddpm", "ddim"])
+@pytest.mark.parametrize("length", [1, 50, *thorough(2, 200)])
+@pairwise(name=JACOBIANS.keys(), samples=[1, 5], step=[DDPM(), DDIM()])
 def test_parallel_equals_the_loop_without_falling_back(net, name, samples, length, step, device):
     if length == 200 and name in ("dense", "diagonal") and samples == 5:
         samples = 2  # 200 full Jacobians a sample and iteration

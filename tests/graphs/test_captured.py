@@ -25,7 +25,7 @@ from deeppcr.graphs import cache, record
 from deeppcr.graphs.cache import captured_solves
 from deeppcr.newton import Iteration
 from deeppcr.sequence import Sequence
-from kernel_support import thorough
+from kernel_support import pairwise, thorough
 from problems import CHAOTIC, Generator, Problem, mlp, plain_loop, relative_error, resnet
 from tape import Tape
 
@@ -92,10 +92,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(20, 1), (20, 6), *thorough((50, 1), (50, 16))])
-@pytest.mark.parametrize("stop", [UpdateTest(), PaperTest()], ids=["update", "paper"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("length", [20, *thorough(50)])
+@pairwise(
+    name=PROBLEMS.keys(),
+    dtype=[torch.float32, torch.float64],
+    stop={"update": UpdateTest(), "paper": PaperTest()},
+    chunk=[1, 6],
+)
 def test_like_the_general_iteration(name, dtype, stop, length, chunk, device):
     problem = PROBLEMS[name](Generator(0, dtype, device), length, 3)
     solver = Newton(chunk=chunk, stop=stop)
@@ -338,8 +341,14 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("of", ["number", "tensor"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "of"),
+    [
+        *((place, "number") for place in PLACES),
+        *((place, "tensor") for place in PLACES[:3]),
+        *thorough(*((place, "tensor") for place in PLACES[3:])),
+    ],
+)
 def test_wherever_a_step_holds_what_changes(place, of, device):
     """Each value has a recording of its own, and none gets that of another."""
     step, put = place()

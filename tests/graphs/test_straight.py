@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deeppcr
 from deeppcr import FixedIterations, Newton, Random, linear
 from deeppcr.runtime import CAPTURING
+from kernel_support import pairwise
 from problems import Generator, Problem, mlp, relative_error, resnet
 from tape import capture
 
@@ -62,9 +63,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 3, 9])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pairwise(name=PROBLEMS.keys(), rows=[1, 8], count=[1, 3, 9])
 def test_like_the_general_iteration(name, rows, count):
     make = Generator(0)
     problem = PROBLEMS[name](make, 6, rows)  # so short that nine iterations are more than it takes

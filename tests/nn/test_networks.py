@@ -11,6 +11,7 @@ from torch import nn
 
 from deeppcr import ConvergenceWarning, Loop, Newton, Random, Result, StepError, Zeros
 from deeppcr.nn import MLP, ResNet, Sequential
+from kernel_support import pairwise
 from problems import relative_error
 
 TIGHT = Newton(atol=1e-12, rtol=1e-12)
@@ -33,25 +34,19 @@ def outputs_and_gradients(net, x, mode):
     return out, gradients
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid", nn.functional.silu])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(
-    ("kind", "depth", "skip"),
-    [
-        *(("mlp", d, 1) for d in (1, 5, 64, 257)),
-        ("resnet", 1, 1),
-        ("resnet", 4, 4),
-        ("resnet", 5, 5),
-        ("resnet", 64, 4),
-        ("resnet", 256, 4),
-        ("resnet", 257, 1),
-    ],
+NETWORKS = [("mlp", 1, 1), ("mlp", 5, 1), ("mlp", 64, 1), ("mlp", 257, 1), ("resnet", 1, 1), ("resnet", 4, 4)]
+NETWORKS += [("resnet", 5, 5), ("resnet", 64, 4), ("resnet", 256, 4), ("resnet", 257, 1)]
+
+
+@pairwise(
+    network={" ".join(map(str, network)): network for network in NETWORKS},
+    activation={"relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "silu": nn.functional.silu},
+    rows=[1, 8],
+    exactness={"float64": (torch.float64, TIGHT, 1e-9), "float32": (torch.float32, None, 1e-4)},
 )
-@pytest.mark.parametrize(("dtype", "newton", "tolerance"), [(torch.float64, TIGHT, 1e-9), (torch.float32, None, 1e-4)])
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
-def test_both_modes_agree_in_outputs_and_gradients(
-    kind, depth, skip, rows, activation, dtype, newton, tolerance, device
-):
+def test_both_modes_agree_in_outputs_and_gradients(network, activation, rows, exactness, device):
+    (kind, depth, skip), (dtype, newton, tolerance) = network, exactness
     settings = {"skip": skip} if kind == "resnet" else {}
     net = build(kind, depth, activation, dtype, device, newton=newton, **settings)
     x = torch.randn(rows, 5, dtype=dtype, device=device)

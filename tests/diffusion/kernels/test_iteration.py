@@ -19,7 +19,7 @@ from deeppcr.diffusion.samplers import Steps
 from deeppcr.diffusion.window import iteration, window
 from deeppcr.diffusion.window.iteration import NOISE, Iteration
 from deeppcr.diffusion.window.iteration import _least_squares as least_squares
-from kernel_support import Launches, thorough
+from kernel_support import Launches, pairwise, thorough
 
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
@@ -168,9 +168,7 @@ def test_every_shape(length, samples, width, device, poisoned_memory, monkeypatc
     compare(made(length, samples, width, device))
 
 
-@pytest.mark.parametrize("leave", [True, False])
-@pytest.mark.parametrize("accelerate", [True, False])
-@pytest.mark.parametrize("noise", [True, False])
+@pairwise(noise=[True, False], accelerate=[True, False], leave=[True, False])
 def test_every_setting(noise, accelerate, leave, device, poisoned_memory):
     for samples in SAMPLES:
         pair = made(50, samples, 5, device, size=9, noise=noise, accelerate=accelerate)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import offset, strided, thorough
+from kernel_support import offset, pairwise, strided, thorough
 from scan_problems import LENGTHS, assert_right, either_way, expected, system
 
 # Where products overflow, NumPy says so.
@@ -265,10 +265,12 @@ class TestManyChunksAtOnce:
             self.assert_solved(states, *problem)
 
 
-@every_structure
-@either_way
-@pytest.mark.parametrize("small", [False, True], ids=["planned", "small chunks"])
-@pytest.mark.parametrize("hole", [1, 40])
+@pairwise(
+    structure={each.__name__: each for each in STRUCTURES},
+    reverse={"forwards": False, "reverse": True},
+    small={"planned": False, "small chunks": True},
+    hole=[1, 40],
+)
 def test_products_may_overflow(structure, hole, small, reverse, device):
     # From a coupling of 0 and no terms the state is 0, and stays 0 while the product of 1e10s overflows.
     couplings, rhs = system(structure, 65, (3,), device=device)
