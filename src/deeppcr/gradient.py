@@ -215,7 +215,7 @@ class Adjoint(Linearised):
             index, row = (int(i) for i in lost.nonzero()[0])
             warnings.warn(
                 f"the gradient is not the loop's: it depends on digits of the state at step {index + 1} (row {row}) that are below the "
-                "tolerance, as where a signal dies out and is normalised afterwards. Ask for them by a smaller tolerance, or use "
+                'tolerance, as where a signal dies out and is normalised afterwards. Newton(scale="local") asks for them, or use '
                 "solver=deeppcr.Loop()",
                 ConvergenceWarning,
                 stacklevel=2,

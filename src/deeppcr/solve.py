@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from . import iteration
 from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
-from .newton import Loop, Newton, Outcome
+from .iteration import Outcome
+from .newton import Loop, Newton
 from .runtime import declares, in_functorch, is_capturing, version_of
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
@@ -223,7 +225,7 @@ def _in_parallel(
         through: the iterations themselves are differentiated
     """
     with torch.set_grad_enabled(through):
-        outcome = solver.run(sequence, start, plan)
+        outcome = iteration.run(solver, sequence, start, plan)
     sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
     judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)

@@ -23,7 +23,7 @@ import deeppcr
 from deeppcr import DiagonalJacobian, FixedIterations, GivenJacobian, Newton, PaperTest, Result, UpdateTest, linear
 from deeppcr.graphs import cache, record
 from deeppcr.graphs.cache import captured_solves
-from deeppcr.newton import Iteration
+from deeppcr.iteration import Iteration
 from deeppcr.sequence import Sequence
 from kernel_support import pairwise, thorough
 from problems import CHAOTIC, Generator, Problem, mlp, plain_loop, relative_error, resnet

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import deeppcr
 from deeppcr import Newton, StepError, check, solve
-from deeppcr.newton import Outcome
+from deeppcr.iteration import Outcome
 from deeppcr.sequence import Sequence
 from problems import relative_error
 from tape import capture

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..guess import Guess
-from ..newton import Loop, Newton, Outcome, first_ends
+from ..iteration import Outcome, first_ends
+from ..newton import Loop, Newton
 from ..runtime import declares, is_capturing
 from ..sequence import Sequence
 from ..solution import Plan

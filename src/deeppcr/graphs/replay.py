@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..newton import Newton, Outcome
+from ..iteration import Outcome
+from ..newton import Newton
 from ..sequence import Sequence
 from ..sequence.trace import without_cast_cache
 from ..solution import Plan, Result

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..guess import Guess
+from ..iteration import Iteration, Outcome, first_ends
 from ..linear import Blocks
-from ..newton import Iteration, Newton, Outcome, first_ends
+from ..newton import Newton
 from ..sequence import Sequence
 from ..solution import Plan, Result
 
