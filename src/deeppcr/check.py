@@ -95,7 +95,6 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
         return findings  # nothing else can be compared with a step that gives another answer each time
     findings += _finiteness(sequence, looked_at, states)
     findings += _all_at_once(sequence)
-    findings += _fading(sequence)
     findings += _independence(sequence, looked_at, states)
     if not any(
         finding.kind in ("rows", "precision") for finding in findings
@@ -103,7 +102,7 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
         findings += _derivatives(sequence, looked_at, states)
     if jacobian is not None and not findings:
         findings += _structure(sequence, looked_at, states, jacobian)
-    return findings
+    return findings or list(_fading(sequence))
 
 
 def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:

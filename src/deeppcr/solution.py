@@ -149,7 +149,7 @@ class Solution:
         Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have, and
         the exact steps where no tolerance is promised.
         """
-        if self.tolerance is None:
+        if self.tolerance is None or self.states is None:
             return self.exact_steps
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
         known = torch.full_like(self.iterations.flatten(), len(leaves[0]))
@@ -163,7 +163,7 @@ class Solution:
     @cached_property
     def message(self) -> str:
         """The result in words, with the step and row it is about."""
-        if self.tolerance is None or not self.result.trusted or not self.known_steps.numel():
+        if self.tolerance is None or self.states is None or not self.result.trusted or not self.known_steps.numel():
             return self.description
         fewest = int(self.known_steps.min())
         if fewest == len(pytree.tree_leaves(self.states)[0]):

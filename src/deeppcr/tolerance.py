@@ -18,8 +18,9 @@ _SETTLED = 4
 ROUNDED = 8
 #: Over a sequence, so many units of rounding may add up in a state.
 _ADDED_UP = 100
-#: A state that is no larger than so many tolerances has died out: its leading digits are not known.
-_FAINT = 100
+#: A state that is no larger than so many tolerances has died out, and smaller than this part of its largest size: its leading digits
+#: are not known.
+_FAINT, _SMALL = 100, 0.1
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -54,8 +55,9 @@ class Tolerance:
 
     def has_died_out(self, states: Tensor, initial: Tensor) -> Tensor:
         """[L, B]: whether nothing of a state [L, B, D] has digits that the tolerance vouches for. What is zero needs none."""
-        largest = (states.abs() / self.allowed(states, initial)).nan_to_num(0.0).amax(-1)
-        return (largest > 0) & (largest <= _FAINT)
+        faint = max(self.rtol, min(_FAINT * self.rtol, _SMALL))
+        size = (states.abs() / (self.atol / faint + self.scale(states, initial))).nan_to_num(0.0).amax(-1)
+        return (size > 0) & (size <= faint)
 
 
 @dataclass(frozen=True)

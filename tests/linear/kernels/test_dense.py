@@ -268,13 +268,6 @@ class TestChoice:
         couplings, _ = system(5, device="cpu")
         assert linear.Auto().choose(couplings) == (linear.Fused(), "there are kernels for these blocks")
 
-    def test_auto_takes_others_where_tensors_stand_for_many(self, monkeypatch):
-        monkeypatch.setattr(linear.Fused, "refusal", lambda self, couplings: None)
-        couplings, rhs = system(20, 3, (2,), device="cpu")
-        blocks = torch.cat([couplings.data[:1], couplings.data])
-        solved = torch.vmap(lambda a, b: linear.solve(linear.Dense(a), b), 1, 1)(blocks, rhs)
-        assert_right(solved, couplings, rhs)
-
     @pytest.mark.gpu
     def test_auto_takes_them_on_a_gpu(self, gpu, monkeypatch):
         couplings, rhs = system(100, device=gpu)
