@@ -25,6 +25,8 @@ FALSE_DERIVATIVE = (
 
 #: What is left of an error is known when it changes by this many roundings of the state: the loop's own steps round as much.
 _ROUNDINGS = 4
+#: An error of so many tolerances, known to first order, is small enough to be taken back: what is left of it is of second order.
+_TAKEN_BACK = 10
 #: Values that change otherwise than a derivative says, by more than this part of the change, have another derivative.
 _ANOTHER = 0.1
 #: So many roundings a step may make that computes with larger numbers than its state.
@@ -56,7 +58,6 @@ def certify(
     if not claimed.any():
         return ends, []
     chunk, rtol = progress.chunk, progress.tolerance.rtol
-    bounds = progress.bounds(ends, sequence.initial)
 
     def push(tangents: Tensor) -> Tensor:
         return sequence.push_out(starts, tangents.unsqueeze(1), chunk)[1].squeeze(1)
@@ -64,13 +65,16 @@ def certify(
     values, blocks = jacobian.linearise(sequence, starts, chunk)
     residual = torch.where(claimed.unsqueeze(-1), values - ends, 0)
     try:
+        bounds = progress.bounds(ends, sequence.initial, 0, push)
         error, known = error_by_products(push, bounds.rounding, residual, blocks, linear, progress.limit)
         true = has_derivative(sequence, starts, values, push, chunk, 0, rtol)
     except StepError:
         progress.withdraw(claimed, Result.UNCERTIFIED)
         return ends, ["the step cannot be differentiated"]
+    small = (bounds.ratio(error) <= torch.where(true & known, _TAKEN_BACK, 1)).all(0)
+    progress.withdraw(claimed & ~small & bounds.is_rounding(error), Result.PRECISION_FLOOR)
     floor = progress.codes == Result.PRECISION_FLOOR.severity
-    small = (bounds.ratio(error) <= 1).all(0) | (floor & bounds.is_rounding(error))
+    small |= floor & bounds.is_rounding(error)
     lost = claimed & (~small | (floor & ~true))
     progress.withdraw(lost)
     progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)

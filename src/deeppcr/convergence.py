@@ -16,7 +16,6 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from .linear import Blocks
 from .sequence.layout import Layout
 from .solution import Result
 from .tolerance import ROUNDED, Bounds, Tolerance
@@ -224,21 +223,26 @@ class Progress:
         """How many chunks, [B], come before the first that is not ``fine`` [n, B], those before ``first`` included."""
         return torch.where(fine, self.chunks, self.index[first:]).amin(0)
 
-    def bounds(self, states: Tensor, initial: Tensor, first: int = 0, blocks: Blocks | None = None) -> Bounds:
+    def bounds(
+        self, states: Tensor, initial: Tensor, first: int = 0, products: Callable[[Tensor], Tensor] | None = None
+    ) -> Bounds:
         """What differences of the chunks from ``first`` on are held against.
 
         Args:
             states: [N, B, D], after all chunks
             initial: [B, D]
-            blocks: the Jacobians of the chunks from ``first`` on: what rounding their starts changes, rounding leaves there too
+            products: of the Jacobians of the chunks from ``first`` on with vectors [n, B, D]: what rounding their starts changes,
+                rounding leaves there too
         """
         states, initial = states.detach(), initial.detach()
         before = torch.cat([initial.unsqueeze(0), states[:-1]])[first:].abs()
         rounding = torch.maximum(before, states[first:].abs())
-        if blocks is not None:
-            blocks = type(blocks)(blocks.data.detach())
+        if products is not None:
+            # No more than of the largest number beside it: what grows along the sequence is no rounding of a step.
+            most = self.layout.spread(self.layout.norms(rounding))
             for signs in self._signs:  # magnitudes of all blocks would take their memory once more
-                rounding = torch.maximum(rounding, blocks.apply(signs * before).abs())
+                rounding = torch.maximum(rounding, products(signs * before).abs())
+            rounding = torch.minimum(rounding, most)
         return Bounds(self.tolerance, self.tolerance.scale(states, initial)[first:], self.eps * rounding)
 
     def judge(

@@ -149,8 +149,7 @@ class Adjoint(Linearised):
         if not lost.any():
             return whole
         suspect = lost.cummax(0).values & (digits * sizes <= tolerated)
-        parts = [suspect[..., i : i + 1].expand(-1, -1, n) for i, n in enumerate(layout.sizes)]
-        unknown = allowed * torch.cat(parts, -1)
+        unknown = allowed * layout.spread(suspect)
         generator = torch.Generator().manual_seed(0)
         probe, one, two = (
             torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)

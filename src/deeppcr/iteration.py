@@ -5,7 +5,9 @@ Shapes: L steps in N chunks of C, B rows, D the packed state. The unknowns are t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -155,7 +157,11 @@ class Iteration:
 
     def bounds(self) -> Bounds:
         """What differences of the states are held against, by the last Jacobians."""
-        return self.progress.bounds(self.ends, self.sequence.initial, self.first, self.blocks)
+        products = None if self.blocks is None else self.blocks.apply
+        if products is not None and not self.newton.quadratic:
+            # They do not tell what a step rounds; what they find is certified by itself.
+            products = partial(torch.full_like, fill_value=math.inf)
+        return self.progress.bounds(self.ends, self.sequence.initial, self.first, products)
 
     def evaluate(self) -> Tensor:
         return self.sequence.roll_out(self.starts(), self.chunk, self.first)[0]

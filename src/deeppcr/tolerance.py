@@ -87,7 +87,7 @@ class Bounds:
 
     def is_rounding(self, difference: Tensor) -> Tensor:
         """[B]: whether a difference is of the size that rounding may add up to."""
-        return self.relative(difference) <= _ADDED_UP * torch.finfo(difference.dtype).eps
+        return (difference.abs() <= _ADDED_UP * self.rounding).all(-1).all(0)
 
     def settles(self, difference: Tensor) -> Tensor:
         """[n, B]: whether nothing but rounding is left."""

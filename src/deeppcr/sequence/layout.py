@@ -105,6 +105,12 @@ class Layout:
             return packed.abs().amax(-1, keepdim=True)
         return torch.stack([part.abs().amax(-1) for part in self.split(packed)], -1)
 
+    def spread(self, norms: Tensor) -> Tensor:
+        """What belongs to leaves, to all of their numbers: [..., leaves] to [..., D], or to what broadcasts to it."""
+        if len(self.shapes) == 1:
+            return norms
+        return torch.cat([norms[..., i : i + 1].expand(*norms.shape[:-1], n) for i, n in enumerate(self.sizes)], -1)
+
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """[..., D] to the leaves' parts."""
         return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
