@@ -1,0 +1,1 @@
+"""A step as a kernel: traced, and written as Triton source."""

@@ -1,0 +1,327 @@
+"""Rules of operations on whole arrays: ``rule(code, shape, *arguments, **options)``, tensors as arrays of scalars.
+
+What only moves numbers costs nothing: it is done here, once, and leaves no line. Sums and products are written out.
+``shape`` is that of the result, None where there are several results. What a dtype makes of the numbers is left to the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+
+from .expressions import Code, NotCovered, Scalar, Value
+from .scalars import POINTWISE
+
+Shape = tuple[int, ...]
+Axes = int | Sequence[int] | None
+
+
+def each(function: Callable, *arrays: object) -> np.ndarray:
+    """A function of scalars, on arrays that are broadcast."""
+    return filled(np.frompyfunc(function, len(arrays), 1)(*arrays))
+
+
+def filled(scalars: object) -> np.ndarray:
+    """As an array of scalars, also where there is one."""
+    return scalars if isinstance(scalars, np.ndarray) else np.array(scalars, dtype=object)
+
+
+def constant_indices(indices: np.ndarray) -> np.ndarray:
+    """Indices as integers, or masks as masks."""
+    if any(isinstance(index, Value) for index in indices.flat):
+        raise NotCovered("an index that is computed is not covered")
+    masks = indices.size > 0 and all(isinstance(index, bool) for index in indices.flat)
+    return indices.astype(bool if masks else int)
+
+
+def _reshape(code: Code, shape: Shape, a: np.ndarray, *_: object, **__: object) -> np.ndarray:
+    return a.reshape(shape)
+
+
+def _broadcast_in_dim(code: Code, shape: Shape, a: np.ndarray, _: Shape, dimensions: Sequence[int]) -> np.ndarray:
+    sizes = [1] * len(shape)
+    for dim, size in zip(dimensions, a.shape, strict=True):
+        sizes[dim] = size
+    return np.broadcast_to(a.reshape(sizes), shape)
+
+
+def _cat(code: Code, shape: Shape, tensors: list[np.ndarray], dim: int = 0) -> np.ndarray:
+    # PyTorch lets empty vectors pass beside anything.
+    return np.concatenate([a for a in tensors if a.shape != (0,) or len(shape) == 1], dim)
+
+
+def _at(ndim: int, dim: int, index: object) -> tuple:
+    places: list = [slice(None)] * ndim
+    places[dim] = index
+    return tuple(places)
+
+
+def _slice(code: Code, shape: Shape, a: np.ndarray, dim: int = 0, start=None, end=None, step: int = 1) -> np.ndarray:
+    return a[_at(a.ndim, dim, slice(start, end, step))]
+
+
+def _select(code: Code, shape: Shape, a: np.ndarray, dim: int, index: int) -> np.ndarray:
+    return filled(a[_at(a.ndim, dim, index)])
+
+
+def _split(code: Code, shape: None, a: np.ndarray, sizes: int | Sequence[int], dim: int = 0) -> list[np.ndarray]:
+    length = a.shape[dim]
+    ends = range(sizes, length, sizes) if isinstance(sizes, int) else np.cumsum(sizes)[:-1].tolist()
+    return np.split(a, list(ends), dim)
+
+
+def _chunk(code: Code, shape: None, a: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
+    return _split(code, None, a, -(-a.shape[dim] // chunks), dim)
+
+
+def _unbind(code: Code, shape: None, a: np.ndarray, dim: int = 0) -> list[np.ndarray]:
+    return [_select(code, (), a, dim, index) for index in range(a.shape[dim])]
+
+
+def _roll(code: Code, shape: Shape, a: np.ndarray, shifts, dims: Axes = ()) -> np.ndarray:
+    return np.roll(a, shifts, dims or None)
+
+
+def _index(code: Code, shape: Shape, a: np.ndarray, indices: list[np.ndarray | None]) -> np.ndarray:
+    return a[_places(indices)].reshape(shape)
+
+
+def _places(indices: list[np.ndarray | None]) -> tuple:
+    return tuple(slice(None) if index is None else constant_indices(index) for index in indices)
+
+
+def _index_select(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray) -> np.ndarray:
+    return np.take(a, constant_indices(index), dim if a.ndim else None).reshape(shape)
+
+
+def _index_put(code: Code, shape: Shape, a: np.ndarray, indices, values: np.ndarray, accumulate: bool = False):
+    result, places = a.copy(), np.arange(a.size).reshape(a.shape)[_places(indices)]
+    for place, value in zip(places.flat, np.broadcast_to(values, places.shape).flat, strict=True):
+        result.flat[place] = code.add(result.flat[place], value) if accumulate else value
+    return result
+
+
+def _gather(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray, **_: object) -> np.ndarray:
+    a, index = np.atleast_1d(a), np.atleast_1d(index)
+    within = a[tuple(slice(size) if axis != dim % a.ndim else slice(None) for axis, size in enumerate(index.shape))]
+    return np.take_along_axis(within, constant_indices(index), dim).reshape(shape)
+
+
+def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray, source, add: bool = False):
+    result, index = np.atleast_1d(a).copy(), np.atleast_1d(constant_indices(index))
+    source = source if isinstance(source, np.ndarray) and source.ndim else np.broadcast_to(filled(source), index.shape)
+    for place in np.ndindex(index.shape):
+        target = list(place)
+        target[dim] = index[place]
+        result[tuple(target)] = code.add(result[tuple(target)], source[place]) if add else source[place]
+    return result.reshape(shape)
+
+
+def _replaced(a: np.ndarray, source: np.ndarray, view: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """A copy of an array in which a part, as ``view`` shows it, is another."""
+    result = a.copy()
+    result.flat[view(np.arange(a.size).reshape(a.shape))] = source
+    return result
+
+
+def _select_scatter(code: Code, shape: Shape, a: np.ndarray, source: np.ndarray, dim: int, index: int) -> np.ndarray:
+    return _replaced(a, source, lambda x: x[_at(x.ndim, dim, index)])
+
+
+def _slice_scatter(code: Code, shape: Shape, a, source, dim: int = 0, start=None, end=None, step: int = 1):
+    return _replaced(a, source, lambda x: x[_at(x.ndim, dim, slice(start, end, step))])
+
+
+def _diagonal_scatter(code: Code, shape: Shape, a, source, offset: int = 0, dim1: int = 0, dim2: int = 1):
+    return _replaced(a, source, lambda x: np.diagonal(x, offset, dim1, dim2))
+
+
+def _triangle(keep: Callable) -> Callable:
+    def rule(code: Code, shape: Shape, a: np.ndarray, diagonal: int = 0) -> np.ndarray:
+        kept = np.broadcast_to(keep(np.ones(a.shape[-2:], dtype=bool), diagonal), a.shape)
+        return np.where(kept, a, np.array(0, dtype=object))
+
+    return rule
+
+
+def _full(value: Scalar | None, at: int) -> Callable:
+    """An array of one number: this one, or the argument at that place."""
+
+    def rule(code: Code, shape: Shape, *arguments: object, **__: object) -> np.ndarray:
+        return np.full(shape, filled(arguments[at]).item() if value is None else value, dtype=object)
+
+    return rule
+
+
+def _eye(code: Code, shape: Shape, *_: object, **__: object) -> np.ndarray:
+    return np.eye(*shape, dtype=int).astype(object)
+
+
+def _arange(code: Code, shape: Shape, *bounds: float, **_: object) -> np.ndarray:
+    start, step = (0 if len(bounds) == 1 else bounds[0]), (bounds[2] if len(bounds) > 2 else 1)
+    return filled([start + step * place for place in range(*shape)]).astype(object)
+
+
+def _iota(code: Code, shape: Shape, length: int, *, start: int, step: int, **_: object) -> np.ndarray:
+    return np.arange(start, start + step * length, step).astype(object)
+
+
+def _product(code: Code, shape: Shape, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A product of matrices and vectors, or of batches of matrices."""
+    rows = a.reshape(*a.shape[:-2], *((1,) * (2 - a.ndim)), *a.shape[-2:])
+    columns = b.reshape(*b.shape, 1) if b.ndim == 1 else b
+    result = np.empty((*rows.shape[:-1], columns.shape[-1]), dtype=object)
+    for *batch, i, k in np.ndindex(result.shape):
+        terms = zip(rows[(*batch, i)], columns[(*batch, slice(None), k)], strict=True)
+        result[(*batch, i, k)] = reduce(code.add, (code.mul(x, y) for x, y in terms), 0)
+    return result.reshape(shape)
+
+
+def _added_product(code: Code, shape: Shape, start, a, b, *, beta: float = 1, alpha: float = 1) -> np.ndarray:
+    product = _product(code, (*a.shape[:-1], *b.shape[a.ndim - 1 :]), a, b)
+    return each(lambda x, y: code.add(code.mul(beta, x), code.mul(alpha, y)), start, product)
+
+
+def _groups(a: np.ndarray, dim: Axes) -> np.ndarray:
+    """What is reduced to one number, as the last axis; before it the axes that stay."""
+    axes = range(a.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    reduced = {axis % a.ndim for axis in axes} if a.ndim else set()
+    kept = [axis for axis in range(a.ndim) if axis not in reduced]
+    return a.transpose(*kept, *sorted(reduced)).reshape(*(a.shape[axis] for axis in kept), -1)
+
+
+def _reduction(function: Callable) -> Callable:
+    """A rule from a function of the code, the scalars of a group, and options."""
+
+    def rule(code: Code, shape: Shape, a: np.ndarray, dim: Axes = None, keepdim: bool = False, **options: object):
+        groups = _groups(a, dim)
+        result = np.empty(groups.shape[:-1], dtype=object)
+        for place in np.ndindex(result.shape):
+            result[place] = function(code, list(groups[place]), **options)
+        return result.reshape(shape)
+
+    return rule
+
+
+def _sum(code: Code, terms: list[Scalar]) -> Scalar:
+    # One by one from a number that is an integer: of bools it is how many are true.
+    return reduce(code.add, terms, 0)
+
+
+def _mean(code: Code, terms: list[Scalar]) -> Scalar:
+    return code.div(_sum(code, terms), len(terms) or math.nan)
+
+
+def _var(code: Code, terms: list[Scalar], *, correction: float | None = 1) -> Scalar:
+    mean = _mean(code, terms)
+    deviations = [code.sub(term, mean) for term in terms]
+    squares = _sum(code, [code.mul(deviation, deviation) for deviation in deviations])
+    return code.div(squares, max(len(terms) - (1 if correction is None else correction), 0))
+
+
+def _std(code: Code, terms: list[Scalar], *, correction: float | None = 1) -> Scalar:
+    return code.call("sqrt", _var(code, terms, correction=correction))
+
+
+def _vector_norm(code: Code, shape: Shape, a: np.ndarray, ord: float = 2, dim: Axes = None, keepdim: bool = False):
+    def norm(code: Code, terms: list[Scalar]) -> Scalar:
+        sizes = [code.abs(term) for term in terms]
+        if ord == 2:
+            return code.call("sqrt", _sum(code, [code.mul(term, term) for term in terms]))
+        if abs(ord) == math.inf:
+            return reduce(lambda x, y: POINTWISE["maximum" if ord > 0 else "minimum"](code, x, y), sizes)
+        if ord == 0:
+            return _sum(code, [code.cast(code.compare("!=", term, 0), "real") for term in terms])
+        powers = _sum(code, [POINTWISE["pow"](code, size, float(ord)) for size in sizes])
+        return POINTWISE["pow"](code, powers, 1 / ord)
+
+    return _reduction(norm)(code, shape, a, dim)
+
+
+def _both_results(first: Callable, second: Callable) -> Callable:
+    def rule(code: Code, shape: None, a: np.ndarray, dim: Axes = None, keepdim: bool = False, **options: object):
+        of_mean = torch.empty(a.shape).sum(list(range(a.ndim)) if dim is None else dim, keepdim=keepdim).shape
+        return [_reduction(first)(code, of_mean, a, dim, **options), _reduction(second)(code, of_mean, a, dim)]
+
+    return rule
+
+
+def _running(combine: Callable) -> Callable:
+    def rule(code: Code, shape: Shape, a: np.ndarray, dim: int) -> np.ndarray:
+        result = np.moveaxis(np.atleast_1d(a).copy(), dim, 0)
+        for place in range(1, len(result)):
+            result[place] = each(lambda x, y: combine(code, x, y), result[place - 1], result[place])
+        return np.moveaxis(result, 0, dim).reshape(shape)
+
+    return rule
+
+
+def _by_pairs(name: str) -> Callable:
+    return _reduction(lambda code, terms: reduce(lambda x, y: POINTWISE[name](code, x, y), terms))
+
+
+_SAME_NUMBERS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim")
+
+#: by the name of the operation, without its overload; of a name that has another meaning in prims, with "prims."
+ARRAYS: dict[str, Callable] = {
+    **dict.fromkeys(_SAME_NUMBERS, _reshape),
+    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _added_product),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _full(0, 0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _full(1, 0)),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
+    "all": _reduction(lambda code, terms: reduce(code.both, terms, True)),
+    "amax": _by_pairs("maximum"),
+    "amin": _by_pairs("minimum"),
+    "any": _reduction(lambda code, terms: reduce(code.either, terms, False)),
+    "arange": _arange,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "cat": _cat,
+    "chunk": _chunk,
+    "cumprod": _running(Code.mul),
+    "cumsum": _running(Code.add),
+    "diagonal": lambda code, shape, a, offset=0, dim1=0, dim2=1: np.diagonal(a, offset, dim1, dim2),
+    "diagonal_scatter": _diagonal_scatter,
+    "expand": lambda code, shape, a, *_, **__: np.broadcast_to(a, shape),
+    "eye": _eye,
+    "flip": lambda code, shape, a, dims: np.flip(a, dims),
+    "full": _full(None, 1),
+    "full_like": _full(None, 1),
+    "gather": _gather,
+    "index_select": _index_select,
+    "iota": _iota,
+    "linalg_vector_norm": _vector_norm,
+    "max": _by_pairs("maximum"),
+    "mean": _reduction(_mean),
+    "min": _by_pairs("minimum"),
+    "new_full": _full(None, 2),
+    "permute": lambda code, shape, a, dims: a.transpose(dims),
+    "prims.transpose": lambda code, shape, a, permutation: a.transpose(permutation),
+    "prod": _reduction(lambda code, terms: reduce(code.mul, terms, 1)),
+    "repeat": lambda code, shape, a, repeats: np.tile(a, repeats),
+    "roll": _roll,
+    "scalar_tensor": lambda code, shape, value, **_: filled(value),
+    "scatter": _scatter,
+    "scatter_add": lambda code, shape, a, dim, index, source: _scatter(code, shape, a, dim, index, source, add=True),
+    "select": _select,
+    "select_scatter": _select_scatter,
+    "slice": _slice,
+    "slice_scatter": _slice_scatter,
+    "stack": lambda code, shape, tensors, dim=0: np.stack(tensors, dim),
+    "std": _reduction(_std),
+    "std_mean": _both_results(_std, _mean),
+    "sum": _reduction(_sum),
+    "t": lambda code, shape, a: a.T,
+    "transpose": lambda code, shape, a, dim0, dim1: a.swapaxes(dim0, dim1),
+    "tril": _triangle(np.tril),
+    "triu": _triangle(np.triu),
+    "unbind": _unbind,
+    "var": _reduction(_var),
+    "var_mean": _both_results(_var, _mean),
+}

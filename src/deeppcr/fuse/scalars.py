@@ -1,0 +1,287 @@
+"""Rules of operations that go number by number: ``rule(code, *scalars, **options)`` gives the scalar that comes out.
+
+Each is written as PyTorch computes it on a GPU, so that what is rounded, and what becomes of NaN, is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .expressions import Code, NotCovered, Scalar, Value, is_number, kind_of
+
+
+def _same(code: Code, a: Scalar, *_: Scalar, **__: object) -> Scalar:
+    return a
+
+
+def _add(code: Code, a: Scalar, b: Scalar, *, alpha: float = 1) -> Scalar:
+    return code.add(a, code.mul(alpha, b))
+
+
+def _sub(code: Code, a: Scalar, b: Scalar, *, alpha: float = 1) -> Scalar:
+    return code.sub(a, code.mul(alpha, b))
+
+
+def _rsub(code: Code, a: Scalar, b: Scalar, alpha: float = 1) -> Scalar:
+    return _sub(code, b, a, alpha=alpha)
+
+
+def _div(code: Code, a: Scalar, b: Scalar, *, rounding_mode: str | None = None) -> Scalar:
+    if rounding_mode is None:
+        return code.div(a, b)
+    a, b = code.promote(a, b)
+    if kind_of(a) != "real":
+        # What is left after the remainder is taken away has no other quotient, however it is rounded.
+        rest = _remainder(code, a, b) if rounding_mode == "floor" else _fmod(code, a, b)
+        multiple = code.sub(a, rest)
+        if is_number(multiple) and is_number(b):
+            return multiple // b
+        return code.emit(f"{code.text(multiple)} // {code.text(b)}", "int", multiple, b)
+    if rounding_mode == "trunc":
+        return code.call("trunc", code.div(a, b))
+    rest = code.call("fmod", a, b)
+    quotient = code.div(code.sub(a, rest), b)
+    quotient = code.where(_signs_differ(code, rest, b), code.sub(quotient, 1.0), quotient)
+    floor = code.call("floor", quotient)
+    floor = code.where(code.compare(">", code.sub(quotient, floor), 0.5), code.add(floor, 1.0), floor)
+    return code.where(code.compare("==", b, 0.0), code.div(a, b), floor)
+
+
+def _signs_differ(code: Code, rest: Scalar, b: Scalar) -> Scalar:
+    """Whether a remainder is not 0, and has not the sign of the divisor."""
+    negative, divisor_negative = code.compare("<", rest, 0), code.compare("<", b, 0)
+    differ = code.either(
+        code.both(negative, code.invert(divisor_negative)), code.both(code.invert(negative), divisor_negative)
+    )
+    return code.both(code.compare("!=", rest, 0), differ)
+
+
+def _remainder(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    """With the sign of the divisor."""
+    a, b = code.promote(a, b)
+    if kind_of(a) != "real" and is_number(a) and is_number(b):
+        return a % b
+    rest = code.call("fmod", a, b) if kind_of(a) == "real" else _integer_rest(code, a, b)
+    return code.where(_signs_differ(code, rest, b), code.add(rest, b), rest)
+
+
+def _fmod(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    """With the sign of the dividend."""
+    a, b = code.promote(a, b)
+    if kind_of(a) == "real":
+        return code.call("fmod", a, b)
+    if is_number(a) and is_number(b):
+        return int(math.fmod(a, b))
+    rest = _remainder(code, a, b)
+    other = code.invert(code.compare("==", code.compare("<", a, 0), code.compare("<", b, 0)))
+    return code.where(code.both(code.compare("!=", rest, 0), other), code.sub(rest, b), rest)
+
+
+def _integer_rest(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    """Rounded to zero by a GPU and down by Python: use it where that is mended."""
+    return code.emit(f"{code.text(a)} % {code.text(b)}", "int", a, b)
+
+
+def _pow(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    if kind_of(a) != "real" and kind_of(b) != "real":
+        if not isinstance(b, int) or b < 0:
+            raise NotCovered("aten.pow of integers is not covered")
+        result: Scalar = 1
+        for _ in range(b):
+            result = code.mul(result, a)
+        return result
+    if is_number(a) or not is_number(b):
+        return code.call("pow", a, b)
+    if b == 0:
+        return 1.0
+    if b in (1, 2, 3, 4):
+        square = code.mul(a, a)
+        return {1: a, 2: square, 3: code.mul(square, a), 4: code.mul(square, square)}[int(b)]
+    if b in (-1, -2):
+        return code.div(1.0, _pow(code, a, -b))
+    if abs(b) == 0.5:
+        return code.call("sqrt" if b > 0 else "rsqrt", a)
+    return code.call("pow", a, b)
+
+
+def _maximum(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    return _extreme(code, ">", a, b)
+
+
+def _minimum(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    return _extreme(code, "<", a, b)
+
+
+def _extreme(code: Code, sign: str, a: Scalar, b: Scalar) -> Scalar:
+    """The one of two that is larger or smaller; NaN if one is NaN."""
+    a, b = code.promote(a, b)
+    if is_number(a):
+        a, b = b, a
+    if is_number(b) and b == b:  # only ``a`` may be NaN
+        return code.where(code.compare(sign, b, a), b, a)
+    return code.where(code.either(code.compare(sign, a, b), _isnan(code, a)), a, b)
+
+
+def _clamp(code: Code, a: Scalar, min: Scalar | None = None, max: Scalar | None = None) -> Scalar:
+    if min is not None:
+        a = _maximum(code, a, min)
+    return a if max is None else _minimum(code, a, max)
+
+
+def _hardtanh(code: Code, a: Scalar, min_val: Scalar = -1, max_val: Scalar = 1) -> Scalar:
+    return _clamp(code, a, min_val, max_val)
+
+
+def _isnan(code: Code, a: Scalar) -> Scalar:
+    return code.compare("!=", a, a) if kind_of(a) == "real" else False
+
+
+def _isinf(code: Code, a: Scalar) -> Scalar:
+    return code.compare("==", code.abs(a), math.inf) if kind_of(a) == "real" else False
+
+
+def _isfinite(code: Code, a: Scalar) -> Scalar:
+    return code.compare("<", code.abs(a), math.inf) if kind_of(a) == "real" else True
+
+
+def _sign(code: Code, a: Scalar) -> Scalar:
+    one, zero = code.promote(code.promote(1, a)[0], 0)
+    return code.where(code.compare(">", a, 0), one, code.where(code.compare("<", a, 0), code.neg(one), zero))
+
+
+def _sigmoid(code: Code, a: Scalar) -> Scalar:
+    return code.div(1.0, code.add(1.0, code.call("exp", code.neg(code.cast(a, "real")))))
+
+
+def _relu(code: Code, a: Scalar) -> Scalar:
+    return _maximum(code, a, 0)
+
+
+def _leaky_relu(code: Code, a: Scalar, negative_slope: float = 0.01) -> Scalar:
+    return code.where(code.compare(">", a, 0), a, code.mul(a, negative_slope))
+
+
+def _elu(code: Code, a: Scalar, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Scalar:
+    negative = code.mul(code.call("expm1", code.mul(a, input_scale)), alpha * scale)
+    return code.where(code.compare(">", a, 0), code.mul(a, scale), negative)
+
+
+def _gelu(code: Code, a: Scalar, *, approximate: str = "none") -> Scalar:
+    if approximate == "tanh":
+        inner = code.add(a, code.mul(0.044715, code.mul(code.mul(a, a), a)))
+        bend = code.call("tanh", code.mul(math.sqrt(2 / math.pi), inner))
+    else:
+        bend = code.call("erf", code.mul(a, math.sqrt(0.5)))
+    return code.mul(code.mul(0.5, a), code.add(1.0, bend))
+
+
+def _round(code: Code, a: Scalar, *, decimals: int = 0) -> Scalar:
+    if kind_of(a) != "real":
+        return a
+    if decimals < 0:
+        power = 10.0**-decimals
+        return code.mul(code.call("rint", code.div(a, power)), power)
+    power = 10.0**decimals
+    return code.div(code.call("rint", code.mul(a, power)), power)
+
+
+def _whole(function: str) -> Callable:
+    """A function that rounds."""
+    return lambda code, a: code.call(function, a) if kind_of(a) == "real" else a
+
+
+def _bitwise(sign: str, of_bools: Callable) -> Callable:
+    def rule(code: Code, a: Scalar, b: Scalar) -> Scalar:
+        a, b = code.promote(a, b)
+        if kind_of(a) == "bool":
+            return of_bools(code, a, b)
+        if isinstance(a, int) and isinstance(b, int):
+            return {"&": a & b, "|": a | b, "^": a ^ b}[sign]
+        return code.emit(f"{code.text(a)} {sign} {code.text(b)}", "int", a, b)
+
+    return rule
+
+
+def _exclusive(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    a, b = code.cast(a, "bool"), code.cast(b, "bool")
+    return code.either(code.both(a, code.invert(b)), code.both(code.invert(a), b))
+
+
+def _bitwise_not(code: Code, a: Scalar) -> Scalar:
+    if kind_of(a) == "bool":
+        return code.invert(a)
+    return code.emit(f"~{a.name}", "int", a) if isinstance(a, Value) else ~int(a)
+
+
+def _of_function(name: str) -> Callable:
+    return lambda code, *arguments: code.call(name, *arguments)
+
+
+def _of_comparison(sign: str) -> Callable:
+    return lambda code, a, b: code.compare(sign, a, b)
+
+
+_ALIASES = (
+    "alias",
+    "clone",
+    "contiguous",
+    "detach",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "_to_copy",
+    "convert_element_type",
+)
+_SAME_NAME = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1"),
+    *("hypot", "log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh"),
+)
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+#: by the name of the operation, without its overload
+POINTWISE: dict[str, Callable[..., Scalar]] = {
+    **dict.fromkeys(_ALIASES, _same),
+    **{name: _of_function(name) for name in _SAME_NAME},
+    **{name: _of_comparison(sign) for name, sign in _COMPARISONS.items()},
+    **{name: _whole(name) for name in ("ceil", "floor", "trunc")},
+    "abs": lambda code, a: code.abs(a),
+    "add": _add,
+    "bitwise_and": _bitwise("&", Code.both),
+    "bitwise_not": _bitwise_not,
+    "bitwise_or": _bitwise("|", Code.either),
+    "bitwise_xor": _bitwise("^", _exclusive),
+    "clamp": _clamp,
+    "clamp_max": lambda code, a, max: _minimum(code, a, max),
+    "clamp_min": lambda code, a, min: _maximum(code, a, min),
+    "copy": lambda code, a, source, non_blocking=False: source,
+    "div": _div,
+    "elu": _elu,
+    "fmod": _fmod,
+    "gelu": _gelu,
+    "hardtanh": _hardtanh,
+    "isfinite": _isfinite,
+    "isinf": _isinf,
+    "isnan": _isnan,
+    "leaky_relu": _leaky_relu,
+    "logical_and": lambda code, a, b: code.both(a, b),
+    "logical_not": lambda code, a: code.invert(a),
+    "logical_or": lambda code, a, b: code.either(a, b),
+    "logical_xor": _exclusive,
+    "masked_fill": lambda code, a, mask, value: code.where(mask, value, a),
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "mul": lambda code, a, b: code.mul(a, b),
+    "neg": lambda code, a: code.neg(a),
+    "pow": _pow,
+    "reciprocal": lambda code, a: code.div(1.0, a),
+    "relu": _relu,
+    "remainder": _remainder,
+    "round": _round,
+    "rsub": _rsub,
+    "sgn": _sign,
+    "sigmoid": _sigmoid,
+    "sign": _sign,
+    "square": lambda code, a: code.mul(a, a),
+    "sub": _sub,
+    "where": lambda code, condition, a, b: code.where(condition, a, b),
+}
