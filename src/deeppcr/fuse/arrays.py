@@ -273,8 +273,10 @@ ARRAYS: dict[str, Callable] = {
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _added_product),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _full(0, 0)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "_new_zeros_with_same_feature_meta"), _full(0, 0)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _full(1, 0)),
+    # To be written before it is read.
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"), _full(math.nan, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
     "all": _reduction(lambda code, terms: reduce(code.both, terms, True)),
     "amax": _by_pairs("maximum"),

@@ -253,7 +253,6 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "clamp": _clamp,
     "clamp_max": lambda code, a, max: _minimum(code, a, max),
     "clamp_min": lambda code, a, min: _maximum(code, a, min),
-    "copy": lambda code, a, source, non_blocking=False: source,
     "div": _div,
     "elu": _elu,
     "fmod": _fmod,
