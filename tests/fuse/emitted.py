@@ -7,10 +7,11 @@ import importlib.util
 
 import numpy as np
 import torch
-from deeppcr.fuse.expressions import FUNCTIONS, Code
-from deeppcr.fuse.operations import DECOMPOSITIONS, evaluate
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+from deeppcr.fuse.expressions import FUNCTIONS, Code
+from deeppcr.fuse.operations import DECOMPOSITIONS, evaluate
 
 
 def trace(function, *arguments):
@@ -82,8 +83,9 @@ class Emitted:
 
     def by_numpy(self, dtype=torch.float64):
         real = torch.empty(0, dtype=dtype).numpy().dtype.type
-        names = {**FUNCTIONS, **self.values, "tl": NumPyLanguage, "REAL": real}
-        names.update({name: value.numpy() for name, value in self.values.items()})
+        names = {**FUNCTIONS, "tl": NumPyLanguage, "REAL": real}
+        for name, value in self.values.items():
+            names[name] = (value.to(dtype) if value.dtype.is_floating_point else value).numpy()
         names.update({f"n{at}": real(number) for at, number in enumerate(self.code.numbers)})
         with np.errstate(all="ignore"):
             exec("\n".join(self.lines), names)
@@ -109,7 +111,12 @@ class Emitted:
 
     def source(self, dtype):
         kinds = {"real": "REAL", "int": "tl.int64", "bool": "tl.int1"}
-        inputs = {each.name: each.kind for line in self.code._lines.values() for each in line.operands if hasattr(each, "kind")}
+        inputs = {
+            each.name: each.kind
+            for line in self.code._lines.values()
+            for each in line.operands
+            if hasattr(each, "kind")
+        }
         inputs.update({each.name: each.kind for each in self.results if hasattr(each, "kind")})
         return "\n".join(
             [

@@ -184,12 +184,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand_as(target).clone()
 
 
+#: What has a rule, since PyTorch's formula has not its derivative: that of a detached tensor is 0, and those of the others are NaN, as 0
+#: times infinity, where a select hides what overflows.
+_WHOLE = {_aten.celu, _aten.detach, _aten.logaddexp, _aten.mish, _aten.sinc, _aten.softplus, _aten.xlogy}
+
 _max, _min = _extreme_dim(torch.gt), _extreme_dim(torch.lt)
 
 #: What to trace with, inside of ``torch.func.functionalize``, which does away with changes in place.
 DECOMPOSITIONS: dict[Any, Callable] = {
-    # Detached tensors have no tangents, which an alias would have.
-    **{key: rule for key, rule in core_aten_decompositions().items() if key is not _aten.detach.default},
+    **{key: rule for key, rule in core_aten_decompositions().items() if key.overloadpacket not in _WHOLE},
     **get_decompositions([_aten.native_layer_norm, _aten._softmax, _aten._log_softmax]),
     _aten.argmax.default: _place_only(_max),
     _aten.argmin.default: _place_only(_min),
