@@ -54,8 +54,11 @@ class Emitted:
         module = function if isinstance(function, torch.fx.GraphModule) else trace(function, *(a[0] for a in arguments))
         inputs = [self._named(f"x{at}", argument, level=1) for at, argument in enumerate(arguments)]
         outputs = evaluate(module.graph, inputs, lambda name: self._constant(name, getattr(module, name)), self.code)
-        self.shapes = [output.shape for output in outputs]
-        self.results = [scalar for output in outputs for scalar in output.flat]
+        self.finish([output.shape for output in outputs], [scalar for output in outputs for scalar in output.flat])
+
+    def finish(self, shapes, results):
+        """Say what comes out: scalars, as many as the shapes have."""
+        self.shapes, self.results = shapes, results
         self.texts = [self.code.text(scalar) for scalar in self.results]
         self.lines = [line for level in (0, 1) for line in self.code.lines(level, self.results)]
 

@@ -35,13 +35,14 @@ def name_of(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _rule(rules: dict[str, Callable], name: str) -> Callable | None:
+def _rule(rules: dict[str, Callable], node: torch.fx.Node) -> Callable | None:
+    name, result = name_of(node.target), node.meta.get("val")
+    if isinstance(result, torch.Tensor) and result.is_complex():
+        raise NotCovered(f"{name} of complex numbers is not covered")
     return rules.get(name) or rules.get(name.split(".")[-1].removesuffix("_"))
 
 
 def _kind(dtype: torch.dtype) -> Kind:
-    if dtype.is_complex:
-        raise NotCovered("complex numbers are not covered")
     return "real" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
@@ -51,7 +52,7 @@ def _options(node: torch.fx.Node) -> dict[str, Any]:
 
 def is_pointwise(node: torch.fx.Node) -> bool:
     """Whether an operation goes number by number, with broadcasting."""
-    return node.op == "call_function" and _rule(POINTWISE, name_of(node.target)) is not None
+    return node.op == "call_function" and _rule(POINTWISE, node) is not None
 
 
 def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -> Scalar:
@@ -62,7 +63,7 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
         arguments: its positional arguments, scalars in place of tensors
         code: what gets its lines
     """
-    rule = _rule(POINTWISE, name_of(node.target))
+    rule = _rule(POINTWISE, node)
     assert rule is not None, node
     dtype, lines = node.meta["val"].dtype, len(code)
     scalar = _cast(rule(code, *arguments, **_options(node)), dtype, code)
@@ -155,7 +156,7 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
     name, result = name_of(node.target), node.meta["val"]
     if is_pointwise(node):
         return each(lambda *scalars: pointwise(node, list(scalars), code), *arguments)
-    rule = _rule(ARRAYS, name)
+    rule = _rule(ARRAYS, node)
     if rule is None:
         raise NotCovered(f"{name} is not covered")
     options = torch.fx.node.map_arg(_options(node), lambda argument: known[argument])
