@@ -18,7 +18,8 @@ def trace(function, *arguments):
     """The graph of a function, decomposed."""
     functional = torch.func.functionalize(lambda *tensors: function(*tensors))
     make = make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True)
-    return make(*arguments)
+    # Views of larger tensors, with tangents, fail in PyTorch's fake tensors.
+    return make(*(argument.clone() for argument in arguments))
 
 
 def pushed_forward(function):

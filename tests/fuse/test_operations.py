@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deeppcr.fuse.expressions import Code, NotCovered
-from deeppcr.fuse.operations import is_pointwise, pointwise
+from deeppcr.fuse.operations import check_dtypes, is_pointwise, pointwise
 from fuse.emitted import Emitted, expected, pulled_back, pushed_forward, trace
 from kernel_support import thorough
 
@@ -461,7 +461,6 @@ NOT_COVERED = {
     "aten._fft_r2c of complex numbers": lambda x: torch.fft.fft(x).abs(),
     "aten.add of complex numbers": lambda x: (x + 1j).abs(),
     "an index that is computed": lambda x: x.gather(0, x.argmax(keepdim=True)),
-    "float64 beside other floating dtypes": lambda x: x.double().exp().float() + x.sin(),
 }
 
 
@@ -469,6 +468,29 @@ NOT_COVERED = {
 def test_what_is_not_covered_is_named(name):
     with pytest.raises(NotCovered, match=f"^{re.escape(name)} is not covered"):
         Emitted(NOT_COVERED[name], torch.randn(2, 5))
+
+
+def _rounded(x):
+    return x.float().double()
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x: x.float().exp().double() * x, _rounded, lambda x: x.sum() + x.float().sum()]
+)
+def test_two_precisions_are_not_covered(step):
+    with pytest.raises(NotCovered, match="float64 beside other floating dtypes is not covered"):
+        check_dtypes(trace(step, torch.randn(3, dtype=torch.float64)).graph)
+
+
+def test_numbers_have_no_precision(device, tmp_path):
+    """Numbers in tensors of float32, selected in a step in float64, and in float64 in one in float32."""
+
+    def select(x):
+        return torch.where(x > 0, 0.1, -2.0) * x + torch.arange(3) * 0.1 + x.new_ones(3, dtype=torch.float32)
+
+    check_dtypes(trace(select, torch.randn(3, dtype=torch.float64)).graph)
+    Held(select, [torch.randn(2, 3, dtype=torch.float64)], device, tmp_path).values()
+    check_dtypes(trace(lambda x: x * torch.tensor(0.3, dtype=torch.float64) + 0.1, torch.randn(3)).graph)
 
 
 def test_in_place_is_not_covered():

@@ -278,6 +278,13 @@ def _by_pairs(name: str) -> Callable:
     return _reduction(lambda code, terms: reduce(lambda x, y: POINTWISE[name](code, x, y), terms))
 
 
+_PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot")
+_ADDED_PRODUCTS = ("addmm", "addmv", "baddbmm")
+#: those that round: the others move numbers, or choose among them
+SUMS = {
+    *(*_PRODUCTS, *_ADDED_PRODUCTS, "cumprod", "cumsum", "linalg_vector_norm", "mean", "prod"),
+    *("std", "std_mean", "sum", "var", "var_mean"),
+}
 _SAME_NUMBERS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim")
 
 #: by the name of the operation, without its overload; of a name that has another meaning in prims, with "prims."
@@ -285,8 +292,8 @@ ARRAYS: dict[str, Callable] = {
     **dict.fromkeys(_SAME_NUMBERS, _reshape),
     **dict.fromkeys(("index", "_unsafe_index"), _index),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
-    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _added_product),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_ADDED_PRODUCTS, _added_product),
     **dict.fromkeys(
         ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "_new_zeros_with_same_feature_meta"), _full(0, 0)
     ),

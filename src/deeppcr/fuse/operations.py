@@ -4,7 +4,7 @@ The graph is interpreted on arrays of scalars. Rules go by the name of an operat
 ``POINTWISE`` number by number, those of ``ARRAYS`` on whole arrays.
 
 Everything floating is one kind, "real", computed in one dtype: float64 if the step's is, else float32, also where the step
-rounds to fewer digits in between (autocast). A step that computes in float64 and in less is not covered.
+rounds to fewer digits in between (autocast). A step that computes in float64 and in less is not covered: ``check_dtypes``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from .arrays import ARRAYS, each, filled
+from .arrays import ARRAYS, SUMS, each, filled
 from .decompositions import DECOMPOSITIONS
 from .expressions import Code, Kind, NotCovered, Scalar
-from .scalars import POINTWISE
+from .scalars import COPIES, POINTWISE
 
-__all__ = ["ARRAYS", "DECOMPOSITIONS", "POINTWISE", "evaluate", "is_pointwise", "pointwise"]
+__all__ = ["ARRAYS", "DECOMPOSITIONS", "POINTWISE", "check_dtypes", "evaluate", "is_pointwise", "pointwise"]
 
 #: arguments that say how a tensor is stored, or that its own dtype says
 _STORAGE = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
@@ -65,21 +65,7 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
     """
     rule = _rule(POINTWISE, node)
     assert rule is not None, node
-    dtype, lines = node.meta["val"].dtype, len(code)
-    scalar = _cast(rule(code, *arguments, **_options(node)), dtype, code)
-    if (len(code) > lines and not _selects(node)) or _rounds_float64(node):
-        _note_dtype(dtype, code)
-    return scalar
-
-
-def _selects(node: torch.fx.Node) -> bool:
-    """Whether an operation computes nothing that could be rounded."""
-    return name_of(node.target).split(".")[-1] in ("where", "masked_fill", "_to_copy", "convert_element_type")
-
-
-def _rounds_float64(node: torch.fx.Node) -> bool:
-    dtypes = [each.meta["val"].dtype for each in (node, *node.all_input_nodes)]
-    return dtypes[0].is_floating_point and dtypes[0] != torch.float64 and torch.float64 in dtypes
+    return _cast(rule(code, *arguments, **_options(node)), node.meta["val"].dtype, code)
 
 
 def _cast(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:
@@ -90,12 +76,34 @@ def _cast(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:
     return scalar
 
 
-def _note_dtype(dtype: torch.dtype, code: Code) -> None:
-    """Refuse to compute in one dtype what PyTorch computes in float64 and in less."""
-    if dtype.is_floating_point:
-        code.dtypes.add(dtype)
-    if torch.float64 in code.dtypes and len(code.dtypes) > 1:
+def check_dtypes(graph: torch.fx.Graph) -> None:
+    """Refuse a step that computes in float64 and in less: its code has one dtype.
+
+    It is for the step's own graph: in those of derivatives, numbers have tangents in float64 whatever the step's dtype.
+
+    Raises:
+        NotCovered: there is such an operation
+    """
+    varying: set[torch.fx.Node] = set()  # what else there is, is numbers, which are folded
+    dtypes: set[torch.dtype] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+            dtypes |= _rounded_to(node)
+    if torch.float64 in dtypes and len(dtypes) > 1:
         raise NotCovered("float64 beside other floating dtypes is not covered")
+
+
+def _rounded_to(node: torch.fx.Node) -> set[torch.dtype]:
+    """The floating dtypes between which an operation rounds: none if it only moves numbers, or has none."""
+    fakes = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    dtypes = [fake.dtype for fake in fakes if isinstance(fake, torch.Tensor) and fake.dtype.is_floating_point]
+    name = name_of(node.target).split(".")[-1]
+    if node.op != "call_function" or not dtypes:
+        return set()
+    if name in COPIES:
+        return set(dtypes) if dtypes[0] != torch.float64 else set()
+    return {dtypes[0]} if name in SUMS or (name in POINTWISE and name not in ("where", "masked_fill")) else set()
 
 
 def evaluate(
@@ -161,10 +169,7 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
         raise NotCovered(f"{name} is not covered")
     options = torch.fx.node.map_arg(_options(node), lambda argument: known[argument])
     if isinstance(result, torch.Tensor):
-        lines = len(code)
         array = rule(code, tuple(result.shape), *arguments, **options)
-        if len(code) > lines:
-            _note_dtype(result.dtype, code)
         return each(lambda scalar: _cast(scalar, result.dtype, code), array)
     parts = rule(code, None, *arguments, **options)
     return [

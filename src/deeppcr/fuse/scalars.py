@@ -248,7 +248,8 @@ def _of_comparison(sign: str) -> Callable:
     return lambda code, a, b: code.compare(sign, a, b)
 
 
-_ALIASES = (
+#: which do nothing but, perhaps, change the dtype
+COPIES = (
     "alias",
     "clone",
     "contiguous",
@@ -266,7 +267,7 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 #: by the name of the operation, without its overload
 POINTWISE: dict[str, Callable[..., Scalar]] = {
-    **dict.fromkeys(_ALIASES, _same),
+    **dict.fromkeys(COPIES, _same),
     **{name: _of_function(name) for name in _SAME_NAME},
     **{name: _of_comparison(sign) for name, sign in _COMPARISONS.items()},
     **{name: _whole(name) for name in ("ceil", "floor", "trunc")},
