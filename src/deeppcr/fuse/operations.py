@@ -43,7 +43,7 @@ def _rule(rules: dict[str, Callable], name: str) -> Callable | None:
     return rules.get(name) or rules.get(name.split(".")[-1])
 
 
-def _kind(dtype: torch.dtype) -> Kind:
+def kind_of_dtype(dtype: torch.dtype) -> Kind:
     if dtype.is_complex:
         raise NotCovered("complex numbers are not covered")
     return "real" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
@@ -68,7 +68,7 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
     """
     rule = _rule(POINTWISE, name_of(node.target))
     assert rule is not None, node
-    return code.cast(rule(code, *arguments, **_options(node)), _kind(node.meta["val"].dtype))
+    return code.cast(rule(code, *arguments, **_options(node)), kind_of_dtype(node.meta["val"].dtype))
 
 
 def evaluate(
@@ -129,5 +129,5 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
 
 
 def _cast(array: np.ndarray, dtype: torch.dtype, code: Code) -> np.ndarray:
-    kind = _kind(dtype)
+    kind = kind_of_dtype(dtype)
     return each(lambda scalar: code.cast(scalar, kind), array)
