@@ -23,6 +23,8 @@ _FEWEST_PASSES = 4
 _GROWTH = 4
 #: Lanes of a program.
 _LANES = {True: 128, False: 32}  # of elementwise steps, of narrow ones
+#: What a lane reads is on its way so many steps before.
+_STAGES = 4
 #: So many lanes keep the device busy.
 _BUSY = 2**18
 
@@ -186,7 +188,7 @@ class Run:
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers(), *self.strides(), *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
-        launch(kernel, programs, arguments, (product, whole, self.block), warps=self.warps, integers=self.kinds(*sizes))
+        launch(kernel, programs, arguments, (product, whole, self.block, _STAGES), warps=self.warps, integers=self.kinds(*sizes))
 
     def in_parallel(
         self, chunk: int, tolerance: Tolerance, expected: int, guess: Tensor | None, most: int | None = None
@@ -302,7 +304,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
             run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
             *run.pointers(), *outputs, *run.strides(), *sizes,
         )  # fmt: skip
-        launch(kernels.sweep, programs, arguments, (as_map, run.block), warps=run.warps, integers=run.kinds(*sizes))
+        launch(kernels.sweep, programs, arguments, (as_map, run.block, _STAGES), warps=run.warps, integers=run.kinds(*sizes))
 
     if chunks > 1:
         sweep(True)

@@ -14,6 +14,9 @@ import triton.language as tl
 from ..convergence import NEGLIGIBLE
 from ..nn.report import ENOUGH
 
+#: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
+#: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.
+FAR = tl.constexpr(10.0)
 _NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
 
 

@@ -44,7 +44,7 @@ def _module(program: Program, *kernels: str) -> str:
         "import triton.language as tl",
         "",
         *([f"from deeppcr.fuse.device import {', '.join(functions)}"] if functions else []),
-        "from deeppcr.fuse.support import finite_or_zero, in_units, is_enough, settled",
+        "from deeppcr.fuse.support import FAR, finite_or_zero, in_units, is_enough, settled",
         "",
         f"REAL = tl.constexpr(tl.{real})",
     ]
@@ -193,7 +193,7 @@ def _roll(program: Program) -> str:
             f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)
         ]),
         f"    out = states + begin * rows * {width} + at",
-        "    for t in range(0, turns):",
+        "    for t in tl.range(0, turns, num_stages=STAGES):",
         *("        " + line for line in turns),
         "    if not WHOLE:",
         *("        " + line for line in _for(
@@ -209,11 +209,11 @@ def _roll(program: Program) -> str:
         "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes",
     ]  # fmt: skip
     doc = '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end."""'
-    return _kernel("roll", arguments, ["PRODUCT", "WHOLE", "BLOCK"], doc, lines)
+    return _kernel("roll", arguments, ["PRODUCT", "WHOLE", "BLOCK", "STAGES"], doc, lines)
 
 
 #: Arguments that a kernel is not compiled for anew.
-_SIZES = re.compile(r"[sbc]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|group_chunks|local|atol|rtol")
+_SIZES = re.compile(r"[sbc]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol")
 
 
 def _kernel(name: str, arguments: list[str], constants: list[str], doc: str, lines: list[str]) -> str:
@@ -240,14 +240,14 @@ def _groups(width: int) -> list[str]:
 def _join(width: int) -> str:
     square, size = width * width, width * width + 2 * width
     chunk_of = f"(n * {width} + {{k}}) * rows + r"
-    matrix = f"p{{i}}_{{j}} = finite_or_zero(tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0))"
+    matrix = f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)"
     lines = [
         *_groups(width),
         "live = inside & ~settled(found, passes, r, rows, inside)",
         "largest = tl.zeros((GROUPS * LANES,), REAL)",
         "missed = tl.zeros((GROUPS * LANES,), REAL)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
-        "    # Every group as one map, from the correction before it to the one after it.",
+        "    # Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
         *("    " + line for line in _for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
         *("    " + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
         "    for q in range(0, group_chunks):",
@@ -260,10 +260,10 @@ def _join(width: int) -> str:
             f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok, other=0)",
             f"m{{k}} = tl.maximum(m{{k}}, tl.load(sizes + {chunk_of}, mask=ok, other=0))",
         )),
-        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 't{k}')} + finite_or_zero(e{i} - f{i})" for i in range(width)),
+        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
         *(f"        u{i}_{j} = {_row(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
-        *("        " + line for line in _for(width, "t{k} = tl.where(ok, u{k}, t{k})")),
-        *("        " + line for line in _squares(width, "j{i}_{j} = tl.where(ok, u{i}_{j}, j{i}_{j})")),
+        *("        " + line for line in _for(width, "t{k} = u{k}")),
+        *("        " + line for line in _squares(width, "j{i}_{j} = u{i}_{j}")),
         *("    " + line for line in _for(
             width, "tl.store(maps + {k} * rows, t{k}, mask=live)",
             f"tl.store(maps + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
@@ -275,7 +275,7 @@ def _join(width: int) -> str:
                                          "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
                                          "m{k} = z{k}")),
         f"    maps -= g * {size} * rows",
-        "    for e in range(0, GROUPS):",
+        "    for e in range(0, groups):",
         "        ok = live & (e < g)",
         *("        " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(maps + ({width} + {{at}}) * rows, mask=ok, other=0)")),
         *("        " + line for line in _for(
@@ -292,7 +292,7 @@ def _join(width: int) -> str:
         "        n = g * group_chunks + q",
         "        ok = live & (n < chunks)",
         "        joined = ok & (n > 0)",
-        *("        " + line for line in _squares(width, matrix.replace("finite_or_zero(", "", 1)[:-1])),
+        *("        " + line for line in _squares(width, matrix)),
         *("        " + line for line in _for(
             width,
             f"z{{k}} = tl.load(starts + {chunk_of}, mask=ok, other=0)",
@@ -311,25 +311,27 @@ def _join(width: int) -> str:
             width,
             "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
-            "far = far | ~(tl.abs(y{k}) <= 1000.0 * m{k} + atol)",
+            "far = far | ~(tl.abs(y{k}) <= FAR * m{k} + atol)",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
         )),
-        *(f"        u{i} = {_row(i, width, 'finite_or_zero(p{i}_{k})', 'd{k}')}" for i in range(width)),
+        "        exact = n <= passes + 1",
+        *("        " + line for line in _for(
+            width,
+            "y{k} = tl.where(exact, h{k}, tl.where(far, tl.where(tl.abs(h{k}) < float('inf'), h{k}, z{k}), y{k}))",
+            "tl.store(starts + " + chunk_of + ", y{k}, mask=joined)",
+            "d{k} = tl.where(joined, y{k} - z{k}, 0.0)  # which is what the chunks that follow hear of",
+        )),
+        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')}" for i in range(width)),
         *("        " + line for line in _for(
             width,
             # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
             "largest = tl.maximum(largest, tl.where(ok, in_units(tl.abs(u{k}), s{k}), 0.0))",
         )),
-        *("        " + line for line in _squares(width, "known = known & (tl.abs(p{i}_{j}) < float('inf'))")),
+        *("        " + line for line in _for(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
         "        largest = tl.where(joined & ~known, float('inf'), largest)",
-        "        exact = n <= passes + 1",
         *("        " + line for line in _for(
-            width,
-            "y{k} = tl.where(far, tl.where(tl.abs(h{k}) < float('inf'), h{k}, z{k}), y{k})",
-            "tl.store(starts + " + chunk_of + ", tl.where(exact, h{k}, y{k}), mask=joined)",
-            "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))",
-            "h{k} = e{k}",
+            width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
         )),
         "# What was found: of a lane the largest of its groups.",
         "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
@@ -344,7 +346,7 @@ def _join(width: int) -> str:
     ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled",
-        "rows", "chunks", "group_chunks", "passes", "atol", "rtol", "local",
+        "rows", "chunks", "groups", "group_chunks", "passes", "atol", "rtol", "local",
     ]  # fmt: skip
     return _kernel("join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines)
 
@@ -408,7 +410,7 @@ def _sweep(program: Program) -> str:
         "else:",
         *("    " + line for line in _for(width, f"w{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=live, other=0)")),
         *("    " + f"s{at} = tl.zeros((BLOCK,), REAL)" for at, _, _ in shared),
-        "for u in range(0, chunk):",
+        "for u in tl.range(0, chunk, num_stages=STAGES):",
         "    t = chunk - 1 - u",
         *("    " + line for line in turns),
         "if MAP:",
@@ -424,7 +426,7 @@ def _sweep(program: Program) -> str:
         "given_step", "rows", "channels", "steps", "chunk", "chunks",
     ]  # fmt: skip
     doc = '"""Run chunks backwards. MAP: as maps of what comes behind; else with that, to the cotangents of all that is read."""'
-    return _kernel("sweep", arguments, ["MAP", "BLOCK"], doc, lines)
+    return _kernel("sweep", arguments, ["MAP", "BLOCK", "STAGES"], doc, lines)
 
 
 def _places(program: Program) -> list[int]:
@@ -450,7 +452,7 @@ def _chain(width: int) -> str:
     lines = [
         *_groups(width),
         "live = inside",
-        "# Groups count from the end, and so do the chunks of a group.",
+        "# Groups count from the end, and so do the chunks of a group; before the first chunk nobody asks for a map.",
         *_for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)"),
         *(f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
         "for q in range(0, group_chunks):",
@@ -460,8 +462,8 @@ def _chain(width: int) -> str:
         *("    " + line for line in _for(width, f"f{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=ok, other=0)")),
         *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 't{k}')} + f{i}" for i in range(width)),
         *(f"    u{i}_{j} = {_row(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
-        *("    " + line for line in _for(width, "t{k} = tl.where(ok, u{k}, t{k})")),
-        *("    " + line for line in _squares(width, "j{i}_{j} = tl.where(ok, u{i}_{j}, j{i}_{j})")),
+        *("    " + line for line in _for(width, "t{k} = u{k}")),
+        *("    " + line for line in _squares(width, "j{i}_{j} = u{i}_{j}")),
         *_for(width, "tl.store(maps + {k} * rows, t{k}, mask=live)"),
         *_squares(width, f"tl.store(maps + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
         "tl.debug_barrier()",
@@ -470,7 +472,7 @@ def _chain(width: int) -> str:
         f"last = given + (steps - 1) * given_step + b * ({width} * channels) + c",
         *_for(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
         f"maps -= g * {size} * rows",
-        "for e in range(0, GROUPS):",
+        "for e in range(0, groups):",
         "    ok = live & (e < g)",
         *("    " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(maps + ({width} + {{at}}) * rows, mask=ok, other=0)")),
         *("    " + line for line in _for(width, "t{k} = tl.load(maps + {k} * rows, mask=ok, other=0)")),
@@ -489,7 +491,7 @@ def _chain(width: int) -> str:
         *("    " + line for line in _for(width, "d{k} = tl.where(ok, u{k}, d{k})")),
     ]  # fmt: skip
     arguments = [
-        "products", "adjoints", "given", "maps", "given_step", "rows", "channels", "steps", "chunks", "group_chunks",
+        "products", "adjoints", "given", "maps", "given_step", "rows", "channels", "steps", "chunks", "groups", "group_chunks",
     ]  # fmt: skip
     doc = '"""From the maps\' terms in ``adjoints`` to the cotangents behind every chunk, in their place."""'
     return _kernel("chain", arguments, ["GROUPS", "LANES"], doc, lines)

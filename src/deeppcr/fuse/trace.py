@@ -6,13 +6,15 @@ taken out of it. PyTorch differentiates the graph of the rest, so that its rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -127,7 +129,8 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor], fake: FakeTenso
         with _StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
             return call(leaves[: len(state)], leaves[len(state) : len(state) + len(given)])
 
-    has_rows = _which_have_rows(lambda rows: function(*state, *stand_ins(rows)), state, outside, batch)
+    with _quietly():
+        has_rows = _which_have_rows(lambda rows: function(*state, *stand_ins(rows)), state, outside, batch)
     traced = make_fx(
         torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS, tracing_mode="fake"
     )(*state, *stand_ins(has_rows))
@@ -153,6 +156,16 @@ def _which_have_rows(
             except Exception as error:  # shapes that do not fit
                 failure = error
     raise NotCovered("rows of what the step closes over cannot be told apart") from failure
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Stand-ins log what does not fit, which is expected while shapes are tried."""
+    was, fake_tensor.log.disabled = fake_tensor.log.disabled, True
+    try:
+        yield
+    finally:
+        fake_tensor.log.disabled = was
 
 
 def _tidy(traced: fx.GraphModule) -> None:
