@@ -140,6 +140,20 @@ def _diagonal_scatter(code: Code, shape: Shape, a, source, offset: int = 0, dim1
     return _replaced(a, source, lambda x: np.diagonal(x, offset, dim1, dim2))
 
 
+def _pad(code: Code, shape: Shape, a: np.ndarray, pad: Sequence[int], value: Scalar = 0) -> np.ndarray:
+    pairs = [(before, after) for before, after in zip(pad[::2], pad[1::2], strict=True)][::-1]
+    pairs = [(0, 0)] * (a.ndim - len(pairs)) + pairs  # the last dimension comes first
+    kept = tuple(
+        slice(max(-before, 0), size - max(-after, 0)) for size, (before, after) in zip(a.shape, pairs, strict=True)
+    )
+    result = np.full(shape, value, dtype=object)
+    inner = tuple(
+        slice(max(before, 0), size - max(after, 0)) for size, (before, after) in zip(shape, pairs, strict=True)
+    )
+    result[inner] = a[kept]
+    return result
+
+
 def _triangle(keep: Callable) -> Callable:
     def rule(code: Code, shape: Shape, a: np.ndarray, diagonal: int = 0) -> np.ndarray:
         kept = np.broadcast_to(keep(np.ones(a.shape[-2:], dtype=bool), diagonal), a.shape)
@@ -254,7 +268,7 @@ def _running(combine: Callable) -> Callable:
     def rule(code: Code, shape: Shape, a: np.ndarray, dim: int) -> np.ndarray:
         result = np.moveaxis(np.atleast_1d(a).copy(), dim, 0)
         for place in range(1, len(result)):
-            result[place] = each(lambda x, y: combine(code, x, y), result[place - 1], result[place])
+            result[place, ...] = each(lambda x, y: combine(code, x, y), result[place - 1], result[place])
         return np.moveaxis(result, 0, dim).reshape(shape)
 
     return rule
@@ -273,8 +287,12 @@ ARRAYS: dict[str, Callable] = {
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _added_product),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _full(0, 0)),
+    **dict.fromkeys(
+        ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "_new_zeros_with_same_feature_meta"), _full(0, 0)
+    ),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _full(1, 0)),
+    # To be written before it is read.
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"), _full(math.nan, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
     "all": _reduction(lambda code, terms: reduce(code.both, terms, True)),
     "amax": _by_pairs("maximum"),
@@ -284,6 +302,7 @@ ARRAYS: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "cat": _cat,
     "chunk": _chunk,
+    "constant_pad_nd": _pad,
     "cumprod": _running(Code.mul),
     "cumsum": _running(Code.add),
     "diagonal": lambda code, shape, a, offset=0, dim1=0, dim2=1: np.diagonal(a, offset, dim1, dim2),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
 Kind = Literal["real", "int", "bool"]
 _KINDS: tuple[Kind, ...] = ("bool", "int", "real")  # of two, the later is that of their sum
@@ -129,8 +130,13 @@ class Code:
 
     #: what the arguments ``n0``, ``n1``, ... of the kernel are: a changed number does not make another kernel
     numbers: list[float] = field(default_factory=list)
+    #: the floating dtypes in which PyTorch would compute what the lines do
+    dtypes: set[torch.dtype] = field(default_factory=set)
     _lines: dict[Value, _Line] = field(default_factory=dict)
     _known: dict[tuple[str, Kind], Value] = field(default_factory=dict)  # by what they compute
+
+    def __len__(self) -> int:
+        return len(self._lines)
 
     def input(self, name: str, kind: Kind = "real", level: int = 1) -> Value:
         return Value(name, kind, level)

@@ -1,8 +1,10 @@
 """A graph of PyTorch's operations, as ``make_fx`` traces it, becomes scalar code.
 
 The graph is interpreted on arrays of scalars. Rules go by the name of an operation, whatever its overload: those of
-``POINTWISE`` number by number, those of ``ARRAYS`` on whole arrays. Everything floating is one kind, "real": the dtype in which the
-kernel computes, so that conversions between floating dtypes do nothing.
+``POINTWISE`` number by number, those of ``ARRAYS`` on whole arrays.
+
+Everything floating is one kind, "real", computed in one dtype: float64 if the step's is, else float32, also where the step
+rounds to fewer digits in between (autocast). A step that computes in float64 and in less is not covered.
 """
 
 from __future__ import annotations
@@ -13,21 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.utils import _pytree as pytree
 
 from .arrays import ARRAYS, each, filled
+from .decompositions import DECOMPOSITIONS
 from .expressions import Code, Kind, NotCovered, Scalar
 from .scalars import POINTWISE
 
 __all__ = ["ARRAYS", "DECOMPOSITIONS", "POINTWISE", "evaluate", "is_pointwise", "pointwise"]
 
-_aten = torch.ops.aten
-#: what to trace with: what is taken apart here needs no rule
-DECOMPOSITIONS: dict[Any, Callable] = {
-    **core_aten_decompositions(),
-    **get_decompositions([_aten.native_layer_norm, _aten._softmax, _aten._log_softmax]),
-}
 #: arguments that say how a tensor is stored, or that its own dtype says
 _STORAGE = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
 
@@ -39,13 +35,14 @@ def name_of(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _rule(rules: dict[str, Callable], name: str) -> Callable | None:
-    return rules.get(name) or rules.get(name.split(".")[-1])
+def _rule(rules: dict[str, Callable], node: torch.fx.Node) -> Callable | None:
+    name, result = name_of(node.target), node.meta.get("val")
+    if isinstance(result, torch.Tensor) and result.is_complex():
+        raise NotCovered(f"{name} of complex numbers is not covered")
+    return rules.get(name) or rules.get(name.split(".")[-1].removesuffix("_"))
 
 
 def kind_of_dtype(dtype: torch.dtype) -> Kind:
-    if dtype.is_complex:
-        raise NotCovered("complex numbers are not covered")
     return "real" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
@@ -55,7 +52,7 @@ def _options(node: torch.fx.Node) -> dict[str, Any]:
 
 def is_pointwise(node: torch.fx.Node) -> bool:
     """Whether an operation goes number by number, with broadcasting."""
-    return node.op == "call_function" and _rule(POINTWISE, name_of(node.target)) is not None
+    return node.op == "call_function" and _rule(POINTWISE, node) is not None
 
 
 def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -> Scalar:
@@ -66,9 +63,39 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
         arguments: its positional arguments, scalars in place of tensors
         code: what gets its lines
     """
-    rule = _rule(POINTWISE, name_of(node.target))
+    rule = _rule(POINTWISE, node)
     assert rule is not None, node
-    return code.cast(rule(code, *arguments, **_options(node)), kind_of_dtype(node.meta["val"].dtype))
+    dtype, lines = node.meta["val"].dtype, len(code)
+    scalar = _cast(rule(code, *arguments, **_options(node)), dtype, code)
+    if (len(code) > lines and not _selects(node)) or _rounds_float64(node):
+        _note_dtype(dtype, code)
+    return scalar
+
+
+def _selects(node: torch.fx.Node) -> bool:
+    """Whether an operation computes nothing that could be rounded."""
+    return name_of(node.target).split(".")[-1] in ("where", "masked_fill", "_to_copy", "convert_element_type")
+
+
+def _rounds_float64(node: torch.fx.Node) -> bool:
+    dtypes = [each.meta["val"].dtype for each in (node, *node.all_input_nodes)]
+    return dtypes[0].is_floating_point and dtypes[0] != torch.float64 and torch.float64 in dtypes
+
+
+def _cast(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:
+    scalar = code.cast(scalar, kind_of_dtype(dtype))
+    if isinstance(scalar, float) and dtype != torch.float64:
+        with np.errstate(over="ignore"):
+            return float(np.float32(scalar))  # the number that is in PyTorch's tensor
+    return scalar
+
+
+def _note_dtype(dtype: torch.dtype, code: Code) -> None:
+    """Refuse to compute in one dtype what PyTorch computes in float64 and in less."""
+    if dtype.is_floating_point:
+        code.dtypes.add(dtype)
+    if torch.float64 in code.dtypes and len(code.dtypes) > 1:
+        raise NotCovered("float64 beside other floating dtypes is not covered")
 
 
 def evaluate(
@@ -101,14 +128,25 @@ def evaluate(
 
 
 def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """What the outputs depend on. What changes a tensor is needed by whoever reads it, which is not written in the graph."""
+    """What the outputs depend on."""
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if _changes_what_others_see(node):
             raise NotCovered(f"{name_of(node.target)}, which changes a tensor in place, is not covered")
         if node.op == "output" or node in needed:
             needed.update(node.all_input_nodes)
     return needed
+
+
+def _changes_what_others_see(node: torch.fx.Node) -> bool:
+    """Whether an operation works in place, other than on a new tensor that nobody else uses, as some of PyTorch's own formulas do."""
+    if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+        return False
+    changed = node.args[0]
+    if not (isinstance(changed, torch.fx.Node) and isinstance(changed.target, torch._ops.OpOverload)):
+        return True
+    is_view = any(result.alias_info is not None for result in changed.target._schema.returns)
+    return is_view or len(changed.users) > 1
 
 
 def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> Any:
@@ -118,16 +156,18 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
     name, result = name_of(node.target), node.meta["val"]
     if is_pointwise(node):
         return each(lambda *scalars: pointwise(node, list(scalars), code), *arguments)
-    rule = _rule(ARRAYS, name)
+    rule = _rule(ARRAYS, node)
     if rule is None:
         raise NotCovered(f"{name} is not covered")
     options = torch.fx.node.map_arg(_options(node), lambda argument: known[argument])
     if isinstance(result, torch.Tensor):
-        return _cast(rule(code, tuple(result.shape), *arguments, **options), result.dtype, code)
+        lines = len(code)
+        array = rule(code, tuple(result.shape), *arguments, **options)
+        if len(code) > lines:
+            _note_dtype(result.dtype, code)
+        return each(lambda scalar: _cast(scalar, result.dtype, code), array)
     parts = rule(code, None, *arguments, **options)
-    return [_cast(part, fake.dtype, code) for part, fake in zip(parts, result, strict=True)]
-
-
-def _cast(array: np.ndarray, dtype: torch.dtype, code: Code) -> np.ndarray:
-    kind = kind_of_dtype(dtype)
-    return each(lambda scalar: code.cast(scalar, kind), array)
+    return [
+        each(lambda scalar, dtype=fake.dtype: _cast(scalar, dtype, code), part)
+        for part, fake in zip(parts, result, strict=True)
+    ]

@@ -176,6 +176,32 @@ def _gelu(code: Code, a: Scalar, *, approximate: str = "none") -> Scalar:
     return code.mul(code.mul(0.5, a), code.add(1.0, bend))
 
 
+def _softplus(code: Code, a: Scalar, beta: float = 1, threshold: float = 20) -> Scalar:
+    scaled = code.mul(a, beta)
+    bend = code.div(code.call("log1p", code.call("exp", scaled)), beta)
+    return code.where(code.compare(">", scaled, threshold), a, bend)
+
+
+def _mish(code: Code, a: Scalar) -> Scalar:
+    return code.mul(a, code.call("tanh", code.call("log1p", code.call("exp", a))))
+
+
+def _logaddexp(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    smaller = code.call("exp", code.neg(code.abs(code.sub(a, b))))
+    total = code.add(_maximum(code, a, b), code.call("log1p", smaller))
+    return code.where(code.both(code.compare("==", a, b), _isinf(code, a)), a, total)
+
+
+def _xlogy(code: Code, a: Scalar, b: Scalar) -> Scalar:
+    hidden = code.both(code.compare("==", a, 0), code.compare("==", b, b))
+    return code.where(hidden, 0.0, code.mul(a, code.call("log", b)))
+
+
+def _sinc(code: Code, a: Scalar) -> Scalar:
+    angle = code.mul(a, math.pi)
+    return code.where(code.compare("==", a, 0), 1.0, code.div(code.call("sin", angle), angle))
+
+
 def _round(code: Code, a: Scalar, *, decimals: int = 0) -> Scalar:
     if kind_of(a) != "real":
         return a
@@ -250,10 +276,10 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "bitwise_not": _bitwise_not,
     "bitwise_or": _bitwise("|", Code.either),
     "bitwise_xor": _bitwise("^", _exclusive),
+    "celu": lambda code, a, alpha=1: _elu(code, a, alpha, 1, 1 / alpha),
     "clamp": _clamp,
     "clamp_max": lambda code, a, max: _minimum(code, a, max),
     "clamp_min": lambda code, a, min: _maximum(code, a, min),
-    "copy": lambda code, a, source, non_blocking=False: source,
     "div": _div,
     "elu": _elu,
     "fmod": _fmod,
@@ -263,6 +289,7 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "isinf": _isinf,
     "isnan": _isnan,
     "leaky_relu": _leaky_relu,
+    "logaddexp": _logaddexp,
     "logical_and": lambda code, a, b: code.both(a, b),
     "logical_not": lambda code, a: code.invert(a),
     "logical_or": lambda code, a, b: code.either(a, b),
@@ -270,6 +297,7 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "masked_fill": lambda code, a, mask, value: code.where(mask, value, a),
     "maximum": _maximum,
     "minimum": _minimum,
+    "mish": _mish,
     "mul": lambda code, a, b: code.mul(a, b),
     "neg": lambda code, a: code.neg(a),
     "pow": _pow,
@@ -281,7 +309,10 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "sgn": _sign,
     "sigmoid": _sigmoid,
     "sign": _sign,
+    "sinc": _sinc,
+    "softplus": _softplus,
     "square": lambda code, a: code.mul(a, a),
     "sub": _sub,
     "where": lambda code, condition, a, b: code.where(condition, a, b),
+    "xlogy": _xlogy,
 }
