@@ -32,32 +32,26 @@ class Inputs:
 
 
 class Draw:
-    """Random numbers, the same for every device and precision.
+    """Random numbers, those of float32 wherever they are wanted and in which precision, so that loops in several have the same."""
 
-    Args:
-        rounded: the precision whose numbers they are
-        device, dtype: where they are wanted, and in which precision
-    """
-
-    def __init__(self, rounded: torch.dtype, device: torch.device, dtype: torch.dtype, seed: int = 0):
-        self._source = torch.Generator().manual_seed(seed)
-        self._rounded, self._place = rounded, (device, dtype)
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0):
+        self._source, self._place = torch.Generator().manual_seed(seed), (device, dtype)
 
     def normal(self, *shape: int, size: float = 1.0) -> Tensor:
-        return self.placed(size * torch.randn(shape, generator=self._source, dtype=self._rounded))
+        return self.placed(size * torch.randn(shape, generator=self._source))
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        return self.placed(low + (high - low) * torch.rand(shape, generator=self._source, dtype=self._rounded))
+        return self.placed(low + (high - low) * torch.rand(shape, generator=self._source))
 
     def values(self, numbers: Any) -> Tensor:
-        return self.placed(torch.tensor(numbers, dtype=self._rounded))
+        return self.placed(torch.tensor(numbers))
 
     def placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(*self._place)
 
     def exact(self, tensor: Tensor) -> Tensor:
         """As it was drawn: what is computed from it is the same everywhere."""
-        return tensor.to("cpu", self._rounded)
+        return tensor.to("cpu", torch.float32)
 
 
 #: Of a Draw and of L, B, D: the loop.
