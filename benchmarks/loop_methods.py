@@ -20,7 +20,7 @@ from kernel_methods import Method, can_capture, captured
 from loop_problems import FORWARD, Found, Prepared
 
 HAS_PARARNN = find_spec("pararnn") is not None
-SOLVE, BARE, GRAPH = "solve", "bare loop", "bare loop in a CUDA graph"
+SOLVE, CAPTURED, BARE, GRAPH = "solve", "solve, captured", "bare loop", "bare loop in a CUDA graph"
 #: Of a bare loop so many steps are run, and their time is scaled.
 PART = 256
 #: The ways that ``solve`` has, each asked for by name.

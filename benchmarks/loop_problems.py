@@ -105,7 +105,7 @@ def loss_weights(inputs: steps.Inputs, length: int) -> list[Tensor]:
     return [each.to(leaf.device, leaf.dtype) for each, leaf in zip(drawn, leaves, strict=True)]
 
 
-@lru_cache(maxsize=1)  # the same loop in another precision comes next
+@lru_cache(maxsize=16)  # the same loop comes in another precision, and in another part
 def in_float64(make: steps.Make, L: int, B: int, D: int, device: torch.device) -> Found:
     """The bare loop in float64 with its gradients; where states are small on the CPU, whose operations begin sooner."""
     loop = Loop("", make, L, B, D, torch.float64)

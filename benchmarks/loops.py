@@ -41,7 +41,7 @@ from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
 from kernel_report import Claim, number
 from kernels import Case, examine, first_line, seconds_of
-from loop_methods import BARE, HAS_PARARNN, SOLVE, bare, solved, ways, with_projection
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared
 from run import current_commit, versions, write
 
@@ -218,7 +218,7 @@ def host_time(call: Callable[[], Any], device: torch.device, budget: float) -> t
     for _ in range(2):
         call()
     seconds, begun = [], time.perf_counter()
-    while len(seconds) < 3 or (len(seconds) < 500 and time.perf_counter() - begun < budget):
+    while not seconds or (len(seconds) < 500 and time.perf_counter() - begun < budget):
         seconds.append(seconds_of(call, 1, device))
     if device.type != "cuda":
         return seconds, 0.0
@@ -240,7 +240,7 @@ def in_a_graph(run: Run) -> None:
         return
 
     for prepared in prepared_loops(run, "captured", [each for each in TABLE if not each.chaotic]):
-        loop, case = prepared.loop, Case("captured", prepared.loop.parameters, SOLVE, 1.0)
+        loop, case = prepared.loop, Case("captured", prepared.loop.parameters, CAPTURED, 1.0)
         try:
             with torch.no_grad():
                 alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
@@ -255,11 +255,11 @@ def in_a_graph(run: Run) -> None:
 
         def build(prepared: Prepared, direction: str, stop: deeppcr.FixedIterations = fixed) -> dict[str, Method]:
             inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))
-            return {SOLVE: replace(inside, prepare=captured)}
+            return {CAPTURED: replace(inside, prepare=captured)}
 
         for direction in loop.directions:
             cases = run.examine("captured", prepared, direction, build)
-            limit, seconds = loop.captured_limit(direction), time_of(cases)
+            limit, seconds = loop.captured_limit(direction), time_of(cases, CAPTURED)
             if limit is not None:
                 run.claim(f"{loop.name}, {direction}, captured, ms", seconds and 1e3 * seconds, 1e3 * limit)
 
