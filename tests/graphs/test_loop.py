@@ -81,6 +81,17 @@ def test_parts_are_of_equal_length(device, recorded):
         assert recorded[-1]._states.shape[0] == expected
 
 
+@pytest.mark.parametrize(("allowed", "steps"), [(1, 1), (3 * 40, 3), (10**6, 7)])
+def test_large_inputs_are_kept_for_fewer_steps(allowed, steps, device, recorded, monkeypatch):
+    monkeypatch.setattr(recorded_loop, "_MOST_BYTES", allowed)
+    z0, xs = torch.ones(2, device=device), torch.randn(21, 4, 2, device=device)  # 8 bytes and 32 a step
+    step = lambda z, x: torch.sin(z) + x.sum(0)  # noqa: E731
+    found = deeppcr.solve(step, z0, xs, solver=GRAPH).states
+    assert relative_error(found, plain_loop(step, z0, xs)) < 1e-6
+    assert recorded[-1]._states.shape[0] == steps
+    assert recorded[-1].bytes <= max(allowed, 40) + z0.nbytes
+
+
 def test_results_are_not_overwritten(device):
     z0 = torch.ones(3, device=device)
     kept = deeppcr.solve(torch.cos, z0, length=20, solver=GRAPH).states

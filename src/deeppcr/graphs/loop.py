@@ -16,6 +16,8 @@ from .record import Recorder
 
 #: Steps in a graph, at most: recording takes the time of so many by Python, and a graph of thousands gains nothing more.
 _LONGEST = 256
+#: Bytes of inputs and states that it keeps, at most, unless a single step has more.
+_MOST_BYTES = 2**28
 
 
 class LoopRecording:
@@ -27,12 +29,13 @@ class LoopRecording:
     """
 
     def __init__(self, sequence: Sequence, recorder: Recorder):
-        # Parts of equal length: of the last one no more steps are done in vain than there are parts.
-        parts = -(-sequence.length // _LONGEST)
-        self._steps = -(-sequence.length // parts)
-        self._state = torch.empty_like(sequence.initial, memory_format=torch.contiguous_format)
-        self._states = self._state.new_empty(self._steps, *self._state.shape)
         leaves, spec = self._flatten(sequence)
+        self._state = torch.empty_like(sequence.initial, memory_format=torch.contiguous_format)
+        one = self._state.nbytes + sum(leaf[0].nbytes for leaf in leaves)
+        # Parts of equal length: of the last one no more steps are done in vain than there are parts.
+        parts = -(-sequence.length // max(1, min(_LONGEST, _MOST_BYTES // max(1, one))))
+        self._steps = -(-sequence.length // parts)
+        self._states = self._state.new_empty(self._steps, *self._state.shape)
         self._xs = [leaf.new_empty(self._steps, *leaf.shape[1:]) for leaf in leaves]
         self._sequence = sequence.moved_to(self._state, pytree.tree_unflatten(self._xs, spec) if leaves else None)
         self._load(leaves, 0)
