@@ -25,6 +25,8 @@ from .tolerance import Bounds
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
+#: So many tolerances a chunk that is evaluated once more may end beside where it was found to end: for steps that round almost as much.
+_GAP = 2
 #: For ``Progress.bounds`` where nobody knows what a step rounds: no more than the largest number beside it does.
 _ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
 
@@ -336,7 +338,7 @@ class Iteration:
         # Not always the ends that the iteration saw: as many chunks at once may round otherwise than some of them, and in a
         # chaotic sequence that is seen at the end of a chunk.
         bounds = self.progress.bounds(self.ends, self.sequence.initial, 0, _ANY_ROUNDING)
-        self.progress.join(bounds.ratio((rolled - self.ends).detach()) <= 1)
+        self.progress.join(bounds.ratio((rolled - self.ends).detach()) <= _GAP)
         return states
 
     def outcome(self) -> Outcome:
