@@ -6,7 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,17 @@ from ..launch import aligned, launch, next_power_of_2
 from ..tolerance import Tolerance
 from .compiled import Kernels
 
-#: Passes that a size of chunks is given: no more than this, and no more than a loop would take as long as half of.
+#: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
 _FEWEST_PASSES = 4
+#: So many times chunks are rolled out from the ends of those before them, where corrections from the guess lead astray.
+_ROLLS = 8
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
-#: Lanes of a program.
-_LANES = {True: 128, False: 32}  # of elementwise steps, of narrow ones
-#: What a lane reads is on its way so many steps before.
-_STAGES = 4
+#: Lanes of a program: of elementwise steps, of narrow ones.
+_LANES = {True: 128, False: 32}
+#: What a lane reads is on its way so many steps before: of few numbers, and of many.
+_STAGES, _FEW_STAGES, _MANY = 8, 4, 3
 #: So many lanes keep the device busy.
 _BUSY = 2**18
 
@@ -34,32 +36,38 @@ class Kind:
     """What is known of solves that differ in nothing but numbers.
 
     Attributes:
-        kernels: of the step
-        chunk: steps of a chunk that sufficed the last time, or are to be tried; the whole length where only the loop did
+        chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
+        rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
     """
 
-    kernels: Kernels
     length: int
-    chunk: int = 0
+    chunk: int
+    rolls: int = 0
     passes: int = 3
-    notes: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
-        program = self.kernels.program
-        if not self.chunk:
-            self.chunk = first_chunk(self.length, program.channels, program.elementwise)
+    def try_harder(self, width: int) -> bool:
+        """Where the passes did not suffice: what to try next, if it is not to be the loop."""
+        larger = _GROWTH * self.chunk
+        if self.rolls == 0:
+            self.rolls = _ROLLS
+        elif _FEWEST_PASSES * larger * (1 + width) <= self.length:
+            self.chunk, self.rolls = larger, 0
+        else:
+            self.chunk = self.length
+        self.passes = 3
+        return self.chunk < self.length
 
 
-def first_chunk(length: int, lanes: int, elementwise: bool) -> int:
+def first_chunk(length: int, rows: int, elementwise: bool) -> int:
     """How many steps a chunk has, before anything is known of how a step converges.
 
-    Where a lane has one channel, memory is what counts: enough lanes to keep it busy. Narrow steps are bound by the time of one
-    step after the other: those inside a chunk, and chunks at a join.
+    Of an elementwise step memory is what counts: enough lanes to keep it busy. A narrow one is bound by the time of one step after
+    the other, those inside a chunk and chunks at a join; and large chunks make marginal loops converge.
     """
-    busy = length * lanes // _BUSY
-    least = 16 if elementwise else min(256, next_power_of_2(max(1, math.isqrt(4 * length))))
-    return min(length, max(least, next_power_of_2(max(1, busy))))
+    busy = next_power_of_2(max(1, length * rows // _BUSY))
+    least = 64 if elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
+    return min(length, max(least, busy))
 
 
 @dataclass(frozen=True)
@@ -68,14 +76,17 @@ class Found:
 
     Attributes:
         states: [L, B, D]
-        found: [passes, 2, R], see ``support``; None where there was nothing to join
-        passes: how many there were
+        corrections: [passes, R], in units of the tolerance
+        taken, residual: [R], passes of each lane, and its largest miss at the last of them
+        passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
         left: lanes that had to be taken one step after the other
     """
 
     states: Tensor
-    found: Tensor | None
+    corrections: Tensor
+    taken: Tensor
+    residual: Tensor
     passes: int
     chunk: int
     left: int
@@ -155,6 +166,8 @@ class Run:
         self.device = initial.device
         self.block = _LANES[program.elementwise]
         self.warps = max(1, self.block // 32)
+        moving = sum(read.value.level for read in program.reads)
+        self.stages = _STAGES if moving < _MANY else _FEW_STAGES
 
     def pointers(self) -> tuple[Tensor, ...]:
         return tuple(each.tensor for each in self.leaves)
@@ -171,78 +184,89 @@ class Run:
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
 
-    def loop(self, states: Tensor, first: int = 0, found: Tensor | None = None, passes: int = 0) -> None:
-        """One step after the other from step ``first`` on, of the lanes that so many passes have not settled."""
-        start = self.initial if first == 0 else states[first - 1]
-        scratch = self.kernels.numbers(self.device)
-        memory = (scratch, scratch, scratch, scratch, scratch if found is None else found)
-        self._roll(start, start, states, memory, 0, first, self.length, 1, self.length - first, passes, False, True)
+    def loop(self, states: Tensor, found: Found | None = None) -> None:
+        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
+        nothing = self.kernels.numbers(self.device)
+        first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
+        start = states[first - 1] if first else self.initial
+        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.corrections)
+        passes = 0 if found is None else found.passes
+        self._launch_roll(start, start, states, memory, (0, first, self.length, 1, self.length - first, passes), False, True)
 
     def _roll(
-        self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], guess_step: int,
-        first: int, chunk: int, chunks: int, turns: int, passes: int, product: bool, whole: bool,
+        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, *, product: bool
     ) -> None:  # fmt: skip
-        sizes = (guess_step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes)
-        kernel = self.kernels.forward.roll
+        step = 0 if guess is None else self.initial.numel()
+        sizes = (step, 0, chunk, chunks, chunk, passes)
+        self._launch_roll(self.initial, self.initial if guess is None else guess, states, memory, sizes, product, False)
+
+    def _launch_roll(
+        self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
+        product: bool, whole: bool,
+    ) -> None:  # fmt: skip
+        step, first, chunk, chunks, turns, passes = sizes
+        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes)
+        kernel = self.kernels.forward.roll  # before the numbers, of which its source may bring more
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers(), *self.strides(), *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
-        launch(kernel, programs, arguments, (product, whole, self.block, _STAGES), warps=self.warps, integers=self.kinds(*sizes))
+        constants = (product, whole, self.block, self.stages)
+        integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16)
+        launch(kernel, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
-        self, chunk: int, tolerance: Tolerance, expected: int, guess: Tensor | None, most: int | None = None
+        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
         Args:
-            expected: nobody looks whether they were enough before so many
+            kind: how large chunks are, and how many passes may be made before anybody looks
             guess: states to start from, [L, B, D]; None: the initial one everywhere
-            most: so many passes and no look: what an observer that captures can do
+            most: so many passes and no look, as inside a CUDA graph
         """
-        width, rows = self.program.width, self.rows
+        width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
+        limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
+        real = self.program.dtype
+        notes = torch.zeros(limit * (rows + 1) + 2 * rows, dtype=torch.float32, device=self.device)
+        corrections, residual, taken, unsettled = notes.split([limit * rows, rows, rows, limit])
+        taken, unsettled = taken.view(torch.int32), unsettled.view(torch.int32)
+        states = self.new_states()
         if chunks == 1:
-            states = self.new_states()
             self.loop(states)
-            return Found(states, None, 0, chunk, 0)
-        limit = min(chunks, self.limit(chunk)) if most is None else most
+            return Found(states, corrections.view(limit, rows), taken, residual, 0, chunk, 0)
         groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
         lanes = max(1, min(128 // groups, next_power_of_2(rows)))
-        real = self.program.dtype
         per_chunk, per_group = width * rows, (width * width + 2 * width) * rows
         whole = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
         starts, ends, sizes, products, maps = whole.split(
             [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
         )
-        found = torch.empty(limit, 2, rows, dtype=torch.float32, device=self.device)
-        unsettled = torch.zeros(limit, dtype=torch.int32, device=self.device)
-        states = self.new_states()
-        step = 0 if guess is None else self.initial.numel()
-        start = self.initial if guess is None else guess
-        memory = (starts, ends, products, sizes, found)
-        group_chunks = -(-chunks // groups)
-        done, wanted = 0, limit if most is not None else min(limit, expected)
+        memory = (starts, ends, products, sizes, corrections)
+        for _ in range(kind.rolls):
+            self._roll(guess, states, memory, chunk, chunks, 0, product=False)
+            guess, states = states, self.new_states() if guess is None else guess
+        sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
+        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
+        done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
             for passes in range(done, wanted):
-                self._roll(self.initial, start, states, memory, step, 0, chunk, chunks, chunk, passes, True, False)
-                sizes_of = (rows, chunks, group_chunks, passes)
+                self._roll(guess, states, memory, chunk, chunks, passes, product=True)
                 launch(
                     self.kernels.forward.join, -(-rows // lanes),
-                    (starts, ends, products, sizes, maps, found, unsettled, *sizes_of,
-                     float(tolerance.atol), float(tolerance.rtol), int(tolerance.local)),
-                    (groups, lanes), warps=max(1, groups * lanes // 32), integers=(real, *(s >= 2**31 for s in sizes_of)),
+                    (starts, ends, products, sizes, maps, corrections, unsettled, taken, residual, *sizes_of_join, passes, *how),
+                    (groups, lanes), warps=max(1, groups * lanes // 32), integers=(real, *(s >= 2**31 for s in sizes_of_join)),
                 )  # fmt: skip
             done = wanted
-            if most is not None:
-                return Found(states, found, done, chunk, 0)
-            left = unsettled[:done].tolist()
-            if 0 in left:
-                return Found(states, found, left.index(0) + 1, chunk, 0)
-            if done >= chunks:  # every chunk has started from where the one before it ended
-                return Found(states, found, done, chunk, 0)
-            if done >= limit:
-                return Found(states, found, done, chunk, left[-1])
+            left = [0] if most is not None else unsettled[:done].tolist()
+            # After as many passes as there are chunks, each has started from where the one before it ended.
+            over = 0 in left or done >= chunks
+            if over or done >= limit:
+                passes = left.index(0) + 1 if 0 in left and most is None else done
+                return Found(
+                    states, corrections.view(limit, rows), taken, residual, passes, chunk, 0 if over else left[-1]
+                )
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
@@ -251,24 +275,18 @@ class Run:
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None) -> Found:
-    """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest."""
+def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
+    """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+
+    What worked is noted in ``kind``, for the next time.
+    """
     while True:
-        chunk = kind.chunk
-        if chunk >= run.length:
-            states = run.new_states()
-            run.loop(states)
-            return Found(states, None, 0, run.length, run.rows)
-        found = run.in_parallel(chunk, tolerance, kind.passes, guess)
+        found = run.in_parallel(kind, tolerance, guess)
         if not found.left:
             kind.passes = max(2, found.passes)
             return found
-        larger = _GROWTH * chunk
-        fits = _FEWEST_PASSES * larger * (1 + run.program.width) <= run.length
-        kind.chunk, kind.passes = (larger if fits else run.length), 3
-        if not fits:
-            exact = min(found.passes * chunk, run.length)
-            run.loop(found.states, exact, found.found, found.passes)
+        if not kind.try_harder(run.program.width):
+            run.loop(found.states, found)
             return found
 
 
@@ -304,14 +322,14 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
             run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
             *run.pointers(), *outputs, *run.strides(), *sizes,
         )  # fmt: skip
-        launch(kernels.sweep, programs, arguments, (as_map, run.block, _STAGES), warps=run.warps, integers=run.kinds(*sizes))
+        launch(kernels.sweep, programs, arguments, (as_map, run.block, run.stages), warps=run.warps, integers=run.kinds(*sizes))
 
     if chunks > 1:
         sweep(True)
         groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
         lanes = max(1, min(128 // groups, next_power_of_2(rows)))
         maps = torch.empty(groups * (width * width + 2 * width) * rows, dtype=real, device=run.device)
-        sizes_of = (step, rows, program.channels, run.length, chunks, -(-chunks // groups))
+        sizes_of = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
         launch(
             kernels.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of), (groups, lanes),
             warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(s >= 2**31 for s in sizes_of)),

@@ -1,6 +1,6 @@
 """What all emitted kernels call: whether a lane is settled, and numbers that are no use.
 
-``found`` [passes, 2, R] holds, of every pass and lane, the largest correction in units of the tolerance and the largest miss.
+``found`` [passes, R] holds, of every pass and lane, the largest correction in units of the tolerance.
 """
 
 # Triton's kernels are called in ways that its annotations do not know.
@@ -29,10 +29,10 @@ def is_enough(before, last):
 
 @triton.jit
 def settled(found, passes, r, rows, inside):
-    """Whether lanes ``r`` are, after so many passes. A pass that finds its lane settled leaves its numbers zero: it stays settled."""
+    """Whether lanes ``r`` are, after so many passes. A pass that finds its lane settled leaves its number zero: it stays settled."""
     enough = inside & (r * 0 + passes >= 2)
-    before = tl.load(found + tl.maximum(passes - 2, 0) * 2 * rows + r, mask=enough, other=0.0)
-    last = tl.load(found + tl.maximum(passes - 1, 0) * 2 * rows + r, mask=enough, other=float("inf"))
+    before = tl.load(found + tl.maximum(passes - 2, 0) * rows + r, mask=enough, other=0.0)
+    last = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=enough, other=float("inf"))
     return enough & is_enough(before, last)
 
 

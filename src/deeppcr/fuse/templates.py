@@ -338,14 +338,16 @@ def _join(width: int) -> str:
         "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "tl.store(found + passes * 2 * rows + r, largest, mask=inside)",
-        "tl.store(found + (passes * 2 + 1) * rows + r, missed, mask=inside)",
-        "before = tl.load(found + tl.maximum(passes - 1, 0) * 2 * rows + r, mask=inside & (r * 0 + passes > 0), other=0)",
+        "alive = inside & ~settled(found, passes, r, rows, inside)",
+        "tl.store(found + passes * rows + r, largest, mask=inside)",
+        "tl.store(taken + r, (r * 0 + passes + 1).to(tl.int32), mask=alive)",
+        "tl.store(residual + r, missed, mask=alive)",
+        "before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=inside & (r * 0 + passes > 0), other=0)",
         "left = inside & ~((r * 0 + passes > 0) & is_enough(before, largest))",
         "tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))",
     ]  # fmt: skip
     arguments = [
-        "starts", "ends", "products", "sizes", "maps", "found", "unsettled",
+        "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
         "rows", "chunks", "groups", "group_chunks", "passes", "atol", "rtol", "local",
     ]  # fmt: skip
     return _kernel("join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines)
