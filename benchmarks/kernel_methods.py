@@ -36,6 +36,7 @@ class Method:
         solution: how the last run went
         kernels: whether it runs kernels of this library, worth compiling in advance
         optional: a baseline, or a use, that may be impossible here: no failure then
+        scale: what its seconds are multiplied by, where it runs but a part of a long loop
     """
 
     run: Callable[[], Any]
@@ -45,6 +46,7 @@ class Method:
     solution: Callable[[], deeppcr.Solution | None] = lambda: None
     kernels: bool = True
     optional: bool = False
+    scale: float = 1.0
 
 
 def can_capture(device: torch.device) -> bool:

@@ -37,13 +37,17 @@ from run import current_commit, versions, write
 WARM_SECONDS, WARM_PROCESSES = 120, 12
 #: Fewest and most repeats of a method; the calls that make one repeat of a captured call that is shorter than this.
 REPEATS, CALLS, SHORT = (3, 500), 10, 2e-3
+#: A call that takes so many seconds is not repeated.
+LONG = 2.0
 
 
 @dataclass
 class Case:
     """One method on one problem, as it is written to the file. ``seconds`` has every repeat; none if the check failed.
 
-    A repeat is the mean of ``calls`` calls in a row. ``peak_bytes`` is what a call allocates at most at a time.
+    A repeat is the mean of ``calls`` calls in a row. ``peak_bytes`` is what a call allocates at most at a time. ``scale``
+    is what seconds were multiplied by, where a part of a loop was run. ``first_seconds`` are the host's in the first call,
+    which may compile; ``notes`` are what the plan of the solve says.
     """
 
     suite: str
@@ -56,16 +60,23 @@ class Case:
     error: float | None = None
     iterations: int | None = None
     result: str | None = None
+    notes: list[str] = field(default_factory=list)
     calls: int = 1
+    scale: float = 1.0
+    first_seconds: float | None = None
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
     def check(self, method: Method, run: Callable[[], Any]) -> None:
         method.before()
-        self.error = method.error(run())
+        begun = time.perf_counter()
+        found = run()
+        self.first_seconds = time.perf_counter() - begun
+        self.error = method.error(found)
         solution = method.solution()
         if solution is not None and solution.iterations is not None:
             self.iterations, self.result = int(solution.iterations.max()), solution.result.name
+            self.notes = list(solution.plan.notes)
         if not self.error <= self.tolerance:
             self.failure = f"differs from the loop in float64 by {self.error:.1e}"
         self.passed = not self.failure
@@ -91,12 +102,16 @@ def seconds_of(run: Callable[[], Any], calls: int, device: torch.device) -> floa
 
 def time_case(case: Case, run: Callable[[], Any], device: torch.device, budget: float) -> None:
     """Fill in the repeats, after a warm-up."""
-    once = min(seconds_of(run, 1, device) for _ in range(2))
+    once = seconds_of(run, 1, device)
+    if once > LONG:
+        case.seconds = [case.scale * once]
+        return
+    once = min(once, seconds_of(run, 1, device))
     case.calls = CALLS if is_captured(case.method) and once < SHORT else 1
     fewest, most = REPEATS
     begun = time.perf_counter()
     while len(case.seconds) < fewest or (len(case.seconds) < most and time.perf_counter() - begun < budget):
-        case.seconds.append(seconds_of(run, case.calls, device))
+        case.seconds.append(case.scale * seconds_of(run, case.calls, device))
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -128,7 +143,7 @@ def examine(problem: Problem, device: torch.device, budget: float) -> list[Case]
     runs: dict[str, Callable[[], Any]] = {}
     for name, method in methods.items():
         cases.append(case(name))
-        cases[-1].optional = method.optional
+        cases[-1].optional, cases[-1].scale = method.optional, method.scale
         try:
             runs[name] = method.prepare(method.run) if method.prepare else method.run
             cases[-1].check(method, runs[name])

@@ -137,6 +137,16 @@ def test_a_captured_call_is_timed_in_rows(bench):
     assert case.calls == 1
 
 
+def test_a_long_call_is_not_repeated_and_a_part_is_scaled(bench, monkeypatch):
+    case = bench.Case("forward", {}, "call", 1.0, scale=10.0)
+    monkeypatch.setattr(bench, "seconds_of", lambda run, calls, device: 0.5)
+    bench.time_case(case, lambda: None, torch.device("cpu"), 0.0)
+    assert case.seconds == [5.0] * bench.REPEATS[0]
+    monkeypatch.setattr(bench, "LONG", 0.4)
+    bench.time_case(case, lambda: None, torch.device("cpu"), 0.0)
+    assert case.seconds == [5.0]
+
+
 def test_kernels_are_compiled_by_others_or_later(bench, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.sys, "executable", str(tmp_path / "missing"))
     bench.compile_kernels(torch.device("cpu"), quick=True)

@@ -10,7 +10,7 @@ import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Jacobi, Newton, Picard, Result, ScalarJacobian
 from deeppcr.certificate import error_by_products, is_foreseen, small_change
 from deeppcr.graphs import record
-from deeppcr.linear import Auto, ForwardSubstitution, Scalar, solve
+from deeppcr.linear import Auto, Diagonal, ForwardSubstitution, Scalar, solve
 from deeppcr.sequence import Sequence
 from kernel_support import thorough
 from problems import Generator, plain_loop, relative_error
@@ -162,6 +162,18 @@ def test_the_error_by_products_is_that_of_the_true_jacobians(length, chunk, devi
         assert relative_error(error, expected) < 1e-12
     _, known = error_by_products(push, ends, residual, approximate, Auto(), 2)
     assert known.all() == (chunks == 1)
+
+
+def test_what_products_round_need_not_fall(device):
+    """Of many numbers that are as small as it gets some grow, whenever one looks, while others still fall."""
+    make = Generator(0, torch.float32, device)
+    residual, factors = make.normal(20, 3, 300), torch.tensor([0.3, 0.5], device=device).repeat(150)
+    push = lambda vectors: factors * vectors + 1e-7 * make.normal(*vectors.shape)  # noqa: E731
+    blocks = Scalar(torch.full((20, 3), 0.3, device=device))
+    error, known = error_by_products(push, torch.full_like(residual, 1e-4), residual, blocks, Auto(), 30)
+    assert known.all()
+    true = Diagonal(factors.expand(20, 3, 300).contiguous())
+    assert relative_error(error, solve(true, residual, solver=ForwardSubstitution())) < 1e-4
 
 
 # A derivative that is not that of the values.

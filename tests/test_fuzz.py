@@ -62,6 +62,12 @@ def test_rounding_is_no_fault(report):
         assert report(number, "--longest", "300", "--plant", "rounding")["verdict"] == "right"
 
 
+def test_what_dies_out_without_a_bias_does_not_contract_relative_to_itself(report):
+    found = report(117, "--longest", "300")
+    assert found["verdict"] == "loop", found
+    assert abs(found["details"]["exponent"]) < 0.02
+
+
 @pytest.mark.thorough
 def test_on_several_cores(fuzz, device, tmp_path):
     fuzz.main(["--count", "4", *LONGEST, "--workers", "2", "--device", device.type, "--out", str(tmp_path)])

@@ -106,6 +106,24 @@ def test_the_end_is_rolled_out_where_the_rest_was_quick(monkeypatch, device):
     assert torch.equal(solution.states[343:], loop[343:])  # exact, as only the loop's own order of steps is
 
 
+@pytest.mark.parametrize("noise", [0.0, 3e-13, 1e-12])
+def test_chunks_that_do_not_join_lose_their_claim(noise, monkeypatch, device):
+    """As many chunks at once may round otherwise than some of them, which a chaotic end makes visible: on a GPU, or here."""
+    z0 = torch.full((1, 1), 0.3, dtype=torch.float64, device=device)
+    rates = torch.full((400, 1, 1), 2.0, dtype=torch.float64, device=device)
+    rates[350:] = 3.99
+    step = lambda z, rate: logistic(z, rate) * (1 + (noise * (len(z) % 7 - 3) if len(z) > 4 else 0))  # noqa: E731
+    monkeypatch.setattr(Progress, "why_hopeless", lambda progress: "hopeless" if progress.count == 4 else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+        solution = deeppcr.solve(deeppcr.rowwise(step), z0, rates)
+        returned = deeppcr.solve(deeppcr.rowwise(step), z0, rates, on_failure="return")
+    assert solution.result is (Result.FINISHED_BY_LOOP if noise else Result.CONVERGED)
+    assert int(returned.exact_steps) == (352 if noise else 400)  # what does join is kept
+    previous = torch.cat([z0.unsqueeze(0), solution.states[:-1]])
+    assert (logistic(previous, rates) - solution.states).abs().max() <= 1e-11
+
+
 def test_a_recording_hands_over_what_needs_it(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)

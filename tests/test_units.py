@@ -1,5 +1,6 @@
 """Units do not matter: a loop rewritten with every component in a unit of its own gives the same digits."""
 
+import math
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import deeppcr
 from deeppcr import Newton, Result
 from deeppcr.tolerance import Tolerance
+from problems import plain_loop
 
 LENGTH = 200
 
@@ -67,12 +69,9 @@ def test_small_and_large_units(size):
     xs = torch.cos(0.1 * torch.arange(2000))
     z0 = size * torch.tensor([1.0, 0.0])
     found = deeppcr.solve(in_units(step, size), z0, xs)
-    z, loop = z0.double(), []
-    for x in xs.double():
-        z = in_units(step, size)(z, x)
-        loop.append(z)
+    loop = plain_loop(in_units(step, size), z0.double(), xs.double())
     assert found.result is Result.CONVERGED
-    assert (found.states - torch.stack(loop)).abs().max() <= 1e-4 * size
+    assert (found.states - loop).abs().max() <= 1e-4 * size
 
 
 @pytest.mark.parametrize("companion", [1e4, 1e7])
@@ -82,13 +81,25 @@ def test_a_large_component_does_not_hide_small_ones(companion):
 
     xs, z0 = torch.cos(0.1 * torch.arange(500)), torch.cat([torch.tensor([companion]), torch.linspace(0.5, 1.5, 5)])
     found = deeppcr.solve(step, z0, xs)
-    z, loop = z0, []
-    for x in xs:
-        z = step(z, x)
-        loop.append(z)
-    loop = torch.stack(loop)
+    loop = plain_loop(step, z0, xs)
     assert found.result is Result.CONVERGED
     assert ((found.states - loop).abs().amax(0) <= 1e-4 * loop.abs().amax(0)).all()
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_what_is_exact_is_so_in_every_component(seed):
+    """Of approximate Jacobians nobody knows what a step rounds: not as much as the largest number beside a small one."""
+    generator, units = torch.Generator().manual_seed(seed), 2.0 ** torch.tensor([-10, 10, 18, -12])
+    xs, z0 = torch.randn(100, 4, generator=generator), torch.randn(2, 4, generator=generator) * units
+    circle = lambda z, x: z + 0.2 - 1.5 / (2 * math.pi) * torch.sin(2 * math.pi * z) + 0.01 * x  # noqa: E731
+    step, solver = in_units(circle, units), Newton(jacobian=deeppcr.HutchinsonJacobian())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+        found = deeppcr.solve(step, z0, xs, solver=solver, on_failure="return")
+    previous = torch.cat([z0.unsqueeze(0), found.states[:-1]])
+    off = (step(previous, xs.unsqueeze(1)) - found.states).abs() / units
+    exact = torch.arange(100).view(-1, 1, 1) < found.exact_steps.unsqueeze(-1)
+    assert off[exact.expand_as(off)].max() <= 1e-5
 
 
 def test_a_clock_in_the_state():
@@ -101,11 +112,7 @@ def test_a_clock_in_the_state():
 
     xs, z0 = torch.zeros(300, dtype=torch.float64), torch.tensor([1.7e9, 0.3, 0.0], dtype=torch.float64)
     found = deeppcr.solve(step, z0, xs)
-    z, loop = z0, []
-    for x in xs:
-        z = step(z, x)
-        loop.append(z)
-    loop = torch.stack(loop)
+    loop = plain_loop(step, z0, xs)
     assert found.result is Result.CONVERGED
     assert ((found.states - loop).abs().amax(0) <= 1e-8 * loop.abs().amax(0))[1:].all()
 
@@ -118,11 +125,8 @@ class TestDyingOut:
         generator = torch.Generator().manual_seed(0)
         weights = gain * torch.randn(length, 16, 16, generator=generator) / 4
         z0 = torch.randn(1, 16, generator=generator)
-        z, loop = z0.double(), []
-        for w in weights.double():
-            z = torch.tanh(z @ w.mT)
-            loop.append(z)
-        return (lambda z, w: torch.tanh(z @ w.mT)), z0, weights, torch.stack(loop)
+        step = lambda z, w: torch.tanh(z @ w.mT)  # noqa: E731
+        return step, z0, weights, plain_loop(step, z0.double(), weights.double())
 
     def test_the_message_says_from_where_on_digits_are_not_known(self):
         step, z0, weights, loop = self.problem()

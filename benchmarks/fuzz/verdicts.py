@@ -134,7 +134,15 @@ class Loops:
         return torch.maximum(self.with_initial.abs().cummax(0).values[1:], eps * self.sizes)
 
     def exponent(self) -> Tensor:
-        return exponent(self.problem, self.problem.unpack(self.states), self.sizes)
+        """The mean logarithmic growth of a small change, a step and row, relative to what is used of the states: [B]."""
+        found = exponent(self.problem, self.problem.unpack(self.states), self.sizes)
+        if not self.problem.model.read_out:
+            return found
+        # Digits of a state that has died out are known as far as changes shrink faster than it does. Without a bias and at a
+        # kink they cannot: such a step multiplies a change along its state as it multiplies the state.
+        size = (self.with_initial / self.sizes).norm(dim=-1).log()  # [L + 1, B]
+        last = torch.where(size.isfinite(), torch.arange(len(size)).unsqueeze(-1), 0).amax(0)
+        return found - (size.gather(0, last.unsqueeze(0))[0] - size[0]) / self.problem.length
 
 
 def _found(problem: Problem, way: str, loops: Loops, plant: str) -> Found:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .convergence import Progress, still_to_come
+from .convergence import NEGLIGIBLE, Progress, still_to_come
 from .jacobian import Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .sequence import Sequence
@@ -97,8 +97,8 @@ def error_by_products(
     """The error of the ends of chunks, to first order: ``e_n = J_n e_{n-1} + r_n`` with the true Jacobians ``J_n``.
 
     Approximate Jacobians take the place of a solver: each round, one product with the true ones shows what is missing. An
-    error that shrinks first and grows later is followed until nothing but rounding is left of it and falls: what grows
-    after that is what the loop's own rounding would grow to.
+    error that shrinks first and grows later is followed until nothing but rounding is left of it and falls, or less than that:
+    what grows after that is what the loop's own rounding would grow to.
 
     Args:
         push: ``J_n v_n`` of vectors [N, B, D]
@@ -115,9 +115,12 @@ def error_by_products(
     while True:
         change = solve_coupled(blocks[1:], missing, reverse=False, solver=linear)
         error = error + change
-        before, largest = largest, change.abs().amax(0)
+        size = change.abs()
+        before, largest = largest, size.amax(0)
         allowed = _ROUNDINGS * torch.maximum(rounding, eps * error.abs())
-        known = (change.abs() * still_to_come(largest, before) <= allowed).all(-1).all(0)
+        # Of what products themselves round, some of the numbers never fall.
+        settled = (size <= NEGLIGIBLE * allowed) | (size * still_to_come(largest, before) <= allowed)
+        known = settled.all(-1).all(0)
         rounds -= 1
         if rounds == 0 or known.all() or not torch.isfinite(largest).all():
             return error, known

@@ -214,6 +214,14 @@ class Progress:
         self.codes = torch.where(rows, result.severity, self.codes)
         self.prefix = torch.where(rows, torch.minimum(self.prefix, self.iterations), self.prefix)
 
+    def join(self, fine: Tensor) -> None:
+        """Exact are only chunks that each begin where the one before it ends, ``fine`` [N, B]; who claimed more loses the claim."""
+        joined = self.leading(fine)
+        self.prefix = torch.minimum(self.prefix, joined)
+        if self.stop.promises:
+            lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
+            self.codes = torch.where(lost, Result.NOT_CONVERGED.severity, self.codes)
+
     def frozen(self, first: int) -> tuple[Tensor, Tensor]:
         """For the chunks from ``first`` on: [n, B], may not be touched; and is the first chunk not known to be exact."""
         index = self.index[first:]

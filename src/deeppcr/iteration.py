@@ -25,6 +25,10 @@ from .tolerance import Bounds
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 _FAR = 10.0
+#: So many tolerances a chunk that is evaluated once more may end beside where it was found to end: for steps that round almost as much.
+_GAP = 2
+#: For ``Progress.bounds`` where nobody knows what a step rounds: no more than the largest number beside it does.
+_ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Iteration:
         products = None if self.blocks is None else self.blocks.apply
         if products is not None and not self.newton.quadratic:
             # They do not tell what a step rounds; what they find is certified by itself.
-            products = partial(torch.full_like, fill_value=math.inf)
+            products = _ANY_ROUNDING
         return self.progress.bounds(self.ends, self.sequence.initial, self.first, products)
 
     def evaluate(self) -> Tensor:
@@ -331,12 +335,10 @@ class Iteration:
             return self.ends
         self.first = 0
         rolled, states = self.sequence.roll_out(self.starts(), self.chunk)
-        # In a chaotic sequence even the rounding of two evaluations differs visibly at the end of a chunk; exact is only
-        # what joins up.
-        progress = self.progress
-        bounds = progress.bounds(self.ends, self.sequence.initial)
-        joined = progress.leading(bounds.ratio((rolled - self.ends).detach()) <= 1)
-        progress.prefix = torch.minimum(progress.prefix, joined)
+        # Not always the ends that the iteration saw: as many chunks at once may round otherwise than some of them, and in a
+        # chaotic sequence that is seen at the end of a chunk.
+        bounds = self.progress.bounds(self.ends, self.sequence.initial, 0, _ANY_ROUNDING)
+        self.progress.join(bounds.ratio((rolled - self.ends).detach()) <= _GAP)
         return states
 
     def outcome(self) -> Outcome:

@@ -141,9 +141,21 @@ def Jacobi(**settings) -> Newton:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The plain loop, one step after the other, behind the same signature.
+    """One step after the other, behind the same signature.
+
+    Args:
+        by: "python", the plain loop, in which a step may do what it likes; "graph", on a GPU: some hundred steps recorded as a
+            CUDA graph, and replayed until all are done; "kernel", on a GPU: all steps in one kernel, made from the step. A graph
+            and a kernel take one step function without side effects, and gradients are those of ``gradient``, as in a parallel
+            solve. Where there is none for a step, it is said why
 
     >>> import torch, deeppcr
     >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Loop()).result.name
     'LOOP'
     """
+
+    by: Literal["python", "graph", "kernel"] = "python"
+
+    def __post_init__(self):
+        if self.by not in ("python", "graph", "kernel"):
+            raise ValueError(f'by: expected "python", "graph" or "kernel", got {self.by!r}')

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -63,7 +64,7 @@ def solve(
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
-        solver: Newton(...), Picard(...), Jacobi(...) or Loop()
+        solver: Newton(...), Picard(...), Jacobi(...) or Loop(...)
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
             or a function of ``(z0, xs)`` that returns states
         gradient: Implicit() or Unrolled()
@@ -102,22 +103,30 @@ def _solve(
         _refuse_capture(step, solver, gradient, on_failure)
     sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
     if isinstance(solver, Loop):
-        return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+        if solver.by == "python":
+            return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+        sequence = sequence_of(traced=solver.by == "graph")
+        with _watched(sequence):
+            return _by_device_loop(sequence, _DEVICE_LOOPS[solver.by], gradient, solver.by)
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
     sequence, plan = sequence_of(traced=captured), Plan()
-    try:
+    with _watched(sequence):
         start = as_guess(guess, z0, xs)
         if capturing:
-            solution = _unseen(sequence, start, solver, gradient, plan)
-        else:
-            found = _replayed(sequence, start, solver, gradient, plan) if captured else None
-            solution = found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+            return _unseen(sequence, start, solver, gradient, plan)
+        found = _replayed(sequence, start, solver, gradient, plan) if captured else None
+        return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+
+
+@contextmanager
+def _watched(sequence: Sequence) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         sequence.check_purity(error)  # which may know better what is wrong
         raise
     sequence.stop_watching()
-    return solution
 
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
@@ -163,9 +172,41 @@ def _by_loop(sequence: Sequence) -> Solution:
             raise StepError(changes_in_place("its state"))
         state = after
         states.append(state)
+    outcome = _outcome_of_loop(sequence, torch.stack(states))
+    return _solution(sequence, outcome, Plan(), _nothing(sequence))
+
+
+def _by_device_loop(
+    sequence: Sequence, run: Callable[[Sequence], Tensor], gradient: Gradient, by: Literal["graph", "kernel"]
+) -> Solution:
+    """One step after the other without Python in between; as there is no graph of autograd, gradients are those of a parallel solve.
+
+    Args:
+        run: finds all states [L, B, D], or raises where it cannot
+    """
+    outcome, plan = _outcome_of_loop(sequence, run(sequence)), Plan()
+    plan.note(f"one step after the other, by a {by}")
+    if not (torch.is_grad_enabled() and sequence.needs_gradients):
+        return _solution(sequence, outcome, plan, _nothing(sequence))
+    judged = _judge(sequence, outcome, Newton())
+    if judged.results != outcome.results:
+        raise _differs(sequence)
+    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+
+
+def _loop_in_kernel(sequence: Sequence) -> Tensor:
+    raise ValueError('solver: Loop(by="kernel"): there is no kernel for this step. Loop() takes any step')
+
+
+#: What runs a loop without Python, by name.
+_DEVICE_LOOPS: dict[str, Callable[[Sequence], Tensor]] = {"graph": captured_solves.loop, "kernel": _loop_in_kernel}
+
+
+def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
+    """Of states [L, B, D] that a loop found; warns where they are not finite."""
     rows, device = sequence.layout.rows, sequence.layout.device
     outcome = Outcome(
-        states=torch.stack(states),
+        states=states,
         results=[Result.LOOP] * rows,
         iterations=torch.zeros(rows, dtype=torch.long, device=device),
         exact_steps=torch.full((rows,), sequence.length, device=device),
@@ -173,8 +214,13 @@ def _by_loop(sequence: Sequence) -> Solution:
     )
     outcome = _mark_non_finite(outcome, Result.LOOP)
     if Result.NON_FINITE in outcome.results:
-        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=4)
-    return _solution(sequence, outcome, Plan(), torch.zeros_like(sequence.initial.detach()[:, 0]))
+        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=5)
+    return outcome
+
+
+def _nothing(sequence: Sequence) -> Tensor:
+    """The residual [B] of a loop."""
+    return torch.zeros_like(sequence.initial.detach()[:, 0])
 
 
 def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution:

@@ -95,8 +95,9 @@ class Bounds:
         return (difference.abs() <= _ADDED_UP * self.rounding).all(-1).all(0)
 
     def settles(self, difference: Tensor) -> Tensor:
-        """[n, B]: whether nothing but rounding is left."""
-        return (difference.abs() <= _SETTLED * self.rounding).all(-1)
+        """[n, B]: whether nothing but rounding is left: of what the step computes, and no more of it than is tolerated."""
+        most = torch.maximum(self.allowed, _SETTLED * torch.finfo(self.scale.dtype).eps * self.scale)
+        return (difference.abs() <= torch.minimum(_SETTLED * self.rounding, most)).all(-1)
 
 
 def _in_units(difference: Tensor, unit: Tensor) -> Tensor:

@@ -156,6 +156,11 @@ def test_noise_of_no_shape(shape):
     assert Noise.draw(torch.zeros(2, 3).shape).samples == 2
 
 
+def test_only_the_plain_loop():
+    with pytest.raises(ValueError, match=r"solver: sample has no Loop\(by='graph'\)"):
+        run(solver=deeppcr.Loop(by="graph"))
+
+
 SOLVERS = [Window(), deeppcr.Newton(), deeppcr.Loop()]
 
 

@@ -11,6 +11,7 @@ import torch
 
 import deeppcr
 from deeppcr.graphs import record, replay
+from deeppcr.graphs.cache import captured_solves
 from deeppcr.sequence import trace
 from deeppcr.sequence.fingerprint import fingerprint
 from kernel_support import thorough
@@ -48,6 +49,20 @@ def test_no_pair_is_mixed_up(seed, program, hunt, device):
     every = hunt(program.draw_tasks(4, seed, device.type, samples=False))
     assert [(seen.task.what, seen.where, seen.wrong) for seen in every if seen.wrong] == []
     assert sum(seen.replays for seen in every) > sum(seen.solves for seen in every) / 2
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 8))])
+def test_no_pair_is_mixed_up_by_the_loop_in_a_graph(seed, program, hunt, device, monkeypatch):
+    solve = deeppcr.solve
+
+    def looped(*loop, solver=None):
+        by = "graph" if device.type in record.RECORDERS else "python"
+        return solve(*loop, solver=solver or deeppcr.Loop(by=by))
+
+    monkeypatch.setattr(deeppcr, "solve", looped)
+    every = hunt(program.draw_tasks(6, seed, device.type, samples=False))
+    assert [(seen.task.what, seen.where, seen.wrong) for seen in every if seen.wrong] == []
+    assert len(captured_solves) > 0
 
 
 @pytest.mark.parametrize(

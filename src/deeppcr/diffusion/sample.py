@@ -102,6 +102,8 @@ def sample(
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
     if isinstance(solver, Loop):
+        if solver.by != "python":
+            raise ValueError(f"solver: sample has no {solver!r}; expected Loop()")
         problem.check_finite()
         return _by_loop(problem, keep_states)
     if isinstance(solver, Newton):

@@ -42,7 +42,7 @@ def _rule(rules: dict[str, Callable], node: torch.fx.Node) -> Callable | None:
     return rules.get(name) or rules.get(name.split(".")[-1].removesuffix("_"))
 
 
-def _kind(dtype: torch.dtype) -> Kind:
+def kind_of_dtype(dtype: torch.dtype) -> Kind:
     return "real" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
@@ -69,7 +69,7 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
 
 
 def _cast(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:
-    scalar = code.cast(scalar, _kind(dtype))
+    scalar = code.cast(scalar, kind_of_dtype(dtype))
     if isinstance(scalar, float) and dtype != torch.float64:
         with np.errstate(over="ignore"):
             return float(np.float32(scalar))  # the number that is in PyTorch's tensor

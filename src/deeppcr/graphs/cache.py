@@ -1,4 +1,4 @@
-"""Which solves are captured: those that repeat, as far as a trace of their step can tell.
+"""Which solves are captured: those that repeat, as far as a trace of their step can tell, and loops that are asked for as graphs.
 
 A recording stands for every solve of its kind: same shapes and settings, and the same trace of the step, which knows all
 tensors and numbers that the step closes over. The first solve of a kind runs as ever; the second is recorded.
@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from ..guess import Guess
 from ..iteration import Outcome, first_ends
 from ..newton import Loop, Newton
-from ..runtime import declares, is_capturing
+from ..runtime import declares, is_capturing, is_out_of_memory
 from ..sequence import Sequence
 from ..solution import Plan
 from .bounded import Bounded
+from .loop import LoopRecording
 from .record import RECORDERS, Recorder
 from .replay import Recording
 
@@ -57,9 +58,14 @@ def may_capture(solver: Newton | Loop, z0: Any) -> bool:
         and isinstance(first, Tensor)
         and first.device.type in RECORDERS
         and all(declares(each, "repeatable") for each in (solver.jacobian, solver.linear, solver.stop))
-        and torch._C._len_torch_dispatch_stack() == 0  # somebody wants to see the operations
+        and not _are_operations_watched()
         and not is_capturing(first.device)
     )
+
+
+def _are_operations_watched() -> bool:
+    """Whether somebody wants to see the operations, which a replay does not show."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 class CapturedSolves:
@@ -133,6 +139,41 @@ class CapturedSolves:
         recording.describe(plan)
         return found
 
+    @torch.no_grad()
+    def loop(self, sequence: Sequence) -> Tensor:
+        """All states [L, B, D], one step after the other, by a graph that is recorded at once where there is none.
+
+        Raises:
+            ValueError, RuntimeError: there are no graphs on this device, or of this step, and why
+        """
+        device, trace = sequence.layout.device, sequence.trace
+        if device.type not in RECORDERS:
+            raise ValueError(
+                f'solver: Loop(by="graph") needs a CUDA device, and z0 is on {device}. Loop() runs everywhere'
+            )
+        if trace is None:
+            raise _not_recorded("it is not one step function, or cannot be traced")
+        if trace.refusal is not None or _are_operations_watched():
+            raise _not_recorded(trace.refusal or "somebody watches its operations (a TorchDispatchMode)")
+        key = (LoopRecording, _surroundings(sequence), trace.key)
+        recorder = self._recorder(device)
+        with recorder.turn():
+            recording = self._recordings.get(key)
+            found = None if recording is None else recording.replay(sequence)
+            if found is None:  # or what it does has changed behind the trace, so that it is recorded anew
+                try:
+                    recording = LoopRecording(sequence, recorder)
+                except RuntimeError as error:
+                    if is_out_of_memory(error):
+                        raise
+                    raise _not_recorded(str(error).strip().split("\n")[0][:200]) from error
+                self._recordings.put(key, recording)
+                found = recording.replay(sequence)
+        if found is None:
+            self._recordings.take(key)
+            raise _not_recorded("a recording of it gives another result than a call")
+        return found
+
     def _recorder(self, device: torch.device) -> Recorder:
         with self._lock:
             if device not in self._recorders:
@@ -164,17 +205,31 @@ def _complete_trace(newton: Newton, sequence: Sequence) -> str | None:
     return trace.refusal
 
 
+def _not_recorded(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f'solver: Loop(by="graph") cannot record this step as a CUDA graph: {reason}. Loop() takes any step'
+    )
+
+
 def _kind_of(newton: Newton, sequence: Sequence, chunk: int) -> Hashable:
-    """All but the trace that a recording depends on."""
-    layout, jacobian = sequence.layout, newton.jacobian
+    """All but the trace that the recording of a parallel solve depends on."""
+    jacobian = newton.jacobian
+    return (
+        (chunk, newton.tolerance(sequence.layout.dtype), newton.max_iterations, newton.linear, newton.stop),
+        (type(jacobian), *jacobian.settings),
+        _surroundings(sequence),
+    )
+
+
+def _surroundings(sequence: Sequence) -> Hashable:
+    """What every recording depends on beside the trace: shapes, and settings of the process."""
+    layout = sequence.layout
     leaves, spec = pytree.tree_flatten(sequence.xs)
     xs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if leaf is not None]
     autocast = torch.is_autocast_enabled(layout.device.type) and torch.get_autocast_dtype(layout.device.type)
     settings = [getattr(where, name) for where, name in _ARITHMETIC]
     return (
-        (layout, sequence.length, chunk, spec, *xs),
-        (newton.tolerance(layout.dtype), newton.max_iterations, newton.linear, newton.stop),
-        (type(jacobian), *jacobian.settings),
+        (layout, sequence.length, spec, *xs),
         (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
     )
 

@@ -1,0 +1,127 @@
+"""How ``loops.py`` runs a loop: by the public call, by every way it may choose from, bare, and by a peer.
+
+Shapes: L steps, B rows, D the numbers of a row's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+import deeppcr
+from deeppcr_paper.timing import relative_error
+from kernel_methods import Method, can_capture, captured
+from loop_problems import FORWARD, Found, Prepared
+
+HAS_PARARNN = find_spec("pararnn") is not None
+SOLVE, CAPTURED, BARE, GRAPH = "solve", "solve, captured", "bare loop", "bare loop in a CUDA graph"
+#: Of a bare loop so many steps are run, and their time is scaled.
+PART = 256
+#: The ways that ``solve`` has, each asked for by name.
+WAYS: dict[str, Callable[[], Any]] = {
+    "Newton()": deeppcr.Newton,
+    'Loop(by="graph")': lambda: deeppcr.Loop(by="graph"),
+    'Loop(by="kernel")': lambda: deeppcr.Loop(by="kernel"),
+}
+
+
+def solved(
+    prepared: Prepared,
+    direction: str,
+    error: Callable[[Found], float],
+    solver: Callable[[], Any] | None = None,
+    optional: bool = False,
+) -> Method:
+    """The public call, as a user makes it: by default with nothing but the loop."""
+    last: list[Any] = []
+
+    def run() -> Found:
+        found = prepared.solve(direction, **({} if solver is None else {"solver": solver()}))
+        last[:] = [found.solution]
+        return found
+
+    return Method(run, error, solution=lambda: last[0] if last else None, optional=optional)
+
+
+def ways(prepared: Prepared, direction: str, error: Callable[[Found], float]) -> dict[str, Method]:
+    """Every way that ``solve`` may choose, but for the loop in Python, which is the bare one."""
+    return {name: solved(prepared, direction, error, solver, optional=True) for name, solver in WAYS.items()}
+
+
+def bare(prepared: Prepared, direction: str) -> dict[str, Method]:
+    """The loop as it stands, and in a CUDA graph: the first steps of it, scaled. It is what all others are checked by."""
+    length = min(PART, prepared.loop.L)
+    run = prepared.part(direction, length)
+    method = partial(Method, run, lambda found: 0.0, optional=True, scale=prepared.loop.L / length)
+    found = {BARE: method()}
+    if can_capture(prepared.device):
+        found[GRAPH] = method(prepare=captured)
+    return found
+
+
+def with_projection(prepared: Prepared, direction: str) -> dict[str, Method]:
+    """Of a layer, its projection included: ours and pararnn-torch's; and the latter without, forward, which is all it can."""
+    inputs, loop = prepared.inputs, prepared.loop
+    if not inputs.projection:
+        return {}
+    x, weight, bias = inputs.projection
+    sources = (*inputs.parameters, x, weight, bias)
+
+    def error(found: Found) -> float:
+        """Gradients are compared as far as the reference has them."""
+        worst, count = prepared.error(Found(found.states)), len(inputs.parameters)
+        expected = prepared.reference.gradients[-count:]
+        return max(
+            worst, relative_error(found.gradients[:count], expected[: len(found.gradients)]) / loop.gradient_error
+        )
+
+    def ours() -> Found:
+        solution = deeppcr.solve(inputs.step, inputs.z0, linear(x, weight, bias))
+        gradients = () if direction == FORWARD else torch.autograd.grad(solution.states, sources, prepared.weights[0])
+        return Found([solution.states], gradients, solution)
+
+    found = {f"{SOLVE}, with projections": Method(ours, error, optional=True)}
+    if HAS_PARARNN:
+        found |= _pararnn(prepared, direction, error)
+    return found
+
+
+def _pararnn(prepared: Prepared, direction: str, error: Callable[[Found], float]) -> dict[str, Method]:
+    from pararnn import ParaGRU, newton_apply  # pyright: ignore[reportMissingImports]
+
+    inputs, loop = prepared.inputs, prepared.loop
+    x, weight, bias = inputs.projection
+
+    def cell() -> Any:
+        made = ParaGRU(loop.D, loop.D, max_recurrent_norm=None, device=prepared.device, dtype=loop.dtype)
+        for name, value in zip(("a_z", "a_r", "a_n"), inputs.parameters, strict=True):
+            setattr(made, name, nn.Parameter(value.detach().clone()))
+        made.W_x.weight, made.W_x.bias = (nn.Parameter(each.detach().clone()) for each in (weight, bias))
+        return made
+
+    def rows_first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().transpose(0, 1).contiguous()
+
+    projecting, theirs = cell(), rows_first(x).requires_grad_()
+    sources = (projecting.a_z, projecting.a_r, projecting.a_n, theirs, projecting.W_x.weight, projecting.W_x.bias)
+    outer = rows_first(prepared.weights[0]) if direction != FORWARD else None
+
+    def run() -> Found:
+        states = newton_apply(projecting, theirs)
+        gradients = () if outer is None else torch.autograd.grad(states, sources, outer)
+        return Found([states.transpose(0, 1)], gradients)
+
+    found = {"pararnn-torch, with projections": Method(run, error, optional=True)}
+    if direction == FORWARD:
+        plain, gates = cell(), rows_first(inputs.xs)
+        plain.W_x = nn.Identity()
+        found["pararnn-torch"] = Method(
+            lambda: Found([newton_apply(plain, gates).transpose(0, 1)]), error, optional=True
+        )
+    return found

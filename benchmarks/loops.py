@@ -1,0 +1,351 @@
+"""A user's own loops by ``deeppcr.solve`` against loops, peers and their targets: checked, then timed, then written to a file.
+
+    python benchmarks/loops.py [--part table choice cold host captured] [--only NAMES] [--device cpu|cuda] [--quick] [--json FILE]
+
+- table: every loop of the table by the public call with default settings, forward, and with gradients of all that it
+  depends on; beside it every way that ``solve`` may choose, the bare loop, the same in a CUDA graph, and pararnn-torch
+  where it is installed. Of bare loops the first 256 steps are run, and their time is scaled to all of them
+- choice: over some 70 loops, the public call against the best of its ways, and against the bare loop
+- cold: first calls on the random problems of ``benchmarks/fuzz`` against bare loops
+- host: what a warm call takes beyond the time in which the device is at work
+- captured: ``Newton(stop=FixedIterations(n))`` inside a CUDA graph of the caller, n as many as the solve takes by itself
+
+Results are compared with a bare loop in float64 first (of chaotic loops and of those of the choice, by the residual of every
+step by the user's own step): what is wrong is reported and never timed, and the exit code is then 1. A target that is
+missed is no failure. Times are minima over the repeats, after two calls, the device waited for; medians stand beside them.
+Float32 with TF32 off, unless a loop says float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import deeppcr
+from deeppcr_paper.store import file_name
+from deeppcr_paper.timing import clocked, machine
+from fuzz.problems import problem as random_problem
+from fuzz.reference import Precision
+from kernel_methods import Method, can_capture, captured
+from kernel_problems import Problem
+from kernel_report import Claim, number
+from kernels import Case, examine, first_line, seconds_of
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, solved, ways, with_projection
+from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared
+from run import current_commit, versions, write
+
+PARTS = ("table", "choice", "cold", "host", "captured")
+#: Seconds after which the table goes on without what it compares with.
+TABLE_SECONDS = 200.0
+#: What the choice may cost over the best way, in how many of the loops it may cost more; and over the bare loop.
+OVER_BEST, EXCEPTIONS, OVER_BARE, OVERHEAD = 1.25, 0.1, 1.1, 0.3e-3
+#: Seconds of the host in a warm call, and what a cold call may take of a bare loop in the median.
+HOST, COLD = 0.15e-3, 2.0
+#: Problems of the fuzz.
+COLD_PROBLEMS = 200
+#: Iterations in a CUDA graph, at least: the first chunks are exact after one.
+FEWEST_ITERATIONS = 2
+
+Build = Callable[[Prepared, str], dict[str, Method]]
+
+
+class Run:
+    """What all parts need to know, and what they found."""
+
+    def __init__(self, device: torch.device, quick: bool, only: Sequence[str] | None, budget: float):
+        self.device, self.quick, self.only, self.budget = device, quick, only, budget
+        self.cases: list[Case] = []
+        self.claims: list[Claim] = []
+        self.begun = time.perf_counter()
+
+    def loops(self, listed: Sequence[Loop]) -> list[Loop]:
+        chosen = [each for each in listed if not self.only or each.name in self.only]
+        return [each.small() for each in chosen] if self.quick else chosen
+
+    def examine(self, suite: str, prepared: Prepared, direction: str, build: Build) -> list[Case]:
+        """Check the methods, time those that passed, print a line each. Errors are in units of what is allowed."""
+        parameters = prepared.loop.parameters | {"direction": direction}
+        gradients = direction != FORWARD
+        with torch.set_grad_enabled(gradients):
+            problem = Problem(suite, parameters, lambda _: build(prepared, direction), 1.0, gradients)
+            found = examine(problem, self.device, self.budget)
+        self.add(found)
+        return found
+
+    def add(self, cases: Sequence[Case]) -> None:
+        self.cases += cases
+        print("\n".join(map(line, cases)), flush=True)
+
+    def claim(self, name: str, value: float | None, limit: float) -> None:
+        self.claims.append(Claim(name, value, limit))
+
+
+def line(case: Case) -> str:
+    name = " ".join([case.suite, *(f"{value}" for value in case.parameters.values())])
+    text = f"{name:64} {case.method:32}"
+    if not case.passed:
+        return f"{text} {'not here' if case.optional and case.error is None else 'FAILED'}: {case.failure}"
+    text += f"{number(1e3 * min(case.seconds)):>10} ms  median {number(1e3 * median(case.seconds)):>9}"
+    text += "  scaled" if case.scale != 1 else ""
+    if case.result is not None:
+        text += f"  {case.result}, {case.iterations} iterations, error {case.error:.2g} of what is allowed"
+    return text
+
+
+def time_of(cases: Sequence[Case], method: str = SOLVE) -> float | None:
+    return next((min(case.seconds) for case in cases if case.method == method and case.passed), None)
+
+
+def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Prepared]:
+    """One after the other, each gone from memory before the next; one that cannot be made is a failed case."""
+    for loop in run.loops(listed):
+        try:
+            yield Prepared(loop, run.device)
+        except Exception as error:
+            run.add([Case(suite, loop.parameters, SOLVE, 1.0, failure=first_line(error))])
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# The parts.
+
+
+def table(run: Run) -> None:
+    begun = time.perf_counter()
+
+    def build(prepared: Prepared, direction: str) -> dict[str, Method]:
+        found = {SOLVE: solved(prepared, direction, prepared.error)}
+        if time.perf_counter() - begun > TABLE_SECONDS:
+            print(f"{prepared.loop.name}: time is up, nothing is compared with it")
+            return found
+        found |= with_projection(prepared, direction)
+        return found | ways(prepared, direction, prepared.error) | bare(prepared, direction)
+
+    if not HAS_PARARNN:
+        print("pararnn-torch is not installed: the elementwise GRU is compared without it")
+    for prepared in prepared_loops(run, "table", TABLE):
+        for direction in prepared.loop.directions:
+            cases = run.examine("table", prepared, direction, build)
+            limit = prepared.loop.limit(direction)
+            if limit is not None:
+                seconds = time_of(cases)
+                run.claim(f"{prepared.loop.name}, {direction}, ms", seconds and 1e3 * seconds, 1e3 * limit)
+
+
+def choice(run: Run) -> None:
+    def build(prepared: Prepared, direction: str) -> dict[str, Method]:
+        found = {SOLVE: solved(prepared, direction, prepared.residual)}
+        return found | ways(prepared, direction, prepared.residual) | {BARE: bare(prepared, direction)[BARE]}
+
+    ratios, slow = [], []
+    for prepared in prepared_loops(run, "choice", CHOICE[:: 9 if run.quick and not run.only else 1]):
+        cases = run.examine("choice", prepared, FORWARD, build)
+        seconds, plain = time_of(cases), time_of(cases, BARE)
+        others = [min(case.seconds) for case in cases if case.passed and case.method != SOLVE]
+        if seconds is None or plain is None:
+            continue
+        ratios.append(seconds / min(others))
+        if seconds > OVER_BARE * plain + OVERHEAD:
+            slow.append(prepared.loop.name)
+        if ratios[-1] > OVER_BEST:
+            print(f"    {ratios[-1]:.2f} of the best way")
+    if ratios:
+        share = sum(ratio > OVER_BEST for ratio in ratios) / len(ratios)
+        run.claim(f"share of {len(ratios)} loops over {OVER_BEST} of the best way", share, EXCEPTIONS)
+        name = f"loops over {OVER_BARE} of the bare loop and {1e3 * OVERHEAD} ms"
+        run.claim(f"{name} ({', '.join(slow)})" if slow else name, len(slow), 0)
+
+
+@torch.no_grad()
+def cold(run: Run) -> None:
+    """The bare loop is run first, twice: the libraries' own first calls are not ours to answer for."""
+    ratios = []
+    for count in range(6 if run.quick else COLD_PROBLEMS):
+        drawn = random_problem(count, longest=40 if run.quick else 5000)
+        if not drawn.plain:
+            continue
+        # How a failure is met, and gradients, are not what is timed.
+        drawn = replace(drawn, asked={name: drawn.asked[name] for name in drawn.asked if name == "batch_dims"})
+        case = Case("cold", {"problem": count, "loop": drawn.family, "L": drawn.length}, SOLVE, 1.0)
+        try:
+            given = Precision(drawn, drawn.dtype, run.device)
+            loop = min(clocked(given.loop, run.device)[1] for _ in range(2))
+            solve = lambda: drawn.solve("default", given.step, given.z0, given.xs, None)  # noqa: B023, E731
+            solution, seconds = clocked(solve, run.device)
+        except Exception as error:
+            case.failure = first_line(error)
+            run.add([case])
+            continue
+        ratios.append(seconds / loop)
+        case.passed, case.seconds, case.error = True, [seconds], 0.0
+        case.iterations, case.result = int(solution.iterations.max()), solution.result.name
+        plain = replace(case, method=BARE, seconds=[loop], iterations=None, result=None)
+        run.add([case, plain])
+    run.claim(f"cold calls over bare loops, median of {len(ratios)}", median(ratios) if ratios else None, COLD)
+
+
+def host(run: Run) -> None:
+    for prepared in prepared_loops(run, "host", TABLE):
+        case = Case("host", prepared.loop.parameters | {"direction": FORWARD}, SOLVE, 1.0)
+        try:
+            with torch.no_grad():
+                seconds, busy = host_time(lambda: prepared.solve(FORWARD), run.device, run.budget)  # noqa: B023
+            case.passed, case.error, case.seconds = True, 0.0, [max(0.0, each - busy) for each in seconds]
+            case.notes = [f"the device is at work for {number(1e3 * busy)} ms of a call"]
+            run.claim(f"{prepared.loop.name}, host, ms", 1e3 * min(case.seconds), 1e3 * HOST)
+        except Exception as error:
+            case.failure = first_line(error)
+        run.add([case])
+
+
+def host_time(call: Callable[[], Any], device: torch.device, budget: float) -> tuple[list[float], float]:
+    """Seconds of warm calls, and those in which the device is at work in one of them.
+
+    A solve waits for the device to see whether it is done: how soon it returns says nothing of the host by itself.
+    """
+    for _ in range(2):
+        call()
+    seconds, begun = [], time.perf_counter()
+    while not seconds or (len(seconds) < 500 and time.perf_counter() - begun < budget):
+        seconds.append(seconds_of(call, 1, device))
+    if device.type != "cuda":
+        return seconds, 0.0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    on_device = torch.autograd.DeviceType.CUDA
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == on_device)
+    busy, until = 0.0, 0.0
+    for start, end in spans:  # what runs side by side is counted once
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return seconds, 1e-6 * busy
+
+
+def in_a_graph(run: Run) -> None:
+    if not can_capture(run.device):
+        print("captured: needs a CUDA device")
+        return
+
+    for prepared in prepared_loops(run, "captured", [each for each in TABLE if not each.chaotic]):
+        loop, case = prepared.loop, Case("captured", prepared.loop.parameters, CAPTURED, 1.0)
+        try:
+            with torch.no_grad():
+                alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
+            assert alone is not None
+            case.optional, case.failure = True, f"Newton() ends as {alone.result.name}: only a loop has this result"
+        except Exception as error:
+            alone, case.failure = None, first_line(error)
+        if alone is None or alone.result is not deeppcr.Result.CONVERGED:
+            run.add([case])
+            continue
+        fixed = deeppcr.FixedIterations(max(FEWEST_ITERATIONS, int(alone.iterations.max())))
+
+        def build(prepared: Prepared, direction: str, stop: deeppcr.FixedIterations = fixed) -> dict[str, Method]:
+            inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))
+            return {CAPTURED: replace(inside, prepare=captured)}
+
+        for direction in loop.directions:
+            cases = run.examine("captured", prepared, direction, build)
+            limit, seconds = loop.captured_limit(direction), time_of(cases, CAPTURED)
+            if limit is not None:
+                run.claim(f"{loop.name}, {direction}, captured, ms", seconds and 1e3 * seconds, 1e3 * limit)
+
+
+RUN_PART: dict[str, Callable[[Run], None]] = {
+    "table": table,
+    "choice": choice,
+    "cold": cold,
+    "host": host,
+    "captured": in_a_graph,
+}
+
+
+def show(claims: Sequence[Claim]) -> None:
+    for claim in claims:
+        value = "none" if claim.value is None else number(claim.value)
+        print(f"{claim.name:80} {value:>10}  target {claim.limit:<8g} {'met' if claim.met else 'MISSED'}")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="tiny loops, in seconds: a dry run")
+    parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
+    )
+    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    unknown = set(options.only or ()) - {loop.name for loop in CHOICE}
+    if unknown:
+        parser.error(f"--only: no such loop: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code is 0 where every check held."""
+    options = parse(arguments)
+    device, now, commit = torch.device(options.device), datetime.now(timezone.utc), options.commit or current_commit()
+    torch.set_float32_matmul_precision("highest")
+    # Whether the loop had to finish a solve is written down; a warning a call is not needed.
+    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # a capture on another stream than earlier passes may end
+    budget = options.budget if options.budget is not None else 0.005 if options.quick else 0.15
+    if device.type != "cuda":
+        print("no CUDA device: targets in milliseconds are those of a GPU")
+    run, about = Run(device, options.quick, options.only, budget), machine(device)
+    experiment = "loops-quick" if options.quick else "loops"
+    name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
+    path = options.json or options.out / f"{name}.json"
+    partial = path.with_suffix(".partial.json")
+
+    def record() -> dict[str, Any]:
+        return {
+            "experiment": experiment,
+            "date": now.isoformat(timespec="seconds"),
+            "commit": commit,
+            "machine": about,
+            "versions": versions(),
+            "settings": {"tf32": False, "quick": options.quick, "budget_seconds": budget, "parts": list(options.part)},
+            "seconds": time.perf_counter() - run.begun,
+            "cases": [asdict(case) for case in run.cases],
+            "targets": [{**asdict(claim), "met": claim.met} for claim in run.claims],
+        }
+
+    for part in options.part:
+        begun = time.perf_counter()
+        RUN_PART[part](run)
+        print(f"{part}: {time.perf_counter() - begun:.0f} s\n", flush=True)
+        write(record(), partial)  # as far as it got
+    write(record(), path)
+    partial.unlink(missing_ok=True)
+    show(run.claims)
+    # What may be impossible here is no failure where it did not run; a wrong result always is.
+    failed = [case for case in run.cases if not case.passed and (case.error is not None or not case.optional)]
+    print(f"\n{len(run.cases)} cases, {len(failed)} failed their check; written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Emitted source as modules: written to disk once, so that Triton finds what it has compiled, in this process or a later one."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..graphs.bounded import Bounded
+from .program import Program
+from .templates import backward_source, forward_source
+
+#: Modules of a process, by the hash of their source.
+_MOST_MODULES = 256
+_modules = Bounded(_MOST_MODULES)
+_lock = threading.Lock()
+
+
+class Kernels:
+    """The kernels of a program, made when they are first asked for.
+
+    Attributes:
+        program: what they compute
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self._numbers: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def forward_source(self) -> str:
+        return forward_source(self.program)
+
+    @cached_property
+    def backward_source(self) -> str:
+        return backward_source(self.program)
+
+    @cached_property
+    def forward(self) -> ModuleType:
+        """``roll`` and ``join``."""
+        return module_of(self.forward_source)
+
+    @cached_property
+    def backward(self) -> ModuleType:
+        """``sweep`` and ``chain``."""
+        return module_of(self.backward_source)
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """The numbers that the step holds, as the kernels read them. Ask after the source was made: derivatives bring more."""
+        wanted = self.program.code.numbers
+        found = self._numbers.get(device)
+        if found is None or len(found) < len(wanted):
+            found = torch.tensor(wanted or [0.0], dtype=self.program.dtype, device=device)
+            self._numbers[device] = found
+        return found
+
+
+def module_of(source: str) -> ModuleType:
+    """The module with this source."""
+    name = "deeppcr_step_" + hashlib.sha256(source.encode()).hexdigest()[:24]
+    with _lock:
+        found = _modules.get(name)
+        if found is None:
+            found = _imported(name, _written(name, source))
+            _modules.put(name, found)
+    return found
+
+
+def _written(name: str, source: str) -> Path:
+    """Where the source stands; written in one step, since other processes may do the same."""
+    for folder in (_folder(), Path(tempfile.gettempdir()) / f"deeppcr-{os.getuid()}"):
+        path = folder / f"{name}.py"
+        try:
+            if path.is_file() and path.read_text() == source:
+                return path
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".py", delete=False) as file:
+                file.write(source)
+            os.replace(file.name, path)
+            return path
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _folder() -> Path:
+    """Beside what Triton has compiled."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir) / "deeppcr"
+
+
+def _imported(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where Triton looks for the globals of a kernel
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,175 @@
+"""A step as scalar code for one lane of a GPU.
+
+A lane holds K numbers of the state. Of an *elementwise* step these are one number of each of K leaves, and every channel of
+every row is a lane; of a *narrow* one they are the whole state of a row. So the Jacobian of a lane is K x K in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..sequence.layout import Layout
+from .expressions import Code, NotCovered, Scalar, Value
+from .operations import evaluate, is_pointwise, kind_of_dtype, pointwise
+from .trace import Leaf, OneRow, Parts, cotangent_graph, tangent_graph, take_apart, values_graph
+
+#: The widest state of a row that lies in the registers of a lane.
+NARROW = 8
+
+
+@dataclass(frozen=True)
+class Read:
+    """One number that a lane reads: of a leaf, so many numbers behind the beginning of its row; or, of an elementwise step, its channel's."""
+
+    leaf: int
+    offset: int
+    value: Value
+
+
+class Program:
+    """A step, its Jacobian, and its cotangents of what it reads, as code for one lane.
+
+    Attributes:
+        width: K
+        channels: lanes of a row
+        reads: what a lane reads at a step
+        state, adjoint: the names of a lane's state and of its cotangent
+        values: the next state, K scalars
+        jacobian: K x K, derivatives of ``values[i]`` by ``state[j]``
+    """
+
+    def __init__(self, row: OneRow, layout: Layout):
+        self.parts: Parts = take_apart(row, NARROW)
+        self.elementwise = self.parts.elementwise
+        self.width = len(layout.shapes) if self.elementwise else layout.width
+        self.channels = layout.shapes[0].numel() if self.elementwise else 1
+        if self.width > NARROW:
+            raise NotCovered(f"a state of {self.width} tensors is not covered (up to {NARROW})")
+        self.dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        self.code = Code()
+        self.state = [self.code.input(f"z{i}") for i in range(self.width)]
+        self.adjoint = [self.code.input(f"w{i}") for i in range(self.width)]
+        self.reads: list[Read] = []
+        self._state_arrays = self._arrays_of_state(self.state)
+        self._leaf_arrays = [self._array_of_leaf(i, leaf) for i, leaf in enumerate(self.parts.leaves)]
+        self.values: list[Scalar] = self._run(values_graph(self.parts, self.dtype), self._state_arrays)
+        self._check_kinds(self.values)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.parts.leaves
+
+    @cached_property
+    def jacobian(self) -> list[list[Scalar]]:
+        graph = tangent_graph(self.parts, self.dtype)
+        columns = []
+        for j in range(self.width):
+            unit: list[Scalar] = [1.0 if i == j else 0.0 for i in range(self.width)]
+            columns.append(self._run(graph, [*self._state_arrays, *self._arrays_of_state(unit)]))
+        return [[columns[j][i] for j in range(self.width)] for i in range(self.width)]
+
+    @cached_property
+    def cotangents(self) -> list[tuple[Read, Scalar]]:
+        """Of every floating number that is read, for the cotangent ``adjoint`` of the next state."""
+        graph = cotangent_graph(self.parts, self.dtype)
+        found = self._evaluate(graph, [*self._state_arrays, *self._arrays_of_state(self.adjoint)])
+        real = [i for i, leaf in enumerate(self.leaves) if leaf.dtype.is_floating_point]
+        of_leaf = dict(zip(real, found, strict=True))
+        return [
+            (read, np.asarray(of_leaf[read.leaf], dtype=object).reshape(-1)[read.offset])
+            for read in self.reads
+            if read.leaf in of_leaf
+        ]
+
+    def _arrays_of_state(self, scalars: list[Any]) -> list[np.ndarray]:
+        """One array for each leaf of the state."""
+        holders = [node for node in self.parts.row.graph.graph.nodes if node.op == "placeholder"]
+        arrays, at = [], 0
+        for node in holders[: self.parts.row.states]:
+            shape = () if self.elementwise else tuple(node.meta["val"].shape)
+            count = int(np.prod(shape, dtype=int))
+            array = np.empty(count, dtype=object)
+            array[:] = scalars[at : at + count]
+            arrays.append(array.reshape(shape))
+            at += count
+        return arrays
+
+    def _array_of_leaf(self, index: int, leaf: Leaf) -> np.ndarray:
+        shape = () if self.elementwise else leaf.shape
+        array = np.empty(int(np.prod(shape, dtype=int)), dtype=object)
+        kind, level = kind_of_dtype(leaf.dtype), int(leaf.per_step)
+        for offset in range(array.size):
+            array[offset] = self.code.input(f"x{index}_{offset}", kind, level)
+            self.reads.append(Read(index, offset, array[offset]))
+        return array.reshape(shape)
+
+    def _run(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[Scalar]:
+        """The numbers of the state that a graph of (state, leaves) gives."""
+        return [scalar for array in self._evaluate(graph, state) for scalar in np.asarray(array, dtype=object).reshape(-1)]
+
+    def _evaluate(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[np.ndarray]:
+        def constants(name: str) -> np.ndarray:
+            return np.array(getattr(graph, name).tolist(), dtype=object)
+
+        if not self.elementwise:
+            return evaluate(graph.graph, [*state, *self._leaf_arrays], constants, self.code)
+        return _evaluate_channel(graph, [array[()] for array in (*state, *self._leaf_arrays)], self.code)
+
+    def _check_kinds(self, scalars: list[Scalar]) -> None:
+        if any(isinstance(each, Value) and each.kind != "real" for each in scalars):
+            raise NotCovered("a state that is not floating is not covered")
+
+
+def _evaluate_channel(graph: fx.GraphModule, inputs: list[Scalar], code: Code) -> list[np.ndarray]:
+    """One channel of an elementwise graph: all tensors are one number."""
+    known: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(remaining)
+        elif node.op == "output":
+            return [np.array(known[each] if isinstance(each, fx.Node) else each, dtype=object)
+                    for each in pytree.tree_leaves(node.args)]  # fmt: skip
+        elif node.op == "get_attr":
+            known[node] = _only(getattr(graph, str(node.target)))
+        else:
+            known[node] = _channel_of(node, fx.map_arg(node.args, lambda each: known[each]), code)
+    raise AssertionError("a graph has an output")
+
+
+def _channel_of(node: fx.Node, arguments: Any, code: Code) -> Scalar:
+    name = node.name if not isinstance(node.target, torch._ops.OpOverload) else node.target.overloadpacket.__name__
+    if is_pointwise(node):
+        return pointwise(node, list(arguments), code)
+    if name in _SHAPES:
+        return arguments[0]
+    if name in _NUMBERS:
+        return _NUMBERS[name](arguments)
+    raise NotCovered(f"{node.target} in an elementwise step is not covered")
+
+
+#: What only changes the shape of a tensor, all of whose numbers are those of one channel.
+_SHAPES = {"expand", "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "broadcast_in_dim", "is_same_size"}
+_NUMBERS = {
+    "full": lambda arguments: arguments[1],
+    "full_like": lambda arguments: arguments[1],
+    "new_full": lambda arguments: arguments[2],
+    "scalar_tensor": lambda arguments: arguments[0],
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty_like"), lambda arguments: 0.0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda arguments: 1.0),
+    "_has_same_storage_numel": lambda arguments: True,
+}
+
+
+def _only(tensor: torch.Tensor) -> Scalar:
+    values = set(tensor.reshape(-1).tolist())
+    if len(values) != 1:
+        raise NotCovered("numbers of each channel that are made in the step are not covered: make them before it")
+    return values.pop()

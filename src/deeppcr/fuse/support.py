@@ -1,0 +1,49 @@
+"""What all emitted kernels call: whether a lane is settled, and numbers that are no use.
+
+``found`` [passes, R] holds, of every pass and lane, the largest correction in units of the tolerance.
+"""
+
+# Triton's kernels are called in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..convergence import NEGLIGIBLE
+from ..nn.report import ENOUGH
+
+#: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
+#: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.
+FAR = tl.constexpr(10.0)
+_NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
+
+
+@triton.jit
+def is_enough(before, last):
+    """Whether by its last two corrections the error left of a lane is small enough: see ``convergence.error_left``."""
+    left = last * tl.maximum(last / (before - last), 1.0)
+    return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH))
+
+
+@triton.jit
+def settled(found, passes, r, rows, inside):
+    """Whether lanes ``r`` are, after so many passes. A pass that finds its lane settled leaves its number zero: it stays settled."""
+    enough = inside & (r * 0 + passes >= 2)
+    before = tl.load(found + tl.maximum(passes - 2, 0) * rows + r, mask=enough, other=0.0)
+    last = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=enough, other=float("inf"))
+    return enough & is_enough(before, last)
+
+
+@triton.jit
+def finite_or_zero(values):
+    """Where an iterate has strayed beyond the numbers, the chain of corrections is cut, and the pass settles nothing."""
+    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
+
+
+@triton.jit
+def in_units(change, unit):
+    """Of nothing, nothing, whatever the unit; what is not a number is infinite."""
+    ratio = tl.where(change == 0, 0.0, change / unit)
+    return tl.where(ratio == ratio, ratio, float("inf"))

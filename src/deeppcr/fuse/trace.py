@@ -1,0 +1,487 @@
+"""A step on one row as graphs of primitive operations: its values, its tangents, its cotangents.
+
+The step is traced on stand-ins without memory, and decomposed. What does not depend on the state (projections of the inputs) is
+taken out of it. PyTorch differentiates the graph of the rest, so that its rules for derivatives are the ones that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..sequence.layout import Layout
+from .expressions import NotCovered
+from .operations import DECOMPOSITIONS, is_pointwise
+
+#: So many inputs and closures with as many rows as the state may be tried in every combination.
+_MOST_TRIED = 8
+#: In a narrow step, tensors of so many numbers that do not depend on the state are computed in the kernel; larger ones before it.
+_FEW = 64
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """A step on one row.
+
+    Attributes:
+        graph: (leaves of the state, of the inputs, closures) to the leaves of the next state, each [1, ...] where it has rows
+        states, inputs: how many leaves there are
+        closures: the tensors that the step closes over
+        has_rows: of every input leaf and closure, whether its first dimensions are the rows
+    """
+
+    graph: fx.GraphModule
+    states: int
+    inputs: int
+    closures: tuple[Tensor, ...]
+    has_rows: tuple[bool, ...]
+    batch_dims: int
+
+
+class _StandIns(TorchFunctionMode):
+    """Meanwhile the tensors that a function closes over are replaced; those that are not known yet, by stand-ins of their own."""
+
+    def __init__(self, known: dict[int, Tensor], new: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        self._known, self._new = known, new
+        self.met: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _replace(self, tensor: Tensor) -> Tensor:
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known
+        if self._new is None or isinstance(tensor, FakeTensor):
+            return tensor
+        self.met.append(tensor)
+        stand_in = self._known[id(tensor)] = self._new(tensor)
+        return stand_in
+
+
+def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
+    """Trace a step.
+
+    Args:
+        inputs: what it sees of xs at one step; None where there are none
+
+    Raises:
+        NotCovered: the step cannot be traced, or rows cannot be told apart
+    """
+    if torch.is_autocast_enabled(layout.device.type):
+        raise NotCovered("autocast is not covered")
+    given, spec = ([], None) if inputs is None else pytree.tree_flatten(inputs)
+    if not all(isinstance(leaf, Tensor) for leaf in given):
+        raise NotCovered("xs that are not tensors are not covered")
+
+    def call(state: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
+        z = pytree.tree_unflatten(list(state), layout.spec)
+        found = step(z) if inputs is None else step(z, pytree.tree_unflatten(list(leaves), spec))  # pyright: ignore[reportArgumentType]
+        return pytree.tree_leaves(layout.in_order(found))
+
+    try:
+        with FakeTensorMode() as fake, torch.no_grad():
+            return _traced(call, layout, given, fake)
+    except NotCovered:
+        raise
+    except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
+        raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _traced(call: Callable, layout: Layout, given: list[Tensor], fake: FakeTensorMode) -> OneRow:
+    def like(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    batch = layout.batch_shape
+    whole = [torch.empty((*batch, *shape), dtype=layout.dtype, device=layout.device) for shape in layout.shapes]
+    seen = [like(leaf) for leaf in given]
+    collecting = _StandIns({}, like)
+    with collecting:
+        call(whole, seen)
+    closures = collecting.met
+    ones = (1,) * len(batch)
+    state = [torch.empty((*ones, *shape), dtype=layout.dtype, device=layout.device) for shape in layout.shapes]
+    outside = [*given, *closures]
+
+    def stand_ins(has_rows: Iterable[bool]) -> list[Tensor]:
+        return [
+            torch.empty((*ones, *leaf.shape[len(batch) :]), dtype=leaf.dtype, device=leaf.device) if rows else like(leaf)
+            for leaf, rows in zip(outside, has_rows, strict=True)
+        ]
+
+    def function(*leaves: Tensor) -> list[Tensor]:
+        beyond = leaves[len(state) + len(given) :]
+        with _StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
+            return call(leaves[: len(state)], leaves[len(state) : len(state) + len(given)])
+
+    with _quietly():
+        has_rows = _which_have_rows(lambda rows: function(*state, *stand_ins(rows)), state, outside, batch)
+    traced = make_fx(
+        torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS, tracing_mode="fake"
+    )(*state, *stand_ins(has_rows))
+    _tidy(traced)
+    return OneRow(traced, len(state), len(given), tuple(closures), has_rows, len(batch))
+
+
+def _which_have_rows(
+    call: Callable[[tuple[bool, ...]], list[Tensor]], state: list[Tensor], outside: list[Tensor], batch: torch.Size
+) -> tuple[bool, ...]:
+    """Of which tensors from outside one row belongs to one row of the state: the fewest by which one row gives one row."""
+    wanted = [leaf.shape for leaf in state]
+    able = [i for i, leaf in enumerate(outside) if batch.numel() > 1 and leaf.shape[: len(batch)] == batch]
+    if len(able) > _MOST_TRIED:
+        raise NotCovered(f"{len(able)} tensors with as many rows as the state are not covered")
+    failure: Exception | None = None
+    for count in range(len(able) + 1):
+        for chosen in combinations(able, count):
+            has_rows = tuple(i in chosen for i in range(len(outside)))
+            try:
+                if [leaf.shape for leaf in call(has_rows)] == wanted:
+                    return has_rows
+            except Exception as error:  # shapes that do not fit
+                failure = error
+    raise NotCovered("rows of what the step closes over cannot be told apart") from failure
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Stand-ins log what does not fit, which is expected while shapes are tried."""
+    was, fake_tensor.log.disabled = fake_tensor.log.disabled, True
+    try:
+        yield
+    finally:
+        fake_tensor.log.disabled = was
+
+
+def _tidy(traced: fx.GraphModule) -> None:
+    """What functionalisation leaves, in terms that have derivatives; tensors are made on the CPU, where derivatives are traced."""
+    graph = traced.graph
+    for node in list(graph.nodes):
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        if node.target is _aten.copy.default:
+            into, source = node.args[:2]
+            with graph.inserting_before(node):
+                expanded = graph.call_function(_aten.expand.default, (source, list(node.meta["val"].shape)))
+                expanded.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(expanded)
+    graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:120]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the kernels read: an input, a closure, or what is computed before them.
+
+    Attributes:
+        node: of the graph of one row
+        shape: of one row at one step, its rows' ones included
+        per_step, per_row: whether it differs from step to step, and from row to row
+    """
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_step: bool
+    per_row: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step on one row, taken apart.
+
+    Attributes:
+        row: which it was
+        elementwise: no operation mixes the numbers of the state's leaves, which have one shape
+        leaves: what the rest reads
+        core: (leaves of the state, leaves) to the next state
+        hoisted: whether any leaf has to be computed
+    """
+
+    row: OneRow
+    elementwise: bool
+    leaves: tuple[Leaf, ...]
+    core: Callable[..., list[Tensor]]
+
+    @property
+    def hoisted(self) -> bool:
+        return any(leaf.node.op != "placeholder" for leaf in self.leaves)
+
+    def _row_dims(self) -> list[int]:
+        """Where the rows of inputs and closures stand."""
+        return [1] * self.row.inputs + [0] * len(self.row.closures)
+
+    def values(self, inputs: list[Tensor], closures: Iterable[Tensor]) -> list[Tensor]:
+        """The leaves: [L, rows, ...], without L or rows where they are the same for all.
+
+        Args:
+            inputs: the leaves of xs, [L, ...] each
+        """
+        row = self.row
+        outside = [
+            tensor.flatten(at, at + row.batch_dims - 1) if rows and row.batch_dims > 1 else tensor
+            for tensor, rows, at in zip([*inputs, *closures], row.has_rows, self._row_dims(), strict=True)
+        ]
+        nodes = [node for node in row.graph.graph.nodes if node.op == "placeholder"][row.states :]
+        if not self.hoisted:
+            place = {node: tensor for node, tensor in zip(nodes, outside, strict=True)}
+            return [place[leaf.node] for leaf in self.leaves]
+        return _evaluate_hoisted(row, self.leaves, nodes, outside)
+
+
+def take_apart(row: OneRow, narrow: int) -> Parts:
+    """Find what depends on the state, and what of the rest is computed before the kernels.
+
+    Args:
+        narrow: steps that mix numbers are covered up to this width
+    """
+    graph = row.graph.graph
+    nodes = list(graph.nodes)
+    holders = [node for node in nodes if node.op == "placeholder"]
+    depends = _reached(holders[: row.states], nodes)
+    by_step = _reached(holders[row.states : row.states + row.inputs], nodes)
+    have_rows = [node for node, rows in zip(holders[row.states :], row.has_rows, strict=True) if rows]
+    by_row = _reached(have_rows, nodes)
+    elementwise = _is_elementwise(holders[: row.states], [n for n in nodes if n in depends])
+    width = sum(node.meta["val"].numel() for node in holders[: row.states])
+    if not elementwise and width > narrow:
+        raise NotCovered(f"a step that mixes {width} numbers is not covered (up to {narrow})")
+    shape = tuple(holders[0].meta["val"].shape)
+
+    def inlined(node: fx.Node) -> bool:
+        """Whether the kernels compute a node that does not depend on the state."""
+        if node.op == "placeholder":
+            return False
+        if elementwise:
+            return is_pointwise(node) or _is_number(node)
+        return all(_is_few(each) for each in _ancestors(node))
+
+    leaves: dict[fx.Node, None] = {}
+    inside: dict[fx.Node, None] = {}
+    waiting = [node for node in nodes if node in depends or node.op == "output"]
+    while waiting:
+        node = waiting.pop()
+        inside[node] = None
+        for each in node.all_input_nodes:
+            if each in depends or each in inside:
+                continue
+            if inlined(each) or each.op == "get_attr" and not elementwise:
+                waiting.append(each)
+            else:
+                leaves[each] = None
+    found = tuple(
+        Leaf(node, _shape_of(node, shape if elementwise else None), node.meta["val"].dtype, node in by_step, node in by_row)
+        for node in sorted(leaves, key=nodes.index)
+    )
+    order = [node for node in nodes if node in inside]
+    return Parts(row, elementwise, found, _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order))
+
+
+class _Core:
+    """Runs some nodes of a graph, given the others."""
+
+    def __init__(self, graph: fx.GraphModule, states: list[fx.Node], leaves: list[fx.Node], order: list[fx.Node]):
+        self._graph, self._given, self._order = graph, [*states, *leaves], order
+
+    def __call__(self, *given: Tensor) -> list[Tensor]:
+        known: dict[fx.Node, Any] = dict(zip(self._given, given, strict=True))
+        for node in self._order:
+            if node in known:
+                continue
+            if node.op == "output":
+                return [known[each] for each in pytree.tree_leaves(node.args[0])]
+            if node.op == "get_attr":
+                known[node] = getattr(self._graph, str(node.target))
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
+            known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        raise AssertionError("a graph has an output")
+
+
+def values_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
+    """(state, leaves) to the next state."""
+    return _made(parts.core, *_examples(parts, dtype))
+
+
+def tangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
+    """(state, tangents of the state, leaves) to the next state's tangents."""
+    count = parts.row.states
+
+    def push(*given: Tensor) -> Any:
+        state, tangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
+        return torch.func.jvp(lambda *z: parts.core(*z, *leaves), state, tangents)[1]
+
+    given = _examples(parts, dtype)
+    return _made(push, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+
+
+def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
+    """(state, cotangents of the next state, leaves) to the cotangents of the leaves that are floating."""
+    count = parts.row.states
+
+    def pull(*given: Tensor) -> Any:
+        state, cotangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
+        real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point()]
+
+        def of_leaves(*some: Tensor) -> list[Tensor]:
+            every = list(leaves)
+            for i, leaf in zip(real, some, strict=True):
+                every[i] = leaf
+            return parts.core(*state, *every)
+
+        return torch.func.vjp(of_leaves, *[leaves[i] for i in real])[1](list(cotangents))
+
+    given = _examples(parts, dtype)
+    return _made(pull, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+
+
+def _made(function: Callable, *examples: Tensor) -> fx.GraphModule:
+    """Traced on real numbers: forward mode has tensors of zeros that stand-ins know nothing of."""
+    with torch.enable_grad():
+        made = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS,
+                       tracing_mode="real")(*examples)  # fmt: skip
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def _examples(parts: Parts, dtype: torch.dtype) -> list[Tensor]:
+    """Small tensors with the shapes of one row, on the CPU. Their values matter to nobody."""
+    holders = [node for node in parts.row.graph.graph.nodes if node.op == "placeholder"][: parts.row.states]
+    state = [torch.full(tuple(node.meta["val"].shape), 0.5, dtype=dtype) for node in holders]
+    return [*state, *(torch.full(leaf.shape, 0.5, dtype=dtype) if leaf.dtype.is_floating_point
+                      else torch.ones(leaf.shape, dtype=leaf.dtype) for leaf in parts.leaves)]  # fmt: skip
+
+
+def _reached(sources: Iterable[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in nodes:
+        if node.op != "output" and any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {node: None}
+    waiting = [node]
+    while waiting:
+        for each in waiting.pop().all_input_nodes:
+            if each not in found:
+                found[each] = None
+                waiting.append(each)
+    return list(found)
+
+
+def _values_of(node: fx.Node) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+
+
+def _is_few(node: fx.Node) -> bool:
+    return all(value.numel() <= _FEW for value in _values_of(node))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """One number that is known when tracing."""
+    return not node.all_input_nodes and node.op == "call_function" and all(v.numel() == 1 for v in _values_of(node))
+
+
+def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:
+    shape = states[0].meta["val"].shape
+    return all(
+        node.op == "placeholder" or (is_pointwise(node) and all(value.shape == shape for value in _values_of(node)))
+        for node in depending
+    ) and all(node.meta["val"].shape == shape for node in states)  # fmt: skip
+
+
+def _shape_of(node: fx.Node, whole: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Of a leaf; in an elementwise step every leaf is spread out over the state."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        raise NotCovered(f"{node.target} is not covered")
+    return tuple(value.shape) if whole is None else whole
+
+
+def _evaluate_hoisted(row: OneRow, leaves: tuple[Leaf, ...], nodes: list[fx.Node], outside: list[Tensor]) -> list[Tensor]:
+    """By vmap over steps and rows; what depends on neither is computed once."""
+    wanted = [leaf.node for leaf in leaves]
+    needed = {each for node in wanted for each in _ancestors(node)}
+    order = [node for node in row.graph.graph.nodes if node in needed]
+    graph, steps = row.graph, set(nodes[: row.inputs])
+    device = outside[0].device if outside else torch.device("cpu")
+
+    def run(known: dict[fx.Node, Any], some: list[fx.Node]) -> dict[fx.Node, Any]:
+        for node in some:
+            if node not in known:
+                if node.op == "get_attr":
+                    known[node] = getattr(graph, str(node.target)).to(device)
+                    continue
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": device}
+                known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return known
+
+    have = dict(zip(nodes, outside, strict=True))
+    rows = {node for node, has in zip(nodes, row.has_rows, strict=True) if has}
+    changing = _reached([*steps, *rows], order)
+    fixed = run({node: have[node] for node in order if node in have and node not in changing},
+                [node for node in order if node not in changing])  # fmt: skip
+    moving = [node for node in order if node in changing and node in have]
+    late = [node for node in wanted if node in changing and node not in have]
+
+    def of_one(*values: Tensor) -> list[Tensor]:
+        known = run({**fixed, **dict(zip(moving, values, strict=True))}, order)
+        return [known[node] for node in late]
+
+    found = {**fixed, **{node: have[node] for node in moving}}
+    if late:
+        found.update(zip(late, _over_steps_and_rows(of_one, [have[n] for n in moving], [n in steps for n in moving],
+                                                    [n in rows for n in moving],
+                                                    [(n in _reached(steps, order), n in _reached(rows, order)) for n in late],
+                                                    row.batch_dims), strict=True))  # fmt: skip
+    return [found[leaf.node] for leaf in leaves]
+
+
+def _over_steps_and_rows(
+    function: Callable, tensors: list[Tensor], by_step: list[bool], by_row: list[bool], wanted: list[tuple[bool, bool]], ones: int
+) -> list[Tensor]:
+    """``function`` of one row at one step, for all; results [L, rows, ...], without either where they do not depend on it."""
+    prepared = [
+        tensor.reshape(*tensor.shape[: step + 1], *(1,) * ones, *tensor.shape[step + 1 :]) if row else tensor
+        for tensor, step, row in zip(tensors, by_step, by_row, strict=True)  # one row has dimensions of its own
+    ]
+    results: list[Tensor | None] = [None] * len(wanted)
+    for steps, rows in dict.fromkeys(wanted):
+        at = [i for i, each in enumerate(wanted) if each == (steps, rows)]
+
+        def some(*values: Tensor, at: list[int] = at) -> list[Tensor]:
+            found = function(*values)
+            return [found[i] for i in at]
+
+        mapped, inner = some, prepared
+        if rows:
+            mapped = torch.vmap(mapped, tuple(0 if row else None for row in by_row))
+        if steps:
+            mapped = torch.vmap(mapped, tuple(0 if step else None for step in by_step))
+        for i, value in zip(at, mapped(*inner), strict=True):
+            results[i] = value
+    return [each for each in results if each is not None]
+
