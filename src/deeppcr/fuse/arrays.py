@@ -1,7 +1,7 @@
 """Rules of operations on whole arrays: ``rule(code, shape, *arguments, **options)``, tensors as arrays of scalars.
 
 What only moves numbers costs nothing: it is done here, once, and leaves no line. Sums and products are written out.
-``shape`` is that of the result, None where there are several results. What a dtype makes of the numbers is left to the caller.
+``shape`` is that of the result, a list where there are several. What a dtype makes of the numbers is left to the caller.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
-import torch
 
 from .expressions import Code, NotCovered, Scalar, Value
 from .scalars import POINTWISE
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Axes = int | Sequence[int] | None
 
 
-def each(function: Callable, *arrays: object) -> np.ndarray:
+def each(function: Callable, *arrays: Any) -> np.ndarray:
     """A function of scalars, on arrays that are broadcast."""
     return filled(np.frompyfunc(function, len(arrays), 1)(*arrays))
 
@@ -68,17 +68,19 @@ def _select(code: Code, shape: Shape, a: np.ndarray, dim: int, index: int) -> np
     return filled(a[_at(a.ndim, dim, index)])
 
 
-def _split(code: Code, shape: None, a: np.ndarray, sizes: int | Sequence[int], dim: int = 0) -> list[np.ndarray]:
+def _split(
+    code: Code, shapes: list[Shape], a: np.ndarray, sizes: int | Sequence[int], dim: int = 0
+) -> list[np.ndarray]:
     length = a.shape[dim]
     ends = range(sizes, length, sizes) if isinstance(sizes, int) else np.cumsum(sizes)[:-1].tolist()
     return np.split(a, list(ends), dim)
 
 
-def _chunk(code: Code, shape: None, a: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
-    return _split(code, None, a, -(-a.shape[dim] // chunks), dim)
+def _chunk(code: Code, shapes: list[Shape], a: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
+    return _split(code, shapes, a, -(-a.shape[dim] // chunks), dim)
 
 
-def _unbind(code: Code, shape: None, a: np.ndarray, dim: int = 0) -> list[np.ndarray]:
+def _unbind(code: Code, shapes: list[Shape], a: np.ndarray, dim: int = 0) -> list[np.ndarray]:
     return [_select(code, (), a, dim, index) for index in range(a.shape[dim])]
 
 
@@ -111,9 +113,9 @@ def _gather(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray
     return np.take_along_axis(within, constant_indices(index), dim).reshape(shape)
 
 
-def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray, source, add: bool = False):
+def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarray, source: Any, add: bool = False):
     result, index = np.atleast_1d(a).copy(), np.atleast_1d(constant_indices(index))
-    source = source if isinstance(source, np.ndarray) and source.ndim else np.broadcast_to(filled(source), index.shape)
+    source = np.broadcast_to(filled(source), index.shape) if np.ndim(source) == 0 else source
     for place in np.ndindex(index.shape):
         target = list(place)
         target[dim] = index[place]
@@ -257,9 +259,10 @@ def _vector_norm(code: Code, shape: Shape, a: np.ndarray, ord: float = 2, dim: A
 
 
 def _both_results(first: Callable, second: Callable) -> Callable:
-    def rule(code: Code, shape: None, a: np.ndarray, dim: Axes = None, keepdim: bool = False, **options: object):
-        of_mean = torch.empty(a.shape).sum(list(range(a.ndim)) if dim is None else dim, keepdim=keepdim).shape
-        return [_reduction(first)(code, of_mean, a, dim, **options), _reduction(second)(code, of_mean, a, dim)]
+    def rule(
+        code: Code, shapes: list[Shape], a: np.ndarray, dim: Axes = None, keepdim: bool = False, **options: object
+    ):
+        return [_reduction(first)(code, shapes[0], a, dim, **options), _reduction(second)(code, shapes[1], a, dim)]
 
     return rule
 

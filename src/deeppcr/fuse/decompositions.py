@@ -192,7 +192,11 @@ _max, _min = _extreme_dim(torch.gt), _extreme_dim(torch.lt)
 
 #: What to trace with, inside of ``torch.func.functionalize``, which does away with changes in place.
 DECOMPOSITIONS: dict[Any, Callable] = {
-    **{key: rule for key, rule in core_aten_decompositions().items() if key.overloadpacket not in _WHOLE},
+    **{
+        key: rule
+        for key, rule in core_aten_decompositions().items()
+        if getattr(key, "overloadpacket", None) not in _WHOLE
+    },
     **get_decompositions([_aten.native_layer_norm, _aten._softmax, _aten._log_softmax]),
     _aten.argmax.default: _place_only(_max),
     _aten.argmin.default: _place_only(_min),

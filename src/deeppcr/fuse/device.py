@@ -4,6 +4,9 @@ Triton's own ``exp`` and ``sqrt`` are quick approximations in float32; libdevice
 with. The interpreter knows no libdevice; its tensors hold arrays of NumPy.
 """
 
+# Triton's annotations leave out what its interpreter does, and the names come from a table.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportUnsupportedDunderAll=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def kind_of(scalar: Scalar) -> Kind:
     return "bool" if isinstance(scalar, bool) else "int" if isinstance(scalar, int) else "real"
 
 
-def is_number(scalar: Scalar, number: float | None = None) -> bool:
+def is_number(scalar: Scalar, number: float | None = None) -> TypeGuard[float]:
     """Whether a scalar is known: as this number, if one is given."""
     return not isinstance(scalar, Value) and (number is None or scalar == number)
 
@@ -182,7 +182,7 @@ class Code:
 
     def promote(self, *scalars: Scalar) -> tuple[Scalar, ...]:
         """All of one kind, that of their sum."""
-        kind = max((kind_of(each) for each in scalars), key=_KINDS.index)
+        kind = _KINDS[max(_KINDS.index(kind_of(each)) for each in scalars)]
         return tuple(self.cast(each, kind) for each in scalars)
 
     def add(self, a: Scalar, b: Scalar) -> Scalar:
@@ -240,12 +240,15 @@ class Code:
     def call(self, function: str, *arguments: Scalar) -> Scalar:
         """A function of ``FUNCTIONS``."""
         arguments = tuple(self.cast(each, "real") for each in arguments)
-        if all(is_number(each) for each in arguments):
-            return _fold(FUNCTIONS[function], *arguments)
+        numbers = [each for each in arguments if is_number(each)]
+        if len(numbers) == len(arguments):
+            return _fold(FUNCTIONS[function], *numbers)
         return self.emit(f"{function}({', '.join(map(self.text, arguments))})", "real", *arguments)
 
     def abs(self, a: Scalar) -> Scalar:
-        return self.emit(f"tl.abs({a.name})", a.kind, a) if isinstance(a, Value) and a.kind != "bool" else abs(a)
+        if not isinstance(a, Value):
+            return abs(a)
+        return a if a.kind == "bool" else self.emit(f"tl.abs({a.name})", a.kind, a)
 
     def compare(self, sign: str, a: Scalar, b: Scalar) -> Scalar:
         a, b = self.promote(a, b)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .arrays import ARRAYS, SUMS, each, filled
@@ -158,7 +159,7 @@ def _changes_what_others_see(node: torch.fx.Node) -> bool:
 
 
 def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> Any:
-    arguments = torch.fx.node.map_arg(node.args, lambda argument: known[argument])
+    arguments: Any = map_arg(node.args, lambda argument: known[argument])
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]
     name, result = name_of(node.target), node.meta["val"]
@@ -167,11 +168,11 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
     rule = _rule(ARRAYS, node)
     if rule is None:
         raise NotCovered(f"{name} is not covered")
-    options = torch.fx.node.map_arg(_options(node), lambda argument: known[argument])
+    options: Any = map_arg(_options(node), lambda argument: known[argument])
     if isinstance(result, torch.Tensor):
         array = rule(code, tuple(result.shape), *arguments, **options)
         return each(lambda scalar: _cast(scalar, result.dtype, code), array)
-    parts = rule(code, None, *arguments, **options)
+    parts = rule(code, [tuple(fake.shape) for fake in result], *arguments, **options)
     return [
         each(lambda scalar, dtype=fake.dtype: _cast(scalar, dtype, code), part)
         for part, fake in zip(parts, result, strict=True)
