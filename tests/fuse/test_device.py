@@ -133,7 +133,7 @@ def compare_program(program, transform, device, folder):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, equal_nan=True)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(Programs.strategy)
 def test_random_programs(device, tmp_path_factory, program):
     compare_program(program, pushed_forward, device, tmp_path_factory.mktemp("program"))

@@ -2,9 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,45 +20,34 @@ def points(numbers, arguments):
     return [grid] if arguments == 1 else list(grid.unbind(-1))
 
 
-@dataclass
-class Held:
-    """Emitted code of a function, held against the function itself.
+def of_itself(function):
+    return function
+
+
+def compare(cases, arguments, transform, device, folder, rtol=1e-13, atol=1e-300):
+    """Emitted code of functions, as one program, with what PyTorch computes by the functions themselves.
 
     Args:
-        function: of tensors
+        cases: functions by their names
         arguments: [N, ...] each
-        rtol, atol: of what is compared
+        transform: of the functions, after they were decomposed, as a solve takes derivatives
     """
+    first = [argument[0] for argument in arguments]
+    tensors = first[: len(first) // 2] if transform is pushed_forward else first
+    primitives = [trace(function, *tensors) for function in cases.values()]
+    graph = trace(lambda *lane: [transform(primitive)(*lane) for primitive in primitives], *first)
+    actual = iter(Emitted(graph, *arguments).run(device, folder=folder))
+    for name, function in cases.items():
+        for right in expected(transform(function), *arguments):
+            loose = {"rtol": max(rtol, LOOSE.get(name, 0)), "atol": atol, "equal_nan": True}
+            torch.testing.assert_close(next(actual), right, msg=lambda text, name=name: f"{name}: {text}", **loose)
 
-    function: Callable
-    arguments: list[torch.Tensor]
-    device: torch.device
-    folder: Path
-    rtol: float = 1e-13
-    atol: float = 1e-300
 
-    def __post_init__(self):
-        self.primitive = trace(self.function, *(argument[0] for argument in self.arguments))
-
-    def values(self, arguments=None):
-        arguments = arguments or self.arguments
-        self._compare(self.primitive, self.function, arguments, self.rtol, self.atol)
-
-    def tangents(self):
-        """Of the traced function, as a solve takes them, and of the function."""
-        self._derive(pushed_forward, [*self.arguments, *(torch.randn_like(argument) for argument in self.arguments)])
-
-    def products(self):
-        self._derive(pulled_back, self.arguments)
-
-    def _derive(self, transform, arguments):
-        graph = trace(transform(self.primitive), *(argument[0] for argument in arguments))
-        self._compare(graph, transform(self.function), arguments, max(self.rtol, 1e-12), max(self.atol, 1e-13))
-
-    def _compare(self, graph, function, arguments, rtol, atol):
-        actual = Emitted(graph, *arguments).run(self.device, folder=self.folder)
-        for one, other in zip(actual, expected(function, *arguments), strict=True):
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
+def compare_derivatives(cases, arguments, transform, device, folder):
+    cases = {name: function for name, function in cases.items() if name not in NO_TANGENT}
+    if transform is pushed_forward:
+        arguments = [*arguments, *(torch.randn_like(argument) for argument in arguments)]
+    compare(cases, arguments, transform, device, folder, rtol=1e-12, atol=1e-13)
 
 
 #: of which PyTorch knows none
@@ -105,90 +91,48 @@ QUICK = {
     ),
     *("softmax", "split", "stack", "sum", "var_mean"),
 }
+FAMILIES = {"one number": UNARY, "two numbers": BINARY, "arrays": ARRAYS}
 
 
-def derivatives(cases):
-    quick = [name for name in cases if name in QUICK]
-    return pytest.mark.parametrize("name", quick + thorough(*(sorted(set(cases) - set(quick) - NO_TANGENT))))
+def arguments_of(family, numbers):
+    if family == "arrays":
+        return [torch.randn(2, 3, 4, dtype=torch.float64)]
+    return points(numbers, 1 if family == "one number" else 2)
 
 
-def of_one_number(name, device, folder):
-    return Held(UNARY[name], points(ORDINARY, 1), device, folder, LOOSE.get(name, 1e-13))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values(family, device, tmp_path):
+    numbers = [*AWKWARD[1::2], math.nan, 0.0] if family == "two numbers" else AWKWARD
+    rounding = {"rtol": 1e-12, "atol": 1e-14} if family == "arrays" else {}
+    compare(FAMILIES[family], arguments_of(family, numbers), of_itself, device, tmp_path, **rounding)
 
 
-def of_two_numbers(name, device, folder):
-    return Held(BINARY[name], points([-0.7, 1.0, 2.5, -3.0], 2), device, folder)
-
-
-def of_an_array(name, device, folder):
-    return Held(ARRAYS[name], [torch.randn(2, 3, 4, dtype=torch.float64)], device, folder, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_values_of_one_number(name, device, tmp_path):
-    of_one_number(name, device, tmp_path).values(points(AWKWARD, 1))
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_values_of_two_numbers(name, device, tmp_path):
-    of_two_numbers(name, device, tmp_path).values(points([*AWKWARD[1::2], math.nan, 0.0], 2))
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_values_of_arrays(name, device, tmp_path):
-    of_an_array(name, device, tmp_path).values()
-
-
-@derivatives(UNARY)
-def test_tangents_of_one_number(name, device, tmp_path):
-    of_one_number(name, device, tmp_path).tangents()
-
-
-@derivatives(BINARY)
-def test_tangents_of_two_numbers(name, device, tmp_path):
-    of_two_numbers(name, device, tmp_path).tangents()
-
-
-@derivatives(ARRAYS)
-def test_tangents_of_arrays(name, device, tmp_path):
-    of_an_array(name, device, tmp_path).tangents()
-
-
-@pytest.mark.thorough
-@derivatives(UNARY)
-def test_products_of_one_number(name, device, tmp_path):
-    of_one_number(name, device, tmp_path).products()
-
-
-@pytest.mark.thorough
-@derivatives(BINARY)
-def test_products_of_two_numbers(name, device, tmp_path):
-    of_two_numbers(name, device, tmp_path).products()
-
-
-@pytest.mark.thorough
-@derivatives(ARRAYS)
-def test_products_of_arrays(name, device, tmp_path):
-    of_an_array(name, device, tmp_path).products()
-
-
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("n", "name"),
-    [(2, "inv"), *thorough(*((n, name) for n in (1, 2, 3, 4) for name in MATRICES if (n, name) != (2, "inv")))],
+    ("transform", "cases"), [(pushed_forward, "quick"), *thorough((pushed_forward, "others"), (pulled_back, "all"))]
 )
-def test_of_small_matrices(n, name, device, tmp_path):
-    arguments = [torch.randn(3, n, 4, dtype=torch.float64)]
-    held = Held(MATRICES[name], arguments, device, tmp_path, rtol=1e-8, atol=1e-9)
-    held.tangents()
-    held.products()
+def test_derivatives(family, transform, cases, device, tmp_path):
+    numbers = [-0.7, 1.0, 2.5, -3.0] if family == "two numbers" else ORDINARY
+    chosen = {
+        name: function
+        for name, function in FAMILIES[family].items()
+        if cases == "all" or (name in QUICK) == (cases == "quick")
+    }
+    compare_derivatives(chosen, arguments_of(family, numbers), transform, device, tmp_path)
 
 
 @pytest.mark.parametrize("n", [2, *thorough(1, 3, 4)])
 def test_values_of_small_matrices(n, device, tmp_path):
-    def all_of_them(x):
-        return [MATRICES[name](x) for name in MATRICES]
+    compare(MATRICES, [torch.randn(3, n, 4, dtype=torch.float64)], of_itself, device, tmp_path, rtol=1e-10)
 
-    Held(all_of_them, [torch.randn(3, n, 4, dtype=torch.float64)], device, tmp_path, rtol=1e-10).values()
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("transform", [pushed_forward, pulled_back])
+def test_derivatives_of_small_matrices(n, name, transform, device, tmp_path):
+    arguments = [torch.randn(3, n, 4, dtype=torch.float64) for _ in range(2 if transform is pushed_forward else 1)]
+    compare({name: MATRICES[name]}, arguments, transform, device, tmp_path, rtol=1e-8, atol=1e-9)
 
 
 NOT_COVERED = {
@@ -230,7 +174,7 @@ def test_numbers_have_no_precision(device, tmp_path):
         return torch.where(x > 0, 0.1, -2.0) * x + torch.arange(3) * 0.1 + x.new_ones(3, dtype=torch.float32)
 
     check_dtypes(trace(select, torch.randn(3, dtype=torch.float64)).graph)
-    Held(select, [torch.randn(2, 3, dtype=torch.float64)], device, tmp_path).values()
+    compare({"select": select}, [torch.randn(2, 3, dtype=torch.float64)], of_itself, device, tmp_path)
     check_dtypes(trace(lambda x: x * torch.tensor(0.3, dtype=torch.float64) + 0.1, torch.randn(3)).graph)
 
 
@@ -249,8 +193,9 @@ def test_in_place_is_not_covered():
 
 def test_numbers_are_rounded_as_tensors_are(device, tmp_path):
     """A number in a tensor of float32, within a step in float64."""
-    Held(lambda x: x * torch.full((3,), 0.1), [torch.randn(2, 3, dtype=torch.float64)], device, tmp_path).values()
-    emitted = Emitted(lambda x: x * torch.full((3,), 0.1), torch.randn(2, 3, dtype=torch.float64))
+    x = torch.randn(2, 3, dtype=torch.float64)
+    compare({"full": lambda x: x * torch.full((3,), 0.1)}, [x], of_itself, device, tmp_path)
+    emitted = Emitted(lambda x: x * torch.full((3,), 0.1), x)
     assert emitted.code.numbers == [torch.tensor(0.1).item()]
 
 
