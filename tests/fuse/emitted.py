@@ -14,10 +14,10 @@ from deeppcr.fuse.expressions import FUNCTIONS, Code
 from deeppcr.fuse.operations import DECOMPOSITIONS, evaluate
 
 
-def trace(function, *arguments):
+def trace(function, *arguments, decompositions=DECOMPOSITIONS):
     """The graph of a function, decomposed."""
     functional = torch.func.functionalize(lambda *tensors: function(*tensors))
-    make = make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True)
+    make = make_fx(functional, decomposition_table=decompositions, tracing_mode="fake", _allow_non_fake_inputs=True)
     # Views of larger tensors, with tangents, fail in PyTorch's fake tensors.
     return make(*(argument.clone() for argument in arguments))
 

@@ -281,6 +281,17 @@ def _by_pairs(name: str) -> Callable:
     return _reduction(lambda code, terms: reduce(lambda x, y: POINTWISE[name](code, x, y), terms))
 
 
+def _of_all(name: str) -> Callable:
+    """The largest or smallest of all numbers. Other overloads, with a dimension or another tensor, are decomposed."""
+
+    def rule(code: Code, shape: Shape, a: np.ndarray, *others: object) -> np.ndarray:
+        if others:
+            raise NotCovered(f"{name} of more than one tensor is not covered")
+        return _by_pairs(name)(code, shape, a)
+
+    return rule
+
+
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot")
 _ADDED_PRODUCTS = ("addmm", "addmv", "baddbmm")
 #: those that round: the others move numbers, or choose among them
@@ -326,9 +337,9 @@ ARRAYS: dict[str, Callable] = {
     "index_select": _index_select,
     "iota": _iota,
     "linalg_vector_norm": _vector_norm,
-    "max": _by_pairs("maximum"),
+    "max": _of_all("maximum"),
     "mean": _reduction(_mean),
-    "min": _by_pairs("minimum"),
+    "min": _of_all("minimum"),
     "new_full": _full(None, 2),
     "permute": lambda code, shape, a, dims: a.transpose(dims),
     "prims.transpose": lambda code, shape, a, permutation: a.transpose(permutation),
