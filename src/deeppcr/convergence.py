@@ -22,6 +22,8 @@ from .tolerance import ROUNDED, Bounds, Tolerance
 
 #: An update this far below the tolerance is believed to be the error that is left, whatever came before it.
 NEGLIGIBLE = 0.01
+#: To kernels a row is settled when no more than this is left, in units of the tolerance.
+ENOUGH = 0.1
 #: Iterations that are granted unjudged: what converges at all has mostly done so by then.
 _PATIENCE = 12
 #: Where the residual is this small a part of the states, Newton's method mostly converges.

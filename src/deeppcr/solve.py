@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import iteration
+from .convergence import UpdateTest
+from .fused import Call, covers, solve_fused
 from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
 from .iteration import Outcome
 from .newton import Loop, Newton
+from .plan import Probe, record_of
 from .runtime import declares, in_functorch, is_capturing, version_of
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
@@ -48,7 +52,7 @@ def solve(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
-    solver: Newton | Loop = Newton(),
+    solver: Newton | Loop | None = None,
     guess: Any = RepeatInitial(),
     gradient: Implicit | Unrolled = Implicit(),
     on_failure: Literal["loop", "raise", "return"] = "loop",
@@ -64,7 +68,8 @@ def solve(
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
-        solver: Newton(...), Picard(...), Jacobi(...) or Loop(...)
+        solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
+            known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
             or a function of ``(z0, xs)`` that returns states
         gradient: Implicit() or Unrolled()
@@ -92,31 +97,115 @@ def _solve(
     xs: Any,
     length: int | None,
     batch_dims: int | None,
-    solver: Newton | Loop,
+    solver: Newton | Loop | None,
     guess: Any,
     gradient: Gradient,
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if solver is None:
+        return _planned(step, z0, xs, length, batch_dims, guess, gradient, on_failure)
     capturing = any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0))
     if capturing:
         _refuse_capture(step, solver, gradient, on_failure)
     sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
     if isinstance(solver, Loop):
         if solver.by == "python":
-            return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
-        sequence = sequence_of(traced=solver.by == "graph")
+            found = _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+            assert found is not None
+            return found
+        if solver.by == "kernel":
+            return _loop_in_kernel(Call(step, z0, xs, length, batch_dims), gradient)
+        sequence = sequence_of(traced=True)
         with _watched(sequence):
-            return _by_device_loop(sequence, _DEVICE_LOOPS[solver.by], gradient, solver.by)
+            return _by_graph(sequence, gradient)
+    call = Call(step, z0, xs, length, batch_dims)
+    fused = _by_kernels(call, solver, guess, gradient, on_failure, capturing)
+    if isinstance(fused, Solution):
+        return fused
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
     sequence, plan = sequence_of(traced=captured), Plan()
+    if fused is not None:
+        plan.note(f"not by kernels: {fused}")
     with _watched(sequence):
         start = as_guess(guess, z0, xs)
         if capturing:
             return _unseen(sequence, start, solver, gradient, plan)
         found = _replayed(sequence, start, solver, gradient, plan) if captured else None
         return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+
+
+def _planned(
+    step: Any,
+    z0: Any,
+    xs: Any,
+    length: int | None,
+    batch_dims: int | None,
+    guess: Any,
+    gradient: Gradient,
+    on_failure: str,
+) -> Solution:
+    """The way that is expected to take least time."""
+    call = Call(step, z0, xs, length, batch_dims)
+
+    def by(solver: Newton | Loop) -> Solution:
+        return _solve(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
+
+    plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
+    first = call.states[0] if call.states else None
+    capturing = isinstance(first, Tensor) and is_capturing(first.device)
+    if not plain or call.length is None or capturing or not isinstance(first, Tensor):
+        return by(Newton())  # who has wishes about it wants the iteration, and what is wrong is named there
+    if isinstance(step, (list, tuple, nn.ModuleList)):
+        return by(Newton())
+    record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
+    if call.fused is None and record.is_worth_kernels(again=True):
+        call.make()
+    if not isinstance(call.fused, str | None):
+        found = solve_fused(call, Newton(), None)
+        if not isinstance(found, str):
+            if found.result is Result.LOOP:
+                found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
+            return found
+    way, why = record.choose()
+    if way == "loop":
+        known = "loop" in record.seconds
+        probe = (
+            None
+            if known
+            else Probe(
+                record,
+                call.length,
+                first.device,
+                lambda _: record.choose()[0] != "loop" or (call.fused is None and record.is_worth_kernels(again=False)),
+            )
+        )
+        begin = time.perf_counter()
+        found = _by_loop(Sequence(step, z0, xs, length=length, batch_dims=batch_dims, watched=False), probe)
+        if found is not None:
+            record.took("loop", time.perf_counter() - begin)
+            found.plan.note(why)
+            return found
+        if call.fused is None and record.is_worth_kernels(again=False):
+            call.make()
+            return _planned(step, z0, xs, length, batch_dims, guess, gradient, on_failure)
+        way, why = record.choose()
+    if way == "graph":
+        try:
+            found = record.timed("graph", lambda: by(Loop(by="graph")))
+        except (RuntimeError, ValueError) as error:
+            record.barred["graph"] = str(error)
+            found = record.timed("loop", lambda: by(Loop()))
+    else:
+        with warnings.catch_warnings():
+            # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            found = record.timed("newton", lambda: by(Newton()))
+        if found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
+            record.barred["newton"] = found.description
+    found.plan.note(why)
+    return found
 
 
 @contextmanager
@@ -130,8 +219,8 @@ def _watched(sequence: Sequence) -> Iterator[None]:
 
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
-    if not isinstance(solver, (Newton, Loop)):
-        raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...) or Loop(), got {solver!r}")
+    if solver is not None and not isinstance(solver, (Newton, Loop)):
+        raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...), Loop() or None, got {solver!r}")
     if not isinstance(gradient, Gradient):
         raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
     check_on_failure(on_failure)
@@ -161,7 +250,8 @@ def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_fai
 # The ways of a solve.
 
 
-def _by_loop(sequence: Sequence) -> Solution:
+def _by_loop(sequence: Sequence, probe: Probe | None = None) -> Solution | None:
+    """By Python; None where the probe says that it takes too long."""
     state = sequence.first
     assert state is not None
     states = [state]  # no step is taken twice: it may keep what it likes
@@ -172,20 +262,16 @@ def _by_loop(sequence: Sequence) -> Solution:
             raise StepError(changes_in_place("its state"))
         state = after
         states.append(state)
+        if probe is not None and probe.gives_up(index):
+            return None
     outcome = _outcome_of_loop(sequence, torch.stack(states))
     return _solution(sequence, outcome, Plan(), _nothing(sequence))
 
 
-def _by_device_loop(
-    sequence: Sequence, run: Callable[[Sequence], Tensor], gradient: Gradient, by: Literal["graph", "kernel"]
-) -> Solution:
-    """One step after the other without Python in between; as there is no graph of autograd, gradients are those of a parallel solve.
-
-    Args:
-        run: finds all states [L, B, D], or raises where it cannot
-    """
-    outcome, plan = _outcome_of_loop(sequence, run(sequence)), Plan()
-    plan.note(f"one step after the other, by a {by}")
+def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
+    """One step after the other by a CUDA graph; as autograd sees none of it, gradients are those of a parallel solve."""
+    outcome, plan = _outcome_of_loop(sequence, captured_solves.loop(sequence)), Plan()
+    plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
         return _solution(sequence, outcome, plan, _nothing(sequence))
     judged = _judge(sequence, outcome, Newton())
@@ -194,12 +280,43 @@ def _by_device_loop(
     return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
 
 
-def _loop_in_kernel(sequence: Sequence) -> Tensor:
-    raise ValueError('solver: Loop(by="kernel"): there is no kernel for this step. Loop() takes any step')
+def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
+    found = call.make()
+    if not isinstance(found, str):
+        found = solve_fused(call, Newton(), None, loop=True)
+    if isinstance(found, str) or not isinstance(gradient, Implicit):
+        why = found if isinstance(found, str) else "its gradients are those of Implicit()"
+        raise ValueError(f'solver: Loop(by="kernel"): there is no kernel for this step: {why}. Loop() takes any step')
+    found.plan.note("one step after the other, by a kernel")
+    if found.result is Result.NON_FINITE:
+        warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+    return found
 
 
-#: What runs a loop without Python, by name.
-_DEVICE_LOOPS: dict[str, Callable[[Sequence], Tensor]] = {"graph": captured_solves.loop, "kernel": _loop_in_kernel}
+def _by_kernels(
+    call: Call, newton: Newton, guess: Any, gradient: Gradient, on_failure: str, capturing: bool
+) -> Solution | str | None:
+    """By the kernels of the step where there are some, or are worth making; else why not, or None where nobody would expect them."""
+    if call.refusal is not None or not isinstance(gradient, Implicit) or not isinstance(guess, RepeatInitial):
+        return None
+    fixed = newton.stop.fixed if capturing else None
+    if not covers(newton if fixed is None else replace(newton, stop=UpdateTest())):
+        return None
+    fused = call.fused
+    if fused is None and not capturing:
+        fused = call.make() if call.comes_again() else "the first of its kind"
+    if fused is None or isinstance(fused, str):
+        return fused
+    found = solve_fused(call, newton, None, fixed=fixed)
+    if isinstance(found, str) or found.result in (Result.CONVERGED, Result.ITERATIONS_DONE):
+        return found
+    if on_failure != "loop":
+        return "the chunks did not join"
+    if found.result is Result.LOOP:
+        found.plan.note("one step after the other: in an earlier solve of this kind the chunks did not join")
+        found = replace(found, result=Result.FINISHED_BY_LOOP, results=(Result.FINISHED_BY_LOOP,) * len(found.results))
+    warnings.warn(found.description, ConvergenceWarning, stacklevel=4)
+    return found
 
 
 def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:

@@ -1,1 +1,5 @@
-"""A step as a kernel: traced, and written as Triton source."""
+"""A step as a kernel: traced, written as Triton source, and run in parallel over its steps or one after the other."""
+
+from .source import source
+
+__all__ = ["source"]

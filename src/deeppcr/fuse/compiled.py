@@ -7,22 +7,18 @@ import importlib.util
 import os
 import sys
 import tempfile
-import threading
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..graphs.bounded import Bounded
 from .program import Program
 from .templates import backward_source, forward_source
 
-#: Modules of a process, by the hash of their source.
+#: Modules of a process, by their source.
 _MOST_MODULES = 256
-_modules = Bounded(_MOST_MODULES)
-_lock = threading.Lock()
 
 
 class Kernels:
@@ -64,15 +60,11 @@ class Kernels:
         return found
 
 
+@lru_cache(maxsize=_MOST_MODULES)
 def module_of(source: str) -> ModuleType:
     """The module with this source."""
     name = "deeppcr_step_" + hashlib.sha256(source.encode()).hexdigest()[:24]
-    with _lock:
-        found = _modules.get(name)
-        if found is None:
-            found = _imported(name, _written(name, source))
-            _modules.put(name, found)
-    return found
+    return _imported(name, _written(name, source))
 
 
 def _written(name: str, source: str) -> Path:

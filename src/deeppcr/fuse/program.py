@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..sequence.layout import Layout
 from .expressions import Code, NotCovered, Scalar, Value
 from .operations import evaluate, is_pointwise, kind_of_dtype, pointwise
-from .trace import Leaf, OneRow, Parts, cotangent_graph, tangent_graph, take_apart, values_graph
+from .trace import Leaf, OneRow, Parts, cotangent_graph, take_apart, tangent_graph, values_graph
 
 #: The widest state of a row that lies in the registers of a lane.
 NARROW = 8
@@ -112,7 +112,9 @@ class Program:
 
     def _run(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[Scalar]:
         """The numbers of the state that a graph of (state, leaves) gives."""
-        return [scalar for array in self._evaluate(graph, state) for scalar in np.asarray(array, dtype=object).reshape(-1)]
+        return [
+            scalar for array in self._evaluate(graph, state) for scalar in np.asarray(array, dtype=object).reshape(-1)
+        ]
 
     def _evaluate(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[np.ndarray]:
         def constants(name: str) -> np.ndarray:

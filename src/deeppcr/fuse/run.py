@@ -191,7 +191,9 @@ class Run:
         start = states[first - 1] if first else self.initial
         memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.corrections)
         passes = 0 if found is None else found.passes
-        self._launch_roll(start, start, states, memory, (0, first, self.length, 1, self.length - first, passes), False, True)
+        self._launch_roll(
+            start, start, states, memory, (0, first, self.length, 1, self.length - first, passes), False, True
+        )
 
     def _roll(
         self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, *, product: bool
@@ -322,7 +324,14 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
             run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
             *run.pointers(), *outputs, *run.strides(), *sizes,
         )  # fmt: skip
-        launch(kernels.sweep, programs, arguments, (as_map, run.block, run.stages), warps=run.warps, integers=run.kinds(*sizes))
+        launch(
+            kernels.sweep,
+            programs,
+            arguments,
+            (as_map, run.block, run.stages),
+            warps=run.warps,
+            integers=run.kinds(*sizes),
+        )
 
     if chunks > 1:
         sweep(True)

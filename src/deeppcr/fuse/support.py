@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..convergence import NEGLIGIBLE
-from ..nn.report import ENOUGH
+from ..convergence import ENOUGH, NEGLIGIBLE
 
 #: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
 #: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.

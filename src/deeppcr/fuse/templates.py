@@ -213,7 +213,9 @@ def _roll(program: Program) -> str:
 
 
 #: Arguments that a kernel is not compiled for anew.
-_SIZES = re.compile(r"[sbc]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol")
+_SIZES = re.compile(
+    r"[sbc]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol"
+)
 
 
 def _kernel(name: str, arguments: list[str], constants: list[str], doc: str, lines: list[str]) -> str:
@@ -350,7 +352,9 @@ def _join(width: int) -> str:
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
         "rows", "chunks", "groups", "group_chunks", "passes", "atol", "rtol", "local",
     ]  # fmt: skip
-    return _kernel("join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines)
+    return _kernel(
+        "join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines
+    )
 
 
 def _sweep(program: Program) -> str:
@@ -359,7 +363,9 @@ def _sweep(program: Program) -> str:
     columns = [[jacobian[i][k] for i in range(width)] for k in range(width)]  # the transpose's rows
     inputs = [[code.input(f"j{i}_{k}") for k in range(width)] for i in range(width)]
     term = [code.input(f"t{k}") for k in range(width)]
-    maps = [_inner(program, columns[i], [inputs[m][k] for m in range(width)]) for i in range(width) for k in range(width)]
+    maps = [
+        _inner(program, columns[i], [inputs[m][k] for m in range(width)]) for i in range(width) for k in range(width)
+    ]
     terms = [_inner(program, columns[i], term) for i in range(width)]
     pulled = [_inner(program, columns[i], program.adjoint) for i in range(width)]
     of_reads = program.cotangents

@@ -120,7 +120,9 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor], fake: FakeTenso
 
     def stand_ins(has_rows: Iterable[bool]) -> list[Tensor]:
         return [
-            torch.empty((*ones, *leaf.shape[len(batch) :]), dtype=leaf.dtype, device=leaf.device) if rows else like(leaf)
+            torch.empty((*ones, *leaf.shape[len(batch) :]), dtype=leaf.dtype, device=leaf.device)
+            if rows
+            else like(leaf)
             for leaf, rows in zip(outside, has_rows, strict=True)
         ]
 
@@ -284,12 +286,18 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
         for each in node.all_input_nodes:
             if each in depends or each in inside:
                 continue
-            if inlined(each) or each.op == "get_attr" and not elementwise:
+            if inlined(each) or (each.op == "get_attr" and not elementwise):
                 waiting.append(each)
             else:
                 leaves[each] = None
     found = tuple(
-        Leaf(node, _shape_of(node, shape if elementwise else None), node.meta["val"].dtype, node in by_step, node in by_row)
+        Leaf(
+            node,
+            _shape_of(node, shape if elementwise else None),
+            node.meta["val"].dtype,
+            node in by_step,
+            node in by_row,
+        )
         for node in sorted(leaves, key=nodes.index)
     )
     order = [node for node in nodes if node in inside]
@@ -419,7 +427,9 @@ def _shape_of(node: fx.Node, whole: tuple[int, ...] | None) -> tuple[int, ...]:
     return tuple(value.shape) if whole is None else whole
 
 
-def _evaluate_hoisted(row: OneRow, leaves: tuple[Leaf, ...], nodes: list[fx.Node], outside: list[Tensor]) -> list[Tensor]:
+def _evaluate_hoisted(
+    row: OneRow, leaves: tuple[Leaf, ...], nodes: list[fx.Node], outside: list[Tensor]
+) -> list[Tensor]:
     """By vmap over steps and rows; what depends on neither is computed once."""
     wanted = [leaf.node for leaf in leaves]
     needed = {each for node in wanted for each in _ancestors(node)}
@@ -461,7 +471,12 @@ def _evaluate_hoisted(row: OneRow, leaves: tuple[Leaf, ...], nodes: list[fx.Node
 
 
 def _over_steps_and_rows(
-    function: Callable, tensors: list[Tensor], by_step: list[bool], by_row: list[bool], wanted: list[tuple[bool, bool]], ones: int
+    function: Callable,
+    tensors: list[Tensor],
+    by_step: list[bool],
+    by_row: list[bool],
+    wanted: list[tuple[bool, bool]],
+    ones: int,
 ) -> list[Tensor]:
     """``function`` of one row at one step, for all; results [L, rows, ...], without either where they do not depend on it."""
     prepared = [
@@ -484,4 +499,3 @@ def _over_steps_and_rows(
         for i, value in zip(at, mapped(*inner), strict=True):
             results[i] = value
     return [each for each in results if each is not None]
-

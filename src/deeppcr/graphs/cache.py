@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..bounded import Bounded
 from ..guess import Guess
 from ..iteration import Outcome, first_ends
 from ..newton import Loop, Newton
 from ..runtime import declares, is_capturing, is_out_of_memory
 from ..sequence import Sequence
 from ..solution import Plan
-from .bounded import Bounded
 from .loop import LoopRecording
 from .record import RECORDERS, Recorder
 from .replay import Recording

@@ -22,9 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..convergence import NEGLIGIBLE
+from ..convergence import ENOUGH, NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
-from .report import ENOUGH
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",

@@ -11,11 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..convergence import error_left_of_one
+from ..convergence import ENOUGH, error_left_of_one
 from ..solution import Plan, Result, Solution
-
-#: A row is settled when no more than this is left, in units of the tolerance.
-ENOUGH = 0.1
 
 
 @dataclass

@@ -44,21 +44,42 @@ def fingerprint(function: Callable) -> tuple:
     outside of Python, in large arrays of NumPy, in global variables of libraries, or behind more objects than a walk goes through.
     """
     owner = owner_of(function)
-    found: list[Hashable] = [id(owner), Same(owner)]
+    return id(owner), Same(owner), *_marks(function, _place)
+
+
+def structure_of(function: Callable) -> tuple[Hashable, list[Tensor]]:
+    """What the operations of a function depend on: all that it reaches, but for what tensors hold and where they lie; and these tensors.
+
+    Of two functions with equal structures one may stand for the other, given the other's tensors.
+    """
+    tensors: list[Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def place(tensor: Tensor) -> Hashable:
+        number = numbers.setdefault(id(tensor), len(numbers))
+        if number == len(tensors):
+            tensors.append(tensor)
+        return number, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+    return tuple(_marks(function, place)), tensors
+
+
+def _marks(function: Callable, place: Callable[[Tensor], Hashable]) -> list[Hashable]:
+    """Of everything that a function reaches; of tensors, what ``place`` gives."""
     walk = Walk(function)
     hooks = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-    found += [_mark(each, walk) for every in hooks for each in every.values()]
+    found = [_mark(each, walk, place) for every in hooks for each in every.values()]
     for value, held in walk:
         marks: list[Hashable] = [_what(value, held)]
         for name, each in held:
             kind = type(each)
-            marks.append(name if type(name) is str else _mark(name, walk))
+            marks.append(name if type(name) is str else _mark(name, walk, place))
             if kind in PLAIN:  # most are
                 marks += (kind, each)
             else:
-                marks.append(_mark(each, walk))
+                marks.append(_mark(each, walk, place))
         found.append(tuple(marks))
-    return tuple(found)
+    return found
 
 
 def _what(value: Any, held: list) -> Hashable:
@@ -80,15 +101,15 @@ def _is_open(kind: type) -> bool:
     return all("__slots__" in vars(each) or "__weakref__" in vars(each) for each in firsts)
 
 
-def _mark(value: Any, walk: Walk) -> Hashable:
+def _mark(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashable:
     """A thing by its value, by where it lies, by which one it is, or by its number in a walk that is to go there."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
     if kind is tuple or kind is torch.Size:
-        return kind, *[(type(each), each) if type(each) in PLAIN else _mark(each, walk) for each in value]
+        return kind, *[(type(each), each) if type(each) in PLAIN else _mark(each, walk, place) for each in value]
     if issubclass(kind, Tensor):
-        return _place(value)
+        return place(value)
     if not issubclass(kind, nn.Module):
         if issubclass(kind, (float, complex)):
             return kind, repr(value)  # which tells zeros apart, and NaN is NaN

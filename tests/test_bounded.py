@@ -4,7 +4,7 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-from deeppcr.graphs.bounded import Bounded
+from deeppcr.bounded import Bounded
 from deeppcr.sequence.fingerprint import Same
 
 

@@ -1,0 +1,119 @@
+"""A step that has kernels: what they read at the moment, and what is known of solves by them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..runtime import has_triton
+from ..sequence.layout import Layout
+from ..tolerance import Tolerance, measure
+from .compiled import Kernels
+from .expressions import NotCovered
+from .program import Program
+from .run import Apply, Found, Kind, Run, first_chunk, place, solve
+from .trace import one_row
+
+#: Steps that are looked at where not all are.
+_FEW = 3
+_random = random.Random(0)  # which leaves the caller's random numbers alone
+
+
+#: Types of devices that kernels run on. (Tests have them interpreted on a CPU, which nobody would want to wait for.)
+DEVICES = {"cuda"}
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device."""
+    return device.type in DEVICES and has_triton()
+
+
+@dataclass
+class FusedStep:
+    """A step by its kernels.
+
+    Attributes:
+        kernels: of the step
+        layout: of its state
+        places: of the tensors that it closes over, where they stand among all that it reaches
+        kinds: of solves, by length and rows
+        solves: how many there were
+    """
+
+    kernels: Kernels
+    layout: Layout
+    places: tuple[int, ...]
+    kinds: dict[tuple, Kind] = field(default_factory=dict)
+    solves: int = 0
+
+    @staticmethod
+    def of(step: Callable, layout: Layout, inputs: Any, reached: list[Tensor]) -> FusedStep:
+        """Trace a step.
+
+        Args:
+            inputs: what it sees of xs at one step
+            reached: the tensors that it reaches
+
+        Raises:
+            NotCovered: there are no kernels for it, and why
+        """
+        row = one_row(step, layout, inputs)
+        where = {id(tensor): place for place, tensor in enumerate(reached)}
+        if any(id(tensor) not in where for tensor in row.closures):
+            raise NotCovered("a tensor that the step closes over cannot be found again")
+        for tensor in row.closures:
+            if tensor.device != layout.device and tensor.ndim:
+                raise NotCovered(f"a tensor on {tensor.device} is not covered")
+        return FusedStep(Kernels(Program(row, layout)), layout, tuple(where[id(tensor)] for tensor in row.closures))
+
+    def kind(self, length: int, settings: tuple) -> Kind:
+        """Of solves of this length; ``settings`` tells further kinds apart."""
+        key = (length, *settings)
+        found = self.kinds.get(key)
+        if found is None:
+            program = self.kernels.program
+            rows = self.layout.rows * program.channels
+            found = self.kinds[key] = Kind(length, first_chunk(length, rows, program.elementwise))
+        return found
+
+    def leaves(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
+        """What the kernels read, differentiable in xs and in what the step closes over."""
+        device = self.layout.device
+        closures = [reached[place] for place in self.places]
+        closures = [tensor if tensor.device == device else tensor.to(device) for tensor in closures]
+        return self.kernels.program.parts.values(inputs, closures)
+
+    def run(self, initial: Tensor, leaves: list[Tensor], length: int) -> Run:
+        placed = place(self.kernels, [leaf.detach() for leaf in leaves], self.layout.shapes[0])
+        return Run(self.kernels, initial, placed, length)
+
+    @torch.no_grad()
+    def is_borne_out(self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance) -> bool:
+        """Whether the step itself gives some of the states, drawn at random.
+
+        Kernels that were compiled wrong solve their own recurrence, and find it solved.
+
+        Args:
+            initial, states: [B, D] and [L, B, D]
+            inputs: xs
+        """
+        for at in _random.sample(range(len(states)), min(_FEW, len(states))):
+            before = initial if at == 0 else states[at - 1]
+            z, x = self.layout.unpack(before), None
+            if inputs is not None:
+                x = pytree.tree_map(lambda leaf, at=at: leaf[at], inputs)
+            value = self.layout.pack(self.layout.in_order(step(z) if inputs is None else step(z, x)))
+            size = states[:at].abs().amax(0).maximum(initial.abs()) if at else initial.abs()
+            held = measure(value.unsqueeze(0), states[at : at + 1], size, tolerance)[1]
+            if bool((~held & torch.isfinite(value).all(-1)).any()):
+                return False
+        return True
+
+
+__all__ = ["Apply", "Found", "FusedStep", "NotCovered", "has_kernels", "solve"]

@@ -1,0 +1,135 @@
+"""Which way a solve goes where nobody says it: by what solves of its kind took.
+
+A kind is known by its step, shapes and length. What was never seen starts as the loop of Python, and after a few steps it is known how
+long that would take: most loops are short, and nothing beats them the first time. What is long is solved in parallel at once, and
+what comes again gets kernels where its step can have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+
+from .bounded import Bounded
+
+Way = Literal["loop", "graph", "newton"]
+
+#: Steps after which it is estimated how long a loop takes; the first ones warm up.
+PROBED, _WARM = 6, 2
+#: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device.
+_WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
+#: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
+_WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
+#: A way is tried so often before it is judged by its time: on a GPU the first solves record graphs.
+_TRIES = 3
+#: How many kinds are remembered.
+_MOST_KINDS = 1024
+_T = TypeVar("_T")
+
+
+@dataclass
+class Record:
+    """What solves of one kind took.
+
+    Attributes:
+        device: the type of their device
+        seconds: the least that each way took; of the loop maybe estimated
+        tries: how often each way was taken
+        barred: ways that did not work, and why
+    """
+
+    device: str
+    seconds: dict[Way, float] = field(default_factory=dict)
+    tries: dict[Way, int] = field(default_factory=dict)
+    barred: dict[Way, str] = field(default_factory=dict)
+
+    def choose(self) -> tuple[Way, str]:
+        """The way to take, and why."""
+        loop = self.seconds.get("loop")
+        if loop is None:
+            return "loop", "the first of its kind: one step after the other, until it is known how long that takes"
+        for way in self._candidates(loop):
+            taken = self.seconds.get(way)
+            if taken is None or (self.tries[way] < _TRIES and taken < 10 * loop):
+                return way, f"the loop takes {_written(loop)}; this is tried"
+        known = {way: seconds for way, seconds in self.seconds.items() if way not in self.barred}
+        best = min(known, key=lambda way: known[way])
+        return best, "of this kind " + ", ".join(f"{way} took {_written(known[way])}" for way in known)
+
+    def _candidates(self, loop: float) -> list[Way]:
+        """The ways that are worth trying beside a loop of so many seconds."""
+        if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
+            return []
+        ways: list[Way] = ["newton"]
+        if self.device == "cuda" and "newton" in self.barred:
+            ways.append("graph")
+        return [way for way in ways if way not in self.barred]
+
+    def is_worth_kernels(self, again: bool) -> bool:
+        """Whether to make kernels for a kind that has come ``again``, or for the first time."""
+        loop = self.seconds.get("loop")
+        return loop is not None and loop >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
+
+    def took(self, way: Way, seconds: float) -> None:
+        self.seconds[way] = min(seconds, self.seconds.get(way, seconds))
+        self.tries[way] = self.tries.get(way, 0) + 1
+
+    def timed(self, way: Way, function: Callable[[], _T]) -> _T:
+        """Take a way, and note how long it took."""
+        begin = time.perf_counter()
+        found = function()
+        self.took(way, time.perf_counter() - begin)
+        return found
+
+
+class Probe:
+    """Watches a loop: after some steps, whether it is too long to go on with.
+
+    Args:
+        is_too_long: by how many seconds all of it takes
+    """
+
+    def __init__(self, record: Record, length: int, device: torch.device, is_too_long: Callable[[float], bool]):
+        self._record, self._length, self._device, self._is_too_long = record, length, device, is_too_long
+        self._begin = 0.0
+
+    def gives_up(self, index: int) -> bool:
+        """After step ``index``."""
+        if index == _WARM - 1:
+            self._begin = self._now()
+        if index != PROBED - 1 or self._length <= 2 * PROBED:
+            return False
+        expected = (self._now() - self._begin) / (PROBED - _WARM) * self._length
+        self._record.seconds["loop"] = expected
+        return self._is_too_long(expected)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+_records = Bounded(_MOST_KINDS)
+
+
+def record_of(key: Hashable, device: torch.device) -> Record:
+    """What is known of a kind."""
+    number = hash(key)
+    found = _records.get(number)
+    if found is None:
+        found = Record(device.type)
+        _records.put(number, found)
+    return found
+
+
+def forget_records() -> None:
+    """Let go of what solves took."""
+    _records.clear()
+
+
+def _written(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.2g} ms"
