@@ -146,6 +146,7 @@ class Recording:
         self._keep("residual", residual)
         verdict = torch.stack([held.all().long(), progress.iterations.amax()])
         self._keep("verdict", torch.cat([verdict, codes]))
+        progress.carry(self._keep)  # else a replay would begin with what was left by the rehearsal of this
 
     def _begins_alike(self, states: Tensor) -> Tensor:
         """[B]: whether the first step, taken by itself for every solve, leads to the recording's first state.
