@@ -117,7 +117,7 @@ def test_an_error_of_the_library_is_on_purpose_and_others_are_not(fuzz):
 
     for act, expected in (
         (lambda: deeppcr.Newton(chunk=0), True),
-        (lambda: deeppcr.solve(lambda z: z.nonsense, deeppcr, length=3), True),
+        (lambda: deeppcr.solve(lambda z: z.nonsense, deeppcr, length=3, solver=deeppcr.Newton()), True),
         (lambda: {}["nothing"], False),
     ):
         with pytest.raises(Exception) as caught:  # noqa: PT011
