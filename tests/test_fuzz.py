@@ -24,7 +24,7 @@ def fuzz():
 @pytest.fixture
 def report(fuzz, device):
     def report(number: int, *more: str) -> dict:
-        found = fuzz.run_one(number, fuzz.parse([*LONGEST, "--device", device.type, *more]))
+        found = fuzz.run_one(number, fuzz.parse([*LONGEST, "--way", "newton", "--device", device.type, *more]))
         found["details"].pop("seconds", None)
         return found
 
