@@ -218,10 +218,10 @@ def on_host(nest: Any) -> np.ndarray:
     return torch.cat(flat).numpy()
 
 
-def solved(step: Any, z0: Any, xs: Any, **settings: Any) -> Found:
+def solved(step: Any, z0: Any, xs: Any, solver: Newton = Newton()) -> Found:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-        solution = deeppcr.solve(step, z0, xs, **settings)
+        solution = deeppcr.solve(step, z0, xs, solver=solver)
     leaves = [leaf for leaf in pytree.tree_leaves((z0, xs)) if leaf.requires_grad]
     loss = sum(leaf.square().sum() for leaf in pytree.tree_leaves(solution.states))
     gradients = torch.autograd.grad(loss, leaves) if leaves else ()

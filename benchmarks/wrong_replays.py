@@ -74,7 +74,7 @@ def draw_tasks(pairs: int, seed: int, device: str, *, samples: bool | None = Non
 def preload(device: str) -> None:
     """What a first solve imports takes seconds: once is enough. Nothing here may touch a GPU, which a forked process could not use then."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for whoever only asks whether there is one
-    deeppcr.solve(torch.cos, torch.ones(2, 3), length=9)
+    deeppcr.solve(torch.cos, torch.ones(2, 3), length=9, solver=deeppcr.Newton())
     sample(lambda z, t: 0.1 * z, replay_pairs.SCHEDULE, torch.ones(2, 3), step=DDIM())
     if device == "cuda":
         import_module("deeppcr.diffusion.window.by_kernels")

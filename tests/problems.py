@@ -24,8 +24,8 @@ class Problem:
     def __iter__(self):
         return iter((self.step, self.z0, self.xs))
 
-    def solve(self, **settings) -> deeppcr.Solution:
-        return deeppcr.solve(self.step, self.z0, self.xs, length=self.length, **settings)
+    def solve(self, *, solver: deeppcr.Newton | deeppcr.Loop = deeppcr.Newton(), **settings) -> deeppcr.Solution:
+        return deeppcr.solve(self.step, self.z0, self.xs, length=self.length, solver=solver, **settings)
 
     def loop(self) -> Any:
         """The states of the plain loop, as ``Solution.states`` has them."""

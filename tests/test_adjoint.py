@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Newton stopped:deeppcr.Convergen
 FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-def compare(step, z0, xs, tolerance, at_least=0.0, **settings):
+def compare(step, z0, xs, tolerance, at_least=0.0, solver=Newton(), **settings):
     """The gradients of the last state in z0 and xs against the loop's, relative to the largest."""
     sources = [leaf.requires_grad_() for leaf in (*(z0 if isinstance(z0, tuple) else (z0,)), xs)]
 
@@ -27,7 +27,7 @@ def compare(step, z0, xs, tolerance, at_least=0.0, **settings):
     for x in xs:
         z = step(z, x)
     expected = gradients_of(tuple(leaf.unsqueeze(0) for leaf in z) if isinstance(z, tuple) else z.unsqueeze(0))
-    found = gradients_of(deeppcr.solve(step, z0, xs, **settings).states)
+    found = gradients_of(deeppcr.solve(step, z0, xs, solver=solver, **settings).states)
     largest = max(at_least, *(float(each.abs().max()) for each in expected))
     for ours, loops in zip(found, expected, strict=True):
         assert (ours - loops).abs().max() <= tolerance * largest
@@ -127,10 +127,10 @@ def rounded(z, x):
     return F.layer_norm(0.5 * z + x, (2,))
 
 
-def refused(step, xs, device, **settings):
+def refused(step, xs, device, solver=Newton(), **settings):
     z0 = torch.ones(3, 2, dtype=xs.dtype, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="the adjoint does not hold") as raised:
-        deeppcr.solve(step, z0, xs, **settings).states.sin().sum().backward()
+        deeppcr.solve(step, z0, xs, solver=solver, **settings).states.sin().sum().backward()
     return str(raised.value)
 
 
@@ -163,7 +163,7 @@ def test_a_part_without_a_gradient_is_named(base, dtype, device):
 def test_what_was_rebound_is_named(base, dtype, device):
     xs, factor = Generator(0, dtype, device).normal(30, 3, 2), 0.3
     z0 = torch.ones(3, 2, dtype=dtype, device=device, requires_grad=True)
-    states = deeppcr.solve(lambda z, x: base(z, x) + factor * z, z0, xs).states
+    states = deeppcr.solve(lambda z, x: base(z, x) + factor * z, z0, xs, solver=Newton()).states
     factor = 0.301
     with pytest.raises(RuntimeError, match=r"the adjoint does not hold.*rebound since") as raised:
         states.sin().sum().backward()
@@ -230,7 +230,7 @@ def test_a_signal_that_died_out_and_is_normalised_afterwards(units, dtype, devic
         (loops,) = torch.autograd.grad(direction(plain_loop(step, z0, weights)), weights)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            (ours,) = torch.autograd.grad(direction(deeppcr.solve(step, z0, weights).states), weights)
+            (ours,) = torch.autograd.grad(direction(deeppcr.solve(step, z0, weights, solver=Newton()).states), weights)
         off = (ours - loops).abs().max() / loops.abs().max()
         told += warned(said)
         assert warned(said) or off < 0.01, (gain, width)
@@ -243,7 +243,7 @@ def test_a_signal_that_died_out_where_its_beginning_counts(dtype, device):
     step, z0, weights = fading(dtype, device)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        (ours,) = torch.autograd.grad(deeppcr.solve(step, z0, weights).states.square().sum(), z0)
+        (ours,) = torch.autograd.grad(deeppcr.solve(step, z0, weights, solver=Newton()).states.square().sum(), z0)
     (loops,) = torch.autograd.grad(plain_loop(step, z0, weights).square().sum(), z0)
     assert torch.allclose(ours, loops, rtol=1e-4)
     assert not warned(said)

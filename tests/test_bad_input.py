@@ -2,15 +2,17 @@
 
 import sys
 from copy import deepcopy
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 import deeppcr
-from deeppcr import Loop, Newton, StepError, solve
+from deeppcr import Loop, Newton, StepError
 from problems import Generator, mlp
 
+solve = partial(deeppcr.solve, solver=Newton())
 ONES = torch.ones(2, 3)
 IN_PLACE = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(3, 3))
 

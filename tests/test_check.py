@@ -130,7 +130,7 @@ def test_derivatives_that_differ_by_forward_and_by_reverse_mode():
     assert finding.kind == "derivative"
     assert "torch.no_grad()" in finding.message
     with pytest.raises(RuntimeError, match=r"the adjoint does not hold.*torch\.no_grad\(\)"):
-        deeppcr.solve(partly, Z0.clone().requires_grad_(), length=10).states.sum().backward()
+        deeppcr.solve(partly, Z0.clone().requires_grad_(), length=10, solver=deeppcr.Newton()).states.sum().backward()
     assert check(lambda z: torch.zeros_like(z), Z0, length=10) == []
     assert check(lambda z: torch.relu(z) - z.abs() / 2, torch.zeros(3, 4), length=10) == []
 
@@ -165,7 +165,7 @@ def test_a_step_that_multiplies_in_half_precision_is_called_that():
         return torch.tanh(y.float())
 
     with pytest.raises(deeppcr.StepError, match=r"multiplies in torch\.bfloat16, while its state is torch\.float32"):
-        deeppcr.solve(step, z0, length=50)
+        deeppcr.solve(step, z0, length=50, solver=deeppcr.Newton())
     assert [finding.kind for finding in deeppcr.check(step, z0, length=50)] == ["precision"]
     loose = deeppcr.Newton(atol=2e-2, rtol=2e-2)
     assert deeppcr.solve(step, z0, length=50, solver=loose).result is deeppcr.Result.CONVERGED
@@ -207,7 +207,7 @@ def test_derivatives_of_several_steps_at_once(length):
     start = z0.clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-        states = deeppcr.solve(step, start, xs).states
+        states = deeppcr.solve(step, start, xs, solver=deeppcr.Newton()).states
     ours, loops = (torch.autograd.grad(each.sum(), start)[0] for each in (states, plain_loop(step, start, xs)))
     assert torch.allclose(ours, loops, rtol=1e-8)  # whoever has the fault
 

@@ -24,7 +24,7 @@ def fuzz():
 @pytest.fixture
 def report(fuzz, device):
     def report(number: int, *more: str) -> dict:
-        found = fuzz.run_one(number, fuzz.parse([*LONGEST, "--device", device.type, *more]))
+        found = fuzz.run_one(number, fuzz.parse([*LONGEST, "--way", "newton", "--device", device.type, *more]))
         found["details"].pop("seconds", None)
         return found
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_library_is_on_purpose_and_others_are_not(fuzz):
 
     for act, expected in (
         (lambda: deeppcr.Newton(chunk=0), True),
-        (lambda: deeppcr.solve(lambda z: z.nonsense, deeppcr, length=3), True),
+        (lambda: deeppcr.solve(lambda z: z.nonsense, deeppcr, length=3, solver=deeppcr.Newton()), True),
         (lambda: {}["nothing"], False),
     ):
         with pytest.raises(Exception) as caught:  # noqa: PT011

@@ -91,7 +91,7 @@ def test_second_derivatives_of_the_implicit_gradient_raise(device):
 
 def test_transforms_and_forward_mode_raise_instead_of_being_wrong(device):
     problem = mlp(Generator(0, torch.float64, device), 10, 2)
-    run = lambda z0: deeppcr.solve(problem.step, z0, problem.xs).states.sum()  # noqa: E731
+    run = lambda z0: deeppcr.solve(problem.step, z0, problem.xs, solver=Newton()).states.sum()  # noqa: E731
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
         with pytest.raises(RuntimeError, match=r"torch\.func"):
             transform(run)(problem.z0)
@@ -165,7 +165,7 @@ def test_rows_that_influence_each_other_are_found_in_the_backward_pass(device):
     z0 = make.normal(3, 4).requires_grad_()
     weight = make.normal(4, 4) / 4
     step = lambda z: torch.tanh(z @ weight + 0.3 * z.mean(0))  # noqa: E731
-    states = deeppcr.solve(step, z0, length=30).states
+    states = deeppcr.solve(step, z0, length=30, solver=Newton()).states
     with pytest.raises(RuntimeError, match="rows of the batch influence each other"):
         states.sum().backward()
     # With no batch dimension, the same state is one row, and right.
@@ -225,7 +225,7 @@ def test_training_a_recurrent_net_through_the_solve(device):
     optimiser = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=0.05)
     losses = []
     for _ in range(30):
-        states = deeppcr.solve(step, make.normal(8, 4) * 0, inputs).states
+        states = deeppcr.solve(step, make.normal(8, 4) * 0, inputs, solver=Newton()).states
         loss = (readout(states) - target).square().mean()
         optimiser.zero_grad()
         loss.backward()
@@ -242,7 +242,7 @@ def test_an_adjoint_that_dies_out_is_no_failure(dtype, device):
         weight = make.normal(4, 4) / 4
         z0 = make.normal(3, 4).requires_grad_()
         step = lambda z, x: torch.tanh(z @ weight) + x  # noqa: B023, E731
-        states = deeppcr.solve(step, z0, make.normal(300, 3, 4)).states
+        states = deeppcr.solve(step, z0, make.normal(300, 3, 4), solver=Newton()).states
         states[-1].square().sum().backward()
         assert z0.grad.isfinite().all()
 
@@ -253,7 +253,7 @@ def test_weak_coupling_of_rows_that_adds_up_is_found(dtype, device):
     make = Generator(0, dtype, device)
     z0 = make.normal(8, 2).requires_grad_()
     step = lambda z: z + 4e-4 * (z.roll(1, 0) + z.roll(-1, 0) - 2 * z)  # noqa: E731
-    states = deeppcr.solve(step, z0, length=4000).states
+    states = deeppcr.solve(step, z0, length=4000, solver=Newton()).states
     with pytest.raises(RuntimeError, match="rows of the batch influence each other"):
         states[-1].square().sum().backward()
 
@@ -262,7 +262,7 @@ def test_a_given_jacobian_that_is_a_little_wrong_is_found(device):
     z0 = torch.ones(1, 2, device=device, requires_grad=True)
     identity = deeppcr.GivenJacobian(lambda z: deeppcr.linear.Diagonal(torch.ones_like(z)), exact=True)
     with torch.no_grad():
-        found = deeppcr.solve(lambda z: z - 1e-3 * z, z0, length=2000)
+        found = deeppcr.solve(lambda z: z - 1e-3 * z, z0, length=2000, solver=Newton())
     solver = Newton(jacobian=identity, chunk=1)
     states = deeppcr.solve(lambda z: z - 1e-3 * z, z0, length=2000, solver=solver, guess=found).states
     with pytest.raises(RuntimeError, match="given Jacobian is wrong"):
@@ -274,14 +274,14 @@ def test_parameters_that_only_later_steps_use(device):
     plain = lambda z: torch.sin(z) + 1  # noqa: E731
     weighted = lambda z: weight * torch.sin(z) + 1  # noqa: E731
     z0 = torch.zeros(1, 2, device=device)
-    states = deeppcr.solve([plain, plain, weighted, weighted], z0).states
+    states = deeppcr.solve([plain, plain, weighted, weighted], z0, solver=Newton()).states
     (ours,) = torch.autograd.grad(states.sum(), weight)
     z = weighted(weighted(plain(plain(z0)))) + weighted(plain(plain(z0)))
     (loops,) = torch.autograd.grad(z.sum(), weight)
     assert torch.allclose(ours, loops, atol=1e-4)
     branching = lambda z, x: torch.sin(z) + x if float(x.sum()) < 0 else weight * torch.sin(z) + x  # noqa: E731
     xs = torch.tensor([[-1.0], [1.0], [2.0]], device=device)
-    assert deeppcr.solve(branching, z0, xs).states.requires_grad
+    assert deeppcr.solve(branching, z0, xs, solver=Newton()).states.requires_grad
 
 
 def test_what_a_step_closes_over_must_not_change_before_the_backward_pass(device):
@@ -289,7 +289,7 @@ def test_what_a_step_closes_over_must_not_change_before_the_backward_pass(device
     layers = [make.module(nn.Linear(4, 4)) for _ in range(3)]
     z = make.normal(2, 4).requires_grad_()
     for layer in layers:
-        z = deeppcr.solve(lambda s: torch.tanh(layer(s)), z, length=10).states[-1]  # noqa: B023
+        z = deeppcr.solve(lambda s: torch.tanh(layer(s)), z, length=10, solver=Newton()).states[-1]  # noqa: B023
     with pytest.raises(RuntimeError, match="rebound since the forward pass"):
         z.sum().backward()
 
@@ -313,7 +313,7 @@ def test_unrolled_derivatives_are_right_after_a_warm_start(solver, device):
     weight = torch.tensor(0.8, dtype=torch.float64, device=device, requires_grad=True)
     step = lambda z: torch.sin(weight * z) + 0.5  # noqa: E731
     with torch.no_grad():
-        found = deeppcr.solve(step, z0, length=20)
+        found = deeppcr.solve(step, z0, length=20, solver=Newton())
 
     def derivatives(last):
         (first,) = torch.autograd.grad(last.sum(), weight, create_graph=True)
@@ -341,14 +341,14 @@ def test_mixed_precision_steps_on_float32_states(device):
 def test_a_gradient_that_overflows_is_named(device):
     z0 = torch.tensor([[0.3]], device=device, requires_grad=True)
     with pytest.warns(deeppcr.ConvergenceWarning):
-        states = deeppcr.solve(lambda z: 3.99 * z * (1 - z), z0, length=250).states
+        states = deeppcr.solve(lambda z: 3.99 * z * (1 - z), z0, length=250, solver=Newton()).states
     with pytest.raises(RuntimeError, match="overflows"):
         states.sum().backward()
 
 
 def test_a_batch_of_gradients_is_refused_in_one_line(device):
     z0 = torch.ones(3, 2, device=device, requires_grad=True)
-    states = deeppcr.solve(torch.sin, z0, length=20).states
+    states = deeppcr.solve(torch.sin, z0, length=20, solver=Newton()).states
     with pytest.raises(RuntimeError, match="one gradient at a time"):
         torch.autograd.grad(states, z0, torch.randn(4, 20, 3, 2, device=device), is_grads_batched=True)
 
@@ -390,7 +390,7 @@ def test_a_row_that_is_not_finite_leaves_the_gradients_of_the_others(solver, dev
 
 def test_rows_with_finite_gradients_are_checked_whatever_the_others_hold(device):
     z0 = Generator(0, torch.float64, device).normal(3, 4).requires_grad_()
-    coupled = deeppcr.solve(lambda z: torch.sin(z + 0.1 * z.mean(0)), z0, length=20).states
+    coupled = deeppcr.solve(lambda z: torch.sin(z + 0.1 * z.mean(0)), z0, length=20, solver=Newton()).states
     gradients = torch.ones_like(coupled)
     gradients[:, 1] = float("inf")
     with pytest.raises(RuntimeError, match="the adjoint does not hold"):
@@ -410,7 +410,7 @@ def test_a_gradient_that_no_step_lets_through_is_rounding_and_no_error(last, dty
     z0, weights = make.normal(5, 6).requires_grad_(), make.normal(70, 6, 6) / 2
     step = lambda z, weight: normalise(torch.tanh(z @ weight))  # noqa: E731
     for length in (2, 70):
-        states = deeppcr.solve(step, z0, weights[:length]).states
+        states = deeppcr.solve(step, z0, weights[:length], solver=Newton()).states
         loss = states[-1].square().sum() if last == "direction" else states[-1].sum()
         (gradient,) = torch.autograd.grad(loss, z0)
         assert gradient.abs().max() < 1e4 * torch.finfo(dtype).eps
@@ -429,7 +429,7 @@ def test_a_mistake_far_back_where_gradients_have_vanished_still_shows(dtype, dev
         return lambda z: torch.tanh(z @ weight) + 0.3 * torch.tanh(z).mean(0)  # rows that influence each other
 
     z0 = make.normal(5, 8).requires_grad_()
-    states = deeppcr.solve([layer(index) for index in range(40)], z0).states
+    states = deeppcr.solve([layer(index) for index in range(40)], z0, solver=Newton()).states
     with pytest.raises(RuntimeError, match="the adjoint does not hold"):
         states[-1].sum().backward()
 
@@ -440,7 +440,7 @@ def test_loss_scaling_skips_a_step_whose_gradients_overflow(depth, device):
     optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**120)
     before = [p.detach().clone() for p in layers.parameters()]
-    states = deeppcr.solve(layers, torch.ones(2, 3, device=device)).states
+    states = deeppcr.solve(layers, torch.ones(2, 3, device=device), solver=Newton()).states
     scaler.scale(states.sum() * 1e30).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -457,7 +457,7 @@ def test_a_derivative_that_is_not_finite_is_called_that(device):
     def step(z, x):
         return torch.where(torch.ones_like(z) > 0, 0.5 * torch.cos(z), torch.sqrt(z - x))
 
-    states = deeppcr.solve(step, z0, far).states
+    states = deeppcr.solve(step, z0, far, solver=Newton()).states
     assert torch.isfinite(states).all()
     with pytest.raises(RuntimeError, match=r"the derivative of step 6 is not finite \(row 1\)"):
         states.sum().backward()

@@ -78,7 +78,7 @@ def test_rows_are_judged_by_themselves(device):
     xs = (weights, biases, kept_up)
     step = lambda z, x: torch.relu(z) @ x[0].mT + x[1] + x[2]  # noqa: E731
     with pytest.warns(ConvergenceWarning, match=r"row 0; 1 of 2 rows"):
-        found = deeppcr.solve(step, problem.z0, xs)
+        found = deeppcr.solve(step, problem.z0, xs, solver=Newton())
     assert found.results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
     ours, loops = (gradients(each, problem) for each in (found.states, plain_loop(step, problem.z0, xs)))
     for one, other in zip(ours, loops, strict=True):
@@ -107,7 +107,9 @@ def test_few_digits_are_no_kink(dtype, device):
     xs = tuple(each.to(dtype).requires_grad_() for each in (weights, 0.05 * biases))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
-        found = deeppcr.solve(lambda z, x: torch.relu(z) @ x[0].mT + x[1], make.normal(3, 8).to(dtype), xs)
+        found = deeppcr.solve(
+            lambda z, x: torch.relu(z) @ x[0].mT + x[1], make.normal(3, 8).to(dtype), xs, solver=Newton()
+        )
     assert found.result in (Result.CONVERGED, Result.PRECISION_FLOOR)
 
 
@@ -146,7 +148,7 @@ def test_what_dies_out_smoothly_is_left_alone(step, dtype, device):
     xs.requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
-        found = deeppcr.solve(deeppcr.rowwise(step) if step is positive else step, z0, xs)
+        found = deeppcr.solve(deeppcr.rowwise(step) if step is positive else step, z0, xs, solver=Newton())
     assert found.result is Result.CONVERGED
     last = [pytree.tree_leaves(each)[-1][20] for each in (found.states, plain_loop(step, z0, xs))]
     ours, loops = (torch.autograd.grad(each.sum(), xs)[0] for each in last)
@@ -161,7 +163,9 @@ def test_a_counter_is_not_moved(device):
         count, value = z
         return count + 1, 0.4 * torch.sin(value) * table[count[..., 0].long()]
 
-    found = deeppcr.solve(step, (torch.zeros(4, 1, device=device), torch.randn(4, 3, device=device)), length=256)
+    found = deeppcr.solve(
+        step, (torch.zeros(4, 1, device=device), torch.randn(4, 3, device=device)), length=256, solver=Newton()
+    )
     assert found.result is Result.CONVERGED
     found.states[1].sum().backward()
     assert torch.isfinite(table.grad).all()

@@ -129,7 +129,7 @@ def test_nan_in_the_inputs_is_named(device):
     with pytest.warns(
         deeppcr.ConvergenceWarning, match=r"step 21 produced .* not finite; xs holds NaN there, .* \(row 1;"
     ):
-        solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(3, 2, device=device), xs)
+        solution = deeppcr.solve(lambda z, x: z / 2 + x, torch.ones(3, 2, device=device), xs, solver=Newton())
     assert solution.result is Result.NON_FINITE
     assert solution.exact_steps.tolist() == [50, 20, 50]
 
@@ -140,7 +140,7 @@ def test_what_another_row_or_a_mask_holds_is_not_named(value, device):
     xs[:, 1 if value != value else 0] = value  # NaN in the row that does not overflow, or a mask in the one that does
     z0 = torch.tensor([[1.5], [0.1]], device=device)
     with pytest.warns(deeppcr.ConvergenceWarning, match=r"step \d+ produced") as caught:
-        deeppcr.solve(lambda z, x: 2 * z * z + torch.nan_to_num(x).exp().clamp(max=0.1), z0, xs)
+        deeppcr.solve(lambda z, x: 2 * z * z + torch.nan_to_num(x).exp().clamp(max=0.1), z0, xs, solver=Newton())
     assert not any("xs holds" in str(each.message) for each in caught)
 
 
@@ -173,7 +173,7 @@ def test_an_infinite_mask_in_the_inputs_is_legal(device):
     mask[:, 2] = -torch.inf
     step = lambda z, m: torch.softmax(z + m, -1) + 0.5 * torch.sin(z)  # noqa: E731
     z0 = make.normal(3, 4)
-    solution = deeppcr.solve(step, z0, mask, on_failure="raise")
+    solution = deeppcr.solve(step, z0, mask, on_failure="raise", solver=Newton())
     assert torch.allclose(solution.states, plain_loop(step, z0, mask), atol=1e-9)
 
 

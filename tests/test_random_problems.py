@@ -62,7 +62,7 @@ def test_random_problems(batch, device):
 
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-            solution = deeppcr.solve(step, z0, xs)
+            solution = deeppcr.solve(step, z0, xs, solver=deeppcr.Newton())
             loop = plain_loop(step, z0, xs)
             states = solution.states
             if solution.result is Result.NON_FINITE:

@@ -30,7 +30,7 @@ def test_a_map_that_contracts_after_all_converges(rate, length, seed, device):
     """Its derivative is large where it does not stay: Newton is thrown about there, and loses the phase of the cycle."""
     z0 = torch.rand(3, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
     rates = torch.full((length, 1, 1), rate, dtype=torch.float64, device=device)
-    solution = deeppcr.solve(logistic, z0, rates, on_failure="raise")
+    solution = deeppcr.solve(logistic, z0, rates, on_failure="raise", solver=Newton())
     assert solution.result is Result.CONVERGED
     assert rolled_on(solution), solution.plan
     assert relative_error(solution.states, plain_loop(logistic, z0, rates)) < 1e-8
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_loop(device):
         if gradient is None:
             states = plain_loop(logistic, z0, rates)
         else:
-            solution = deeppcr.solve(logistic, z0, rates, gradient=gradient, on_failure="raise")
+            solution = deeppcr.solve(logistic, z0, rates, gradient=gradient, on_failure="raise", solver=Newton())
             assert rolled_on(solution), solution.plan
             states = solution.states
         found.append(torch.autograd.grad(states.sum(), (z0, rates)))
@@ -58,8 +58,8 @@ def test_each_row_by_itself_and_what_is_exact_stays(device):
     rates = torch.tensor([3.5, 3.99], dtype=torch.float64, device=device).view(1, 2, 1).expand(300, 2, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-        solution = deeppcr.solve(logistic, z0, rates)
-        returned = deeppcr.solve(logistic, z0, rates, on_failure="return")
+        solution = deeppcr.solve(logistic, z0, rates, solver=Newton())
+        returned = deeppcr.solve(logistic, z0, rates, on_failure="return", solver=Newton())
     assert solution.results == (Result.CONVERGED, Result.FINISHED_BY_LOOP)
     assert rolled_on(solution), solution.plan
     loop = plain_loop(logistic, z0, rates)
@@ -74,11 +74,11 @@ def test_each_row_by_itself_and_what_is_exact_stays(device):
 def test_a_sequence_that_overflows_is_named_with_its_step(device):
     z0 = torch.full((1, 1), 0.3, dtype=torch.float64, device=device)
     rates = torch.full((100, 1, 1), 3.5, dtype=torch.float64, device=device)
-    assert rolled_on(deeppcr.solve(logistic, z0, rates))
+    assert rolled_on(deeppcr.solve(logistic, z0, rates, solver=Newton()))
     rates[30] = torch.inf  # of the chunks that are rolled out, some hold it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-        solution = deeppcr.solve(logistic, z0, rates, on_failure="return")
+        solution = deeppcr.solve(logistic, z0, rates, on_failure="return", solver=Newton())
     assert solution.result is Result.NON_FINITE
     assert solution.exact_steps.tolist() == [30]
     assert solution.iterations.tolist() <= [9]  # the chunk is found as soon as all before it is exact
@@ -99,7 +99,7 @@ def test_the_end_is_rolled_out_where_the_rest_was_quick(monkeypatch, device):
     rates[350:] = 3.99
     loop = plain_loop(logistic, z0, rates)
     monkeypatch.setattr(Progress, "why_hopeless", lambda progress: "hopeless" if progress.count == 4 else None)
-    solution = deeppcr.solve(logistic, z0, rates, on_failure="raise")
+    solution = deeppcr.solve(logistic, z0, rates, on_failure="raise", solver=Newton())
     assert solution.result is Result.CONVERGED
     assert solution.iterations.tolist() == [4]
     assert rolled_on(solution), solution.plan
@@ -130,7 +130,7 @@ def test_a_recording_hands_over_what_needs_it(device, monkeypatch):
     deeppcr.clear_graphs()
     z0 = torch.full((1, 1), 0.3, dtype=torch.float64, device=device)
     rates = torch.full((100, 1, 1), 3.5, dtype=torch.float64, device=device)
-    solve = lambda: deeppcr.solve(logistic, z0, rates, on_failure="raise")  # noqa: E731
+    solve = lambda: deeppcr.solve(logistic, z0, rates, on_failure="raise", solver=Newton())  # noqa: E731
     first = solve()
     assert rolled_on(first), first.plan
     for _ in range(4):

@@ -139,7 +139,7 @@ def test_a_gradient_that_is_asked_for_by_name_is_refused_too(gradient, device):
     shift = torch.zeros(300, 1, device=device, requires_grad=True)
     step = lambda z, x: rate * z * (1 - z) + x  # noqa: E731
     with pytest.warns(deeppcr.ConvergenceWarning):
-        states = deeppcr.solve(step, z0, shift, on_failure="return", gradient=gradient).states
+        states = deeppcr.solve(step, z0, shift, on_failure="return", gradient=gradient, solver=Newton()).states
     for leaf in (z0, rate, shift):
         loss = states.sum() + 0.1 * (leaf**2).sum()
         with pytest.raises(RuntimeError, match="did not converge"):
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_asked_for_by_name_is_refused_too(gradient, device):
         assert torch.allclose(known, 2 * leaf)  # of states that the loss leaves out
     with pytest.warns(deeppcr.ConvergenceWarning):
         frozen = deeppcr.solve(
-            lambda z: 4 * z * (1 - z), z0.detach(), length=300, on_failure="return", gradient=gradient
+            lambda z: 4 * z * (1 - z), z0.detach(), length=300, on_failure="return", gradient=gradient, solver=Newton()
         )
     assert not frozen.states.requires_grad
 
@@ -181,7 +181,7 @@ def test_batch_dims_say_what_is_a_row(batch_dims, device):
     weight = make.normal(4, 4) / 4
     problem_z0, xs = make.normal(3, 5, 4), make.normal(50, 3, 5, 4)
     step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
-    solution = deeppcr.solve(step, problem_z0, xs, batch_dims=batch_dims)
+    solution = deeppcr.solve(step, problem_z0, xs, batch_dims=batch_dims, solver=Newton())
     assert solution.iterations.shape == problem_z0.shape[:batch_dims]
     assert solution.states.shape == (50, 3, 5, 4)
     assert relative_error(solution.states, plain_loop(step, problem_z0, xs)) < 1e-9
@@ -201,7 +201,9 @@ def test_solving_compiled_steps_and_compiled_callers(device):
     loop = problem.loop()
     compiled_step = torch.compile(problem.step, backend="aot_eager")
     with torch.no_grad():
-        assert relative_error(deeppcr.solve(compiled_step, problem.z0, problem.xs).states, loop) < 1e-9
-    caller = torch.compile(lambda z0, xs: deeppcr.solve(problem.step, z0, xs).states * 1.0, backend="aot_eager")
+        assert relative_error(deeppcr.solve(compiled_step, problem.z0, problem.xs, solver=Newton()).states, loop) < 1e-9
+    caller = torch.compile(
+        lambda z0, xs: deeppcr.solve(problem.step, z0, xs, solver=Newton()).states * 1.0, backend="aot_eager"
+    )
     with torch.no_grad():
         assert relative_error(caller(problem.z0, problem.xs), loop) < 1e-9

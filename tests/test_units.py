@@ -68,7 +68,7 @@ def test_small_and_large_units(size):
     step, _ = STEPS["duffing"]
     xs = torch.cos(0.1 * torch.arange(2000))
     z0 = size * torch.tensor([1.0, 0.0])
-    found = deeppcr.solve(in_units(step, size), z0, xs)
+    found = deeppcr.solve(in_units(step, size), z0, xs, solver=Newton())
     loop = plain_loop(in_units(step, size), z0.double(), xs.double())
     assert found.result is Result.CONVERGED
     assert (found.states - loop).abs().max() <= 1e-4 * size
@@ -80,7 +80,7 @@ def test_a_large_component_does_not_hide_small_ones(companion):
         return torch.cat([0.999 * z[..., :1] + companion * 1e-3 * x, network(z[..., 1:], x)], -1)
 
     xs, z0 = torch.cos(0.1 * torch.arange(500)), torch.cat([torch.tensor([companion]), torch.linspace(0.5, 1.5, 5)])
-    found = deeppcr.solve(step, z0, xs)
+    found = deeppcr.solve(step, z0, xs, solver=Newton())
     loop = plain_loop(step, z0, xs)
     assert found.result is Result.CONVERGED
     assert ((found.states - loop).abs().amax(0) <= 1e-4 * loop.abs().amax(0)).all()
@@ -111,7 +111,7 @@ def test_a_clock_in_the_state():
         return torch.stack([time + 10.0, angle + speed, speed], -1)
 
     xs, z0 = torch.zeros(300, dtype=torch.float64), torch.tensor([1.7e9, 0.3, 0.0], dtype=torch.float64)
-    found = deeppcr.solve(step, z0, xs)
+    found = deeppcr.solve(step, z0, xs, solver=Newton())
     loop = plain_loop(step, z0, xs)
     assert found.result is Result.CONVERGED
     assert ((found.states - loop).abs().amax(0) <= 1e-8 * loop.abs().amax(0))[1:].all()
@@ -130,7 +130,7 @@ class TestDyingOut:
 
     def test_the_message_says_from_where_on_digits_are_not_known(self):
         step, z0, weights, loop = self.problem()
-        found = deeppcr.solve(step, z0, weights)
+        found = deeppcr.solve(step, z0, weights, solver=Newton())
         assert found.result is Result.CONVERGED
         known = int(found.known_steps)
         assert 5 < known < 60
@@ -150,7 +150,7 @@ class TestDyingOut:
 
     def test_nothing_is_said_of_a_signal_that_stays(self):
         step, z0, weights, _ = self.problem(gain=1.5)
-        found = deeppcr.solve(step, z0, weights, on_failure="return")
+        found = deeppcr.solve(step, z0, weights, on_failure="return", solver=Newton())
         assert int(found.known_steps) == len(weights)
         assert "died out" not in found.message
 

@@ -105,7 +105,7 @@ class Problem:
     def solve(self, way: str, step: Callable, z0: Any, xs: Any, near: Any) -> deeppcr.Solution:
         """By ``way``; ``near``: the loop's states, for a guess."""
         asked = dict(self.asked)
-        if self.solver or way in NEEDS_NEWTON:
+        if self.solver or way != "default":
             settings = {name: value for name, value in self.solver.items() if name != "kind"}
             asked["solver"] = getattr(deeppcr, self.solver.get("kind", "Newton"))(**settings)
         if self.guess == "near":
@@ -131,10 +131,10 @@ class Problem:
         return "; ".join(part for part in parts if part)
 
 
-#: How a problem may be solved: as a user gets it; by Newton's iteration whatever ``solve`` would choose; or for the fourth
-#: time, when a GPU replays what it recorded.
+#: How a problem may be solved: as a user gets it; by Newton's iteration whatever ``solve`` would choose; or by it for the
+#: fourth time, when a GPU replays what it recorded.
 WAYS = ("default", "newton", "repeated")
-NEEDS_NEWTON, REPEATS = ("newton",), {"repeated": 4}
+REPEATS = {"repeated": 4}
 
 
 def problem(number: int, *, seed: int = 0, longest: int = 5000) -> Problem:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
-from .fuse.step import Apply, Found, FusedStep, NotCovered, has_kernels, solve
+from .fuse.step import Apply, Found, FusedStep, NotCovered, Run, has_kernels, solve
 from .newton import Newton
 from .runtime import apply_directly, in_functorch
 from .sequence import Rowwise, Sequence
@@ -137,12 +137,12 @@ def solve_fused(
     fused, length = call.fused, call.length
     assert isinstance(fused, FusedStep) and length is not None
     layout = fused.layout
-    initial, leaves = layout.pack(call.z0), fused.leaves(call.inputs, call.reached)
-    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *leaves))
+    initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
+    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = replace(tolerance, local=True) if differentiated else tolerance
-    run = fused.run(initial, leaves, length)
+    run = Run(fused.kernels, initial, bases, length)
     kind = fused.kind(length, (wanted, newton.chunk, guess is None))
     if newton.chunk != "auto" and not fused.solves:
         kind.chunk = min(length, newton.chunk)
@@ -158,7 +158,7 @@ def solve_fused(
         return reason
     states = found.states
     if differentiated:
-        states = apply_directly(Apply, found, run, initial, *leaves)
+        states = apply_directly(Apply, found, run, initial, *bases)
     return _solution(call, fused, found, states, newton, differentiated, fixed)
 
 

@@ -66,7 +66,8 @@ class Implicit(Gradient):
 
     >>> import torch, deeppcr
     >>> z0 = torch.ones(3, requires_grad=True)
-    >>> deeppcr.solve(torch.sin, z0, length=20, gradient=deeppcr.Implicit()).states[-1].sum().backward()
+    >>> solution = deeppcr.solve(torch.sin, z0, length=20, solver=deeppcr.Newton(), gradient=deeppcr.Implicit())
+    >>> solution.states[-1].sum().backward()
     >>> z0.grad.shape
     torch.Size([3])
     """
@@ -84,7 +85,8 @@ class Unrolled(Gradient):
 
     >>> import torch, deeppcr
     >>> z0 = torch.ones(3, requires_grad=True)
-    >>> deeppcr.solve(torch.sin, z0, length=20, gradient=deeppcr.Unrolled()).states[-1].sum().backward()
+    >>> solution = deeppcr.solve(torch.sin, z0, length=20, solver=deeppcr.Newton(), gradient=deeppcr.Unrolled())
+    >>> solution.states[-1].sum().backward()
     >>> z0.grad.shape
     torch.Size([3])
     """

@@ -32,7 +32,8 @@ class RepeatInitial(Guess):
     """``z_0`` at every step: the paper's choice for single passes.
 
     >>> import torch, deeppcr
-    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, guess=deeppcr.RepeatInitial()).result.name
+    >>> newton = deeppcr.Newton()
+    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, solver=newton, guess=deeppcr.RepeatInitial()).result.name
     'CONVERGED'
     """
 
@@ -45,7 +46,8 @@ class Zeros(Guess):
     """Zero at every step.
 
     >>> import torch, deeppcr
-    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, guess=deeppcr.Zeros()).result.name
+    >>> newton = deeppcr.Newton()
+    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, solver=newton, guess=deeppcr.Zeros()).result.name
     'CONVERGED'
     """
 
@@ -62,7 +64,8 @@ class Random(Guess):
         seed: the same seed gives the same guess on every device
 
     >>> import torch, deeppcr
-    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, guess=deeppcr.Random(seed=1)).result.name
+    >>> newton = deeppcr.Newton()
+    >>> deeppcr.solve(torch.sin, torch.ones(2), length=9, solver=newton, guess=deeppcr.Random(seed=1)).result.name
     'CONVERGED'
     """
 
@@ -112,8 +115,9 @@ class BatchMean(Guess):
         solution: of a sequence with the same length and state; its batch may have another size
 
     >>> import torch, deeppcr
-    >>> last = deeppcr.solve(torch.sin, torch.ones(8, 2), length=9)
-    >>> deeppcr.solve(torch.sin, torch.ones(5, 2), length=9, guess=deeppcr.BatchMean(last)).result.name
+    >>> newton = deeppcr.Newton()
+    >>> last = deeppcr.solve(torch.sin, torch.ones(8, 2), length=9, solver=newton)
+    >>> deeppcr.solve(torch.sin, torch.ones(5, 2), length=9, solver=newton, guess=deeppcr.BatchMean(last)).result.name
     'CONVERGED'
     """
 

@@ -86,7 +86,7 @@ class Plan:
         notes: further choices and their reasons
 
     >>> import torch, deeppcr
-    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64).plan.chunk
+    >>> deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Newton()).plan.chunk
     4
     """
 
@@ -125,7 +125,7 @@ class Solution:
         tolerance: of the states; None: they are those of the loop
 
     >>> import torch, deeppcr
-    >>> solution = deeppcr.solve(lambda z: torch.cos(z), torch.tensor([1.0]), length=50)
+    >>> solution = deeppcr.solve(torch.cos, torch.tensor([1.0]), length=50, solver=deeppcr.Newton())
     >>> print(solution.result.name, solution.states.shape)
     CONVERGED torch.Size([50, 1])
     """

@@ -81,7 +81,8 @@ def solve(
 
     >>> import torch, deeppcr
     >>> weights = torch.randn(1000, 8, 8) / 8**0.5
-    >>> solution = deeppcr.solve(lambda z, w: torch.tanh(z) @ w.mT, torch.randn(4, 8), weights)
+    >>> z0, step = torch.randn(4, 8), lambda z, w: torch.tanh(z) @ w.mT
+    >>> solution = deeppcr.solve(step, z0, weights, solver=deeppcr.Newton())
     >>> solution.states.shape, solution.result.name
     (torch.Size([1000, 4, 8]), 'CONVERGED')
     """

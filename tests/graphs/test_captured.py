@@ -173,9 +173,9 @@ class TestWhatTheStepClosesOver:
     def test_changed_in_place(self, device):
         z0, xs, weight = self.problem(device)
         step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
-        twice(lambda: deeppcr.solve(step, z0, xs))
+        twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
         weight.mul_(-0.5)
-        solution = deeppcr.solve(step, z0, xs)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton())
         assert is_replayed(solution)
         assert len(captured_solves) == 1
         assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
@@ -183,24 +183,25 @@ class TestWhatTheStepClosesOver:
     def test_rebound(self, device):
         z0, xs, weight = self.problem(device)
         step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
-        twice(lambda: deeppcr.solve(step, z0, xs))
+        twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
         weight = -0.5 * weight
-        solution = deeppcr.solve(step, z0, xs)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton())
         assert not is_replayed(solution)
-        assert relative_error(twice(lambda: deeppcr.solve(step, z0, xs)).states, plain_loop(step, z0, xs)) < 1e-9
+        solution = twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
+        assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
         assert len(captured_solves) == 2
 
     def test_a_number(self, device):
         z0, xs, weight = self.problem(device)
         factor = 1.0
         step = lambda z, x: factor * torch.tanh(z @ weight + x)  # noqa: E731
-        twice(lambda: deeppcr.solve(step, z0, xs))
+        twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
         factor = 0.5
-        solution = deeppcr.solve(step, z0, xs)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton())
         assert not is_replayed(solution)
         assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
         factor = 1.0
-        solution = deeppcr.solve(step, z0, xs)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton())
         assert is_replayed(solution)
         assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
 
@@ -212,10 +213,10 @@ class TestWhatTheStepClosesOver:
         z0, xs, weight = self.problem(device)
         gate = Gate()
         step = lambda z, x: gate(z @ weight) + x  # noqa: E731
-        twice(lambda: deeppcr.solve(step, z0, xs))
+        twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
         gate.eval()
         for _ in range(3):
-            assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
+            assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-9
 
     def test_which_result_is_returned(self, device):
         z0 = (torch.ones(2, 3, device=device), torch.zeros(2, 3, device=device))
@@ -225,22 +226,23 @@ class TestWhatTheStepClosesOver:
             a, b = torch.tanh(z[0]), torch.cos(z[1])
             return (b, a) if swap else (a, b)
 
-        twice(lambda: deeppcr.solve(step, z0, length=20))
+        twice(lambda: deeppcr.solve(step, z0, length=20, solver=Newton()))
         swap = True
         for _ in range(3):
-            assert relative_error(deeppcr.solve(step, z0, length=20).states, plain_loop(step, z0, length=20)) < 1e-5
+            solution = deeppcr.solve(step, z0, length=20, solver=Newton())
+            assert relative_error(solution.states, plain_loop(step, z0, length=20)) < 1e-5
 
     def test_its_own_inputs(self, device):
         """The xs of one solve, closed over, are not the xs of the next."""
         z0, xs, weight = self.problem(device)
         step = lambda z, x: torch.tanh(z @ weight + x + xs[0])  # noqa: E731
         for _ in range(4):
-            assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
+            assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-9
             xs = xs + 1
 
     def test_new_closures_of_the_same_kind_share_a_recording(self, device):
         z0, xs, weight = self.problem(device)
-        solutions = [deeppcr.solve(lambda z, x: torch.tanh(z @ weight + x), z0, xs) for _ in range(3)]
+        solutions = [deeppcr.solve(lambda z, x: torch.tanh(z @ weight + x), z0, xs, solver=Newton()) for _ in range(3)]
         assert [is_replayed(s) for s in solutions] == [False, True, True]
 
     def test_tensors_made_anew_for_every_solve_are_not_recorded_forever(self, device):
@@ -250,14 +252,16 @@ class TestWhatTheStepClosesOver:
             kept.append(weight / (1 + number))
             for _ in range(2):
                 step = lambda z, x: torch.tanh(z @ kept[-1] + x)  # noqa: E731
-                assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
+                solution = deeppcr.solve(step, z0, xs, solver=Newton())
+                assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
         assert len(captured_solves) < 10
 
     def test_recordings_that_are_replayed_are_not_counted_as_idle(self, device):
         z0, xs, weight = self.problem(device)
         for number in range(6):
             scaled = weight / (1 + number)
-            solutions = [deeppcr.solve(lambda z, x: torch.tanh(z @ scaled + x), z0, xs) for _ in range(3)]  # noqa: B023
+            step = lambda z, x: torch.tanh(z @ scaled + x)  # noqa: B023, E731
+            solutions = [deeppcr.solve(step, z0, xs, solver=Newton()) for _ in range(3)]
             assert is_replayed(solutions[-1]), solutions[-1].plan
 
 
@@ -376,7 +380,7 @@ def test_wherever_a_step_holds_what_changes(place, of, device):
 def test_what_cannot_be_recorded_runs_as_ever(step, reason, device):
     z0 = torch.ones(2, 3, device=device)
     for _ in range(3):
-        solution = deeppcr.solve(step, z0, length=20)
+        solution = deeppcr.solve(step, z0, length=20, solver=Newton())
         assert re.search(reason, why_not(solution)), solution.plan
         assert relative_error(solution.states, plain_loop(step, z0, length=20)) < 1e-4
     assert len(captured_solves) == 0
@@ -444,14 +448,14 @@ class TestHandedOver:
         make = Generator(0, torch.float64, device)
         z0, xs = make.normal(2, 3), make.normal(30, 3)
         step = lambda z, x: torch.tanh(z) + x  # noqa: E731
-        twice(lambda: deeppcr.solve(step, z0, xs))
+        twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
         bad = xs.clone()
         bad[20] = torch.inf
-        solution = deeppcr.solve(step, z0, bad)
+        solution = deeppcr.solve(step, z0, bad, solver=Newton())
         assert "handed over" in why_not(solution)
         assert solution.result is Result.NON_FINITE
         assert solution.exact_steps.tolist() == [20, 20]
-        assert is_replayed(deeppcr.solve(step, z0, xs))
+        assert is_replayed(deeppcr.solve(step, z0, xs, solver=Newton()))
 
     def test_few_iterations_allowed(self, device):
         problem = mlp(Generator(0, torch.float64, device), 60, 2, activation=torch.tanh)
@@ -509,17 +513,18 @@ def test_gradients(device):
 
     expected = gradients(plain_loop(step, z0, xs))
     for _ in range(3):
-        solution = deeppcr.solve(step, z0, xs)
+        solution = deeppcr.solve(step, z0, xs, solver=Newton())
         for found, true in zip(gradients(solution.states), expected, strict=True):
             assert relative_error(found, true) < 1e-8
     assert is_replayed(solution)
     with torch.no_grad():
         weight.mul_(0.5)
-    solution = deeppcr.solve(step, z0, xs)
+    solution = deeppcr.solve(step, z0, xs, solver=Newton())
     assert is_replayed(solution)
     for found, true in zip(gradients(solution.states), gradients(plain_loop(step, z0, xs)), strict=True):
         assert relative_error(found, true) < 1e-8
-    assert not deeppcr.solve(step, z0.detach(), xs.detach()).states.is_leaf  # the weight still requires a gradient
+    solution = deeppcr.solve(step, z0.detach(), xs.detach(), solver=Newton())
+    assert not solution.states.is_leaf  # the weight still requires a gradient
 
 
 class TestJacobians:
@@ -592,7 +597,7 @@ def test_inputs_that_only_seem_large(device):
     def solve():
         xs = (weight.expand(30, 4, 4), offsets)
         step = lambda z, x: torch.tanh(z @ x[0] + x[1])  # noqa: E731
-        return deeppcr.solve(step, z0, xs), plain_loop(step, z0, xs)
+        return deeppcr.solve(step, z0, xs, solver=Newton()), plain_loop(step, z0, xs)
 
     for number in range(3):
         solution, loop = solve()
@@ -605,11 +610,11 @@ def test_inputs_that_only_seem_large(device):
 def test_the_cache_is_bounded(device, monkeypatch):
     monkeypatch.setattr(captured_solves._recordings, "most", 3)
     for length in range(10, 16):
-        twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=length))  # noqa: B023
+        twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=length, solver=Newton()))  # noqa: B023
         assert len(captured_solves) <= 3
-    assert is_replayed(deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=15))
+    assert is_replayed(deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=15, solver=Newton()))
     monkeypatch.setattr(captured_solves._recordings, "most_bytes", 1)
-    twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=17))
+    twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=17, solver=Newton()))
     assert len(captured_solves) == 1
     deeppcr.clear_graphs()
     assert len(captured_solves) == 0
@@ -621,13 +626,13 @@ def test_a_recording_does_not_keep_the_step(device):
     step = lambda z: torch.tanh(z @ weight)  # noqa: E731
     z0 = torch.ones(2, 3, device=device)
     expected = deeppcr.solve(step, z0, length=20, solver=Newton(capture=False))
-    assert_same(twice(partial(deeppcr.solve, step, z0, length=20)), expected)
+    assert_same(twice(partial(deeppcr.solve, step, z0, length=20, solver=Newton())), expected)
     gone = weakref.ref(step)
     del step
     gc.collect()
     assert gone() is None
     again = lambda z: torch.tanh(z @ weight)  # noqa: E731
-    assert not is_replayed(deeppcr.solve(again, z0, length=20))  # another place in a program
+    assert not is_replayed(deeppcr.solve(again, z0, length=20, solver=Newton()))  # another place in a program
     assert len(captured_solves) == 1
 
 
@@ -649,7 +654,7 @@ def test_settings_of_the_process_are_part_of_the_kind(device):
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
         half = lambda z, x: (torch.relu(z) @ x[0].mT + x[1]).float()  # noqa: E731
         for _ in range(3):
-            solution = deeppcr.solve(half, problem.z0, problem.xs)
+            solution = deeppcr.solve(half, problem.z0, problem.xs, solver=Newton())
             assert relative_error(solution.states, plain_loop(half, problem.z0, problem.xs)) < 0.05
 
 
@@ -706,14 +711,14 @@ def test_threads_with_one_recording(device):
     xs, weight = make.normal(60, 8), make.normal(8, 8) / 4
     step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
     starts = [make.normal(3, 8) for _ in range(4)]
-    twice(lambda: deeppcr.solve(step, starts[0], xs))
+    twice(lambda: deeppcr.solve(step, starts[0], xs, solver=Newton()))
     errors: list = []
 
     def work(z0):
         try:
             loop = plain_loop(step, z0, xs)
             for _ in range(4):
-                solution = deeppcr.solve(step, z0, xs)
+                solution = deeppcr.solve(step, z0, xs, solver=Newton())
                 assert is_replayed(solution)
                 assert relative_error(solution.states, loop) < 1e-9
         except BaseException as error:
@@ -748,14 +753,14 @@ class TestOnAGpu:
         step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
         starts = [make.normal(3, 16) for _ in range(2)]
         expected = [deeppcr.solve(step, z0, xs, solver=Newton(capture=False)).states for z0 in starts]
-        twice(lambda: deeppcr.solve(step, starts[0], xs))
+        twice(lambda: deeppcr.solve(step, starts[0], xs, solver=Newton()))
         streams = [torch.cuda.Stream() for _ in starts]
         torch.cuda.synchronize()
         found: list[list] = [[], []]
         for _ in range(20):
             for number, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
-                    found[number].append(deeppcr.solve(step, starts[number], xs).states)
+                    found[number].append(deeppcr.solve(step, starts[number], xs, solver=Newton()).states)
         torch.cuda.synchronize()
         for number, states in enumerate(found):
             assert all(relative_error(each, expected[number]) < 1e-5 for each in states)
@@ -767,7 +772,7 @@ class TestOnAGpu:
         step = lambda z, x: torch.tanh(cell(z) + x)  # noqa: E731
         for number in range(4):
             optimiser.zero_grad()
-            solution = deeppcr.solve(step, z0, xs)
+            solution = deeppcr.solve(step, z0, xs, solver=Newton())
             assert is_replayed(solution) == (number > 0), solution.plan
             with torch.no_grad():
                 assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-4

@@ -31,7 +31,7 @@ def test_skip_connections_collapse(skip, device):
     make = Generator(0, torch.float64, device)
     xs, z0 = make.linear_layers(8 * skip, 6), make.normal(3, 6)
     step, grouped = deeppcr.collapse(layer, xs, skip)
-    solution = deeppcr.solve(step, z0, grouped, on_failure="raise")
+    solution = deeppcr.solve(step, z0, grouped, on_failure="raise", solver=Newton())
     assert relative_error(solution.states, resnet_loop(z0, xs, skip)) < 1e-9
 
 
@@ -53,7 +53,7 @@ def test_collapse_with_another_connection_and_its_mistakes(device):
 def test_layers_inside_one_long_skip(device):
     make = Generator(0, torch.float64, device)
     xs, z0 = make.linear_layers(100, 6), make.normal(3, 6)
-    inside = deeppcr.solve(layer, z0, xs)
+    inside = deeppcr.solve(layer, z0, xs, solver=Newton())
     output = inside.states[-1] + z0
     assert relative_error(output, plain_loop(layer, z0, xs)[-1] + z0) < 1e-9
 
@@ -64,8 +64,8 @@ def test_nested_skips_are_two_solves(device):
     left_xs, right_xs, z0 = make.linear_layers(50, 6), make.linear_layers(50, 6), make.normal(3, 6).requires_grad_()
     up = lambda z, x: layer(z, x[0]) + 0.5 * x[1]  # noqa: E731
 
-    left = deeppcr.solve(layer, z0, left_xs).states
-    right = deeppcr.solve(up, left[-1], (right_xs, left.flip(0))).states
+    left = deeppcr.solve(layer, z0, left_xs, solver=Newton()).states
+    right = deeppcr.solve(up, left[-1], (right_xs, left.flip(0)), solver=Newton()).states
 
     loop_left = plain_loop(layer, z0, left_xs)
     loop_right = plain_loop(up, loop_left[-1], (right_xs, loop_left.flip(0)))
@@ -133,14 +133,22 @@ def test_histories_that_cannot_work():
     with pytest.raises(ValueError, match="window: expected"):
         deeppcr.with_history(windowed, 0)
     with pytest.raises(ValueError, match="starts from a tuple of 3 states"):
-        deeppcr.solve(deeppcr.with_history(windowed, 3), (torch.ones(2), torch.ones(2)), torch.ones(5, 2))
+        deeppcr.solve(
+            deeppcr.with_history(windowed, 3), (torch.ones(2), torch.ones(2)), torch.ones(5, 2), solver=Newton()
+        )
 
 
 def test_bidirectional_recurrences(device):
     make = Generator(0, torch.float64, device)
     weight, xs, z0 = make.normal(4, 4) / 4, make.normal(50, 3, 4), make.normal(3, 4)
     step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
-    both = torch.cat([deeppcr.solve(step, z0, xs).states, deeppcr.solve(step, z0, xs.flip(0)).states.flip(0)], -1)
+    both = torch.cat(
+        [
+            deeppcr.solve(step, z0, xs, solver=Newton()).states,
+            deeppcr.solve(step, z0, xs.flip(0), solver=Newton()).states.flip(0),
+        ],
+        -1,
+    )
     loop = torch.cat([plain_loop(step, z0, xs), plain_loop(step, z0, xs.flip(0)).flip(0)], -1)
     assert relative_error(both, loop) < 1e-9
 

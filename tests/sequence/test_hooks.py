@@ -23,14 +23,14 @@ def weights(device):
 def test_a_hook_on_a_tensor(weights, device):
     z0 = torch.ones(3, 4, device=device, requires_grad=True)
     with pytest.raises(StepError, match="hook on the gradient of a tensor"):
-        deeppcr.solve(clipped, z0, weights)
+        deeppcr.solve(clipped, z0, weights, solver=deeppcr.Newton())
     assert [finding.kind for finding in deeppcr.check(clipped, z0, weights)]
     loop = deeppcr.solve(clipped, z0, weights, solver=Loop()).states
     (gradient,) = torch.autograd.grad(loop.sum(), z0)
     assert gradient.abs().max() > 0
     with torch.no_grad():  # where it is never registered
-        assert torch.allclose(deeppcr.solve(clipped, z0, weights).states, loop, atol=1e-5)
-    assert deeppcr.solve(clipped, z0.detach(), weights).result is deeppcr.Result.CONVERGED
+        assert torch.allclose(deeppcr.solve(clipped, z0, weights, solver=deeppcr.Newton()).states, loop, atol=1e-5)
+    assert deeppcr.solve(clipped, z0.detach(), weights, solver=deeppcr.Newton()).result is deeppcr.Result.CONVERGED
 
 
 @pytest.mark.parametrize("where", ["outside", "inside", "all"])
@@ -46,19 +46,19 @@ def test_a_hook_on_a_module(where, device):
         name = {"outside": "the module Sequential has", "inside": "the module Sequential.0 has", "all": "all modules"}
         for step in (net, [net, torch.sin]):
             with pytest.raises(StepError, match=name[where]):
-                deeppcr.solve(step, z0, length=2)
+                deeppcr.solve(step, z0, length=2, solver=deeppcr.Newton())
         with torch.no_grad():
-            assert deeppcr.solve(net, z0, length=20).result is deeppcr.Result.CONVERGED
+            assert deeppcr.solve(net, z0, length=20, solver=deeppcr.Newton()).result is deeppcr.Result.CONVERGED
     finally:
         handle.remove()
-    deeppcr.solve(net, z0, length=20).states.sum().backward()
+    deeppcr.solve(net, z0, length=20, solver=deeppcr.Newton()).states.sum().backward()
 
 
 def test_a_hook_on_a_parameter_is_called_as_ever(device):
     """Once, with the sum over all steps: it is not inside the step."""
     net, seen = torch.nn.Linear(4, 4, device=device), []
     net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    deeppcr.solve(net, torch.ones(3, 4, device=device), length=20).states.sum().backward()
+    deeppcr.solve(net, torch.ones(3, 4, device=device), length=20, solver=deeppcr.Newton()).states.sum().backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], net.weight.grad)
 
@@ -68,6 +68,6 @@ def test_hooks_that_look_on_are_no_reason_to_refuse(device):
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to(device)
     z0 = torch.ones(3, 4, device=device, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        states = deeppcr.solve(net, z0, length=20).states
+        states = deeppcr.solve(net, z0, length=20, solver=deeppcr.Newton()).states
     assert counter.get_total_flops() > 0
     states.sum().backward()

@@ -82,7 +82,7 @@ def test_a_step_that_no_transform_covers_says_so_and_approximations_still_work(d
     step = lambda z, x: 0.4 * NoTransforms.apply(z) + x  # noqa: E731
     z0, xs = make.normal(3, 4), make.normal(25, 3, 4)
     with pytest.raises(StepError, match=r"cannot be differentiated.*need no derivative"):
-        deeppcr.solve(step, z0, xs)
+        deeppcr.solve(step, z0, xs, solver=Newton())
     solution = deeppcr.solve(step, z0, xs, solver=deeppcr.Picard(), on_failure="raise")
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
 
@@ -91,10 +91,13 @@ def test_folding_is_compared_with_real_steps(device):
     make = Generator(0, torch.float64, device)
     per_row = make.normal(2, 4)
     with pytest.raises(StepError, match="does not take another number of rows"):
-        deeppcr.solve(deeppcr.rowwise(lambda z: torch.tanh(z + per_row)), make.normal(2, 4), length=6)
+        deeppcr.solve(deeppcr.rowwise(lambda z: torch.tanh(z + per_row)), make.normal(2, 4), length=6, solver=Newton())
     with pytest.raises(StepError, match="rows of a folded call differ"):
         deeppcr.solve(
-            deeppcr.rowwise(lambda z, x: torch.tanh(z - z.mean(0) + x)), make.normal(2, 4), make.normal(6, 2, 4)
+            deeppcr.rowwise(lambda z, x: torch.tanh(z - z.mean(0) + x)),
+            make.normal(2, 4),
+            make.normal(6, 2, 4),
+            solver=Newton(),
         )
 
 
@@ -103,7 +106,7 @@ def test_a_rowwise_step_that_gives_nan_is_not_blamed_for_its_rows(device):
     xs = torch.zeros(6, 2, 4, device=device)
     xs[:, 1] = 1
     with pytest.warns(deeppcr.ConvergenceWarning, match="not finite"):
-        found = deeppcr.solve(step, torch.ones(2, 4, device=device), xs)
+        found = deeppcr.solve(step, torch.ones(2, 4, device=device), xs, solver=Newton())
     assert [result.name for result in found.results][1] == "NON_FINITE"
     assert found.states[:, 0].isfinite().all()
 
@@ -113,7 +116,7 @@ def test_rowwise_with_two_batch_dimensions(device):
     weight = make.normal(4, 4) / 4
     step = deeppcr.rowwise(lambda z, x: torch.tanh(z @ weight + x))
     z0, xs = make.normal(3, 2, 4), make.normal(30, 3, 2, 4)
-    solution = deeppcr.solve(step, z0, xs, batch_dims=2)
+    solution = deeppcr.solve(step, z0, xs, batch_dims=2, solver=Newton())
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
     assert solution.iterations.shape == (3, 2)
 
@@ -121,7 +124,7 @@ def test_rowwise_with_two_batch_dimensions(device):
 def test_recurrent_cells_without_folding_still_work(device):
     problem = gru(Generator(0, torch.float64, device), 12, 2)
     unfolded = problem.step.step
-    solution = deeppcr.solve(unfolded, problem.z0, problem.xs)
+    solution = deeppcr.solve(unfolded, problem.z0, problem.xs, solver=Newton())
     assert relative_error(solution.states, problem.loop()) < 1e-9
 
 
@@ -139,7 +142,7 @@ class Block(nn.Module):
 def check_list(layers, z0, said, xs=None):
     with torch.no_grad():
         loop = plain_loop_over(layers, z0, xs)
-    solution = deeppcr.solve(layers, z0, xs)
+    solution = deeppcr.solve(layers, z0, xs, solver=Newton())
     assert relative_error(solution.states, loop) < 1e-9
     assert any(said in note for note in solution.plan.notes)
     return solution
@@ -235,14 +238,14 @@ def test_nests_of_states_and_inputs(device):
 
     z0 = {"a": make.normal(2, 3), "b": [make.normal(2, 1)]}
     xs = {"u": (make.normal(20, 3),), "v": make.normal(20)}
-    solution = deeppcr.solve(step, z0, xs)
+    solution = deeppcr.solve(step, z0, xs, solver=Newton())
     assert set(solution.states) == {"a", "b"}
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
 
 
 def test_scalar_states_without_dimensions(device):
     z0 = torch.tensor(0.5, dtype=torch.float64, device=device)
-    solution = deeppcr.solve(torch.cos, z0, length=40)
+    solution = deeppcr.solve(torch.cos, z0, length=40, solver=Newton())
     assert solution.states.shape == (40,)
     assert solution.iterations.shape == ()
     assert relative_error(solution.states, plain_loop(torch.cos, z0, length=40)) < 1e-9
@@ -253,7 +256,7 @@ def test_inputs_that_are_not_contiguous_or_offset(device):
     xs = make.normal(4, 60).T[5:55]
     z0 = make.normal(4, 6).T[1:4]
     step = lambda z, x: torch.tanh(z + x)  # noqa: E731
-    assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-9
+    assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-9
 
 
 def test_two_threads_at_once(device):
@@ -276,22 +279,24 @@ def test_unbatched_states_taken_apart_into_numbers(device):
     """The natural way to write an ODE: forward mode promotes the tangents of tensors without dimensions."""
     step = lambda z: torch.stack([0.9 * z[0] - 0.1 * z[1], 0.1 * z[0]])  # noqa: E731
     z0 = torch.ones(2, device=device, requires_grad=True)
-    solution = deeppcr.solve(step, z0, length=100)
+    solution = deeppcr.solve(step, z0, length=100, solver=Newton())
     assert solution.states.dtype == torch.float32
     assert relative_error(solution.states, plain_loop(step, z0, length=100)) < 1e-4
     solution.states[-1].sum().backward()
     for jacobian in (deeppcr.HutchinsonJacobian(), deeppcr.ScalarJacobian(0.5)):
         deeppcr.solve(step, z0, length=100, solver=Newton(jacobian=jacobian)).states.sum().backward()
     number = torch.tensor(1.0, device=device)
-    assert deeppcr.solve(lambda z: 0.5 * torch.cos(z), number, length=50).states.shape == (50,)
+    assert deeppcr.solve(lambda z: 0.5 * torch.cos(z), number, length=50, solver=Newton()).states.shape == (50,)
 
 
 def test_in_place_steps_are_found_where_packing_copies(device):
     strided = torch.full((2, 2, 3), 10.0, device=device).transpose(1, 2)
     with pytest.raises(StepError, match="in place"):
-        deeppcr.solve(lambda z: z.mul_(0.5).add_(1), strided, length=5)
+        deeppcr.solve(lambda z: z.mul_(0.5).add_(1), strided, length=5, solver=Newton())
     with pytest.raises(StepError, match="in place"):
-        deeppcr.solve(lambda s: (s[0].mul_(0.5).add_(1), s[1]), (strided[:, 0], strided[:, 1]), length=5)
+        deeppcr.solve(
+            lambda s: (s[0].mul_(0.5).add_(1), s[1]), (strided[:, 0], strided[:, 1]), length=5, solver=Newton()
+        )
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_in_place_steps_are_found_where_packing_copies(device):
 def test_folding_is_compared_with_other_steps_too(step, device):
     make = Generator(0, torch.float32, device)
     with pytest.raises(StepError, match="folded"):
-        deeppcr.solve(deeppcr.rowwise(step), make.normal(3, 4), make.normal(50, 3, 4))
+        deeppcr.solve(deeppcr.rowwise(step), make.normal(3, 4), make.normal(50, 3, 4), solver=Newton())
 
 
 @pytest.mark.parametrize("driven", [slice(61, 90), slice(77, 78), slice(-1, None)])
@@ -311,7 +316,7 @@ def test_folding_is_compared_where_inputs_hardly_ever_differ(driven, rows, devic
     xs[driven] = 1
     step, z0 = lambda z, x: 0.5 * torch.tanh(z) + x[0], torch.zeros(rows, 2, dtype=torch.float64, device=device)
     with pytest.raises(StepError, match="folded call differ"):
-        deeppcr.solve(deeppcr.rowwise(step), z0, xs)
+        deeppcr.solve(deeppcr.rowwise(step), z0, xs, solver=Newton())
     assert deeppcr.check(deeppcr.rowwise(step), z0, xs)
 
 
@@ -339,7 +344,7 @@ def test_folding_is_compared_where_whole_numbers_hardly_ever_differ(step, rows, 
     tokens[77] = 2
     z0 = torch.zeros(rows, 4, dtype=torch.float64, device=device)
     with pytest.raises(StepError, match="folded call differ"):
-        deeppcr.solve(deeppcr.rowwise(lambda z, x: 0.5 * torch.tanh(z) + table[step(x)]), z0, tokens)
+        deeppcr.solve(deeppcr.rowwise(lambda z, x: 0.5 * torch.tanh(z) + table[step(x)]), z0, tokens, solver=Newton())
 
 
 def test_check_compares_every_step_of_a_folded_call(device):
@@ -360,12 +365,12 @@ def test_a_rowwise_step_that_takes_only_its_own_inputs_is_not_given_others(devic
 
     xs = torch.arange(20.0, device=device)[:, None, None].expand(20, 3, 2)
     z0 = torch.zeros(3, 2, device=device)
-    solution = deeppcr.solve(deeppcr.rowwise(step), z0, xs)
+    solution = deeppcr.solve(deeppcr.rowwise(step), z0, xs, solver=Newton())
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-5
     xs = torch.zeros_like(xs)
     xs[-1] = 1  # the last step is real, and is compared all the same
     with pytest.raises(StepError, match="rows of a folded call differ"):
-        deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1].expand(len(x), 2))), z0, xs)
+        deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1].expand(len(x), 2))), z0, xs, solver=Newton())
 
 
 def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_closes_over_has(device):
@@ -374,10 +379,10 @@ def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_
         [lambda z, k=k: torch.tanh(z) * k for k in (0.5, 0.6, 0.7)],
         [partial(torch.mul, torch.full((3,), k, device=device)) for k in (0.5, 0.6, 0.7)],
     ):
-        assert not deeppcr.solve(steps, z0).states.requires_grad
+        assert not deeppcr.solve(steps, z0, solver=Newton()).states.requires_grad
     weight = torch.full((3,), 0.5, device=device, requires_grad=True)
     steps = [torch.tanh, lambda z: z * weight, torch.sin]
-    (ours,) = torch.autograd.grad(deeppcr.solve(steps, z0).states.sum(), weight)
+    (ours,) = torch.autograd.grad(deeppcr.solve(steps, z0, solver=Newton()).states.sum(), weight)
     (loops,) = torch.autograd.grad(plain_loop_over(steps, z0).sum(), weight)
     assert torch.allclose(ours, loops, rtol=1e-4)
 
@@ -385,7 +390,7 @@ def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_
 def test_dictionaries_whose_keys_come_back_in_another_order(device):
     step = lambda s: {"b": torch.tanh(s["a"]), "a": 0.5 * s["b"] + 1}  # noqa: E731
     state = {"a": torch.ones(2, 3, device=device), "b": torch.zeros(2, 3, device=device)}
-    solution = deeppcr.solve(step, state, length=30)
+    solution = deeppcr.solve(step, state, length=30, solver=Newton())
     for _ in range(30):
         state = step(state)
     assert all(torch.allclose(solution.states[name][-1], state[name], atol=1e-4) for name in "ab")
@@ -399,7 +404,7 @@ def test_a_step_with_a_state_of_its_own_is_found_after_the_loop(device):
         return torch.tanh(z) / 2 + len(calls)
 
     with pytest.raises(StepError, match="keeps a state of its own"):
-        deeppcr.solve(counts, torch.ones(2, 3, device=device), length=50)
+        deeppcr.solve(counts, torch.ones(2, 3, device=device), length=50, solver=Newton())
 
 
 def test_inference_tensors(device):
@@ -407,9 +412,9 @@ def test_inference_tensors(device):
     with torch.inference_mode():
         z0, xs = torch.ones(2, 3, device=device), torch.randn(50, 2, 3, device=device)
         step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
-        assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-4
+        assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-4
     with torch.no_grad():
-        assert relative_error(deeppcr.solve(step, z0, xs).states, plain_loop(step, z0, xs)) < 1e-4
+        assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-4
 
 
 def test_threads_that_share_one_model(device):
@@ -422,7 +427,7 @@ def test_threads_that_share_one_model(device):
     try:
         with torch.no_grad(), ThreadPoolExecutor(4) as pool:
             inputs = [torch.randn(2, 4, dtype=torch.float64, device=device) for _ in range(16)]
-            solutions = list(pool.map(lambda z0: deeppcr.solve(layers, z0), inputs))
+            solutions = list(pool.map(lambda z0: deeppcr.solve(layers, z0, solver=Newton()), inputs))
     finally:
         sys.setswitchinterval(before)
     for z0, solution in zip(inputs, solutions, strict=True):
@@ -434,7 +439,7 @@ def test_backward_hooks_keep_a_module_out_of_the_stack(device):
     layers = [nn.Linear(4, 4).double().to(device) for _ in range(6)]
     layers[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0 * g for g in inputs))
     with torch.no_grad():  # where they do no harm
-        solution = deeppcr.solve(layers, torch.randn(2, 4, dtype=torch.float64, device=device))
+        solution = deeppcr.solve(layers, torch.randn(2, 4, dtype=torch.float64, device=device), solver=Newton())
     assert any("1 called one by one" in note for note in solution.plan.notes)
 
 

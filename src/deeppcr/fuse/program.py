@@ -7,7 +7,7 @@ every row is a lane; of a *narrow* one they are the whole state of a row. So the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,27 @@ class Program:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return self.parts.leaves
+
+    def _taken_of(self, base: int) -> list[int]:
+        """The places in a base that its leaves show, once for each time."""
+        found = []
+        for leaf in self.leaves:
+            if leaf.base == base:
+                count = self.channels if self.elementwise else int(np.prod(leaf.shape, dtype=int))
+                spacing = leaf.spacing if self.elementwise else 1
+                found += [leaf.offset + spacing * i for i in range(count)]
+        return found
+
+    @lru_cache(maxsize=64)  # noqa: B019 - of one program there are as many as it has bases
+    def are_apart(self, base: int) -> bool:
+        """Whether the leaves of a base do not overlap."""
+        taken = self._taken_of(base)
+        return len(set(taken)) == len(taken)
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def covers_whole(self, base: int) -> bool:
+        """Whether every number of a base belongs to a leaf."""
+        return len(set(self._taken_of(base))) == int(np.prod(self.parts.bases[base].shape, dtype=int))
 
     @cached_property
     def jacobian(self) -> list[list[Scalar]]:

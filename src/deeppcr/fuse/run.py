@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import aligned, launch, next_power_of_2
+from ..launch import aligned, launch, next_power_of_2, repeat
 from ..tolerance import Tolerance
 from .compiled import Kernels
+from .trace import Leaf
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
@@ -92,108 +93,67 @@ class Found:
     left: int
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A leaf where it lies: how far apart its steps, rows and channels are."""
-
-    tensor: Tensor
-    strides: tuple[int, int, int]
-
-
-def place(kernels: Kernels, leaves: list[Tensor], shape: torch.Size) -> list[Placed]:
-    """Leaves as the kernels read them: the numbers of a row side by side, or, of an elementwise step, evenly spaced.
+class Run:
+    """One solve: what it reads, and the launches on it.
 
     Args:
-        leaves: [L, rows, ...] each, without L or rows where they are the same for all
-        shape: of the state of a row
+        initial: [B, D]
+        bases: what the kernels read from, [L, rows, ...] each, without L or rows where they are the same for all
     """
-    program, placed = kernels.program, []
-    for leaf, tensor in zip(program.leaves, leaves, strict=True):
-        lead = leaf.per_step + leaf.per_row
-        if tensor.device != leaves[0].device and tensor.ndim == 0:
-            tensor = tensor.to(leaves[0].device)
-        strides = [tensor.stride(0) if leaf.per_step else 0, tensor.stride(lead - 1) if leaf.per_row else 0]
-        if program.elementwise:
-            channel = _spacing(tensor, lead, shape)
-            if channel is None:
-                tensor = tensor.expand(*tensor.shape[:lead], *shape).contiguous()
-                strides = [tensor.stride(0) if leaf.per_step else 0, tensor.stride(lead - 1) if leaf.per_row else 0]
-                channel = 1
-            strides.append(channel)
-        else:
-            if not _is_side_by_side(tensor, lead):
-                tensor = tensor.contiguous()
-                strides = [tensor.stride(0) if leaf.per_step else 0, tensor.stride(lead - 1) if leaf.per_row else 0]
-            strides.append(0)
-        placed.append(Placed(tensor, tuple(strides)))  # pyright: ignore[reportArgumentType]
-    return placed
 
-
-def _spacing(tensor: Tensor, lead: int, shape: torch.Size) -> int | None:
-    """How far apart the channels lie: 0 where one number serves all, None where they are not evenly spaced."""
-    inner = tensor.shape[lead:]
-    while len(inner) > len(shape) and inner[0] == 1:  # the rows' own dimensions
-        inner, lead = inner[1:], lead + 1
-    if inner.numel() == 1:
-        return 0
-    if inner != shape:
-        return None
-    spacing = tensor.stride(-1)
-    for dim in range(tensor.ndim - 2, lead - 1, -1):
-        if tensor.shape[dim] > 1 and tensor.stride(dim) != tensor.stride(dim + 1) * tensor.shape[dim + 1]:
-            return None
-    return spacing
-
-
-def _is_side_by_side(tensor: Tensor, lead: int) -> bool:
-    expected = 1
-    for dim in range(tensor.ndim - 1, lead - 1, -1):
-        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
-            return False
-        expected *= tensor.shape[dim]
-    return True
-
-
-class Run:
-    """One solve: its memory, and the launches on it."""
-
-    def __init__(self, kernels: Kernels, initial: Tensor, leaves: list[Placed], length: int):
+    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.kernels, self.program, self.length = kernels, program, length
         self.initial = aligned(initial.detach().contiguous())
-        self.leaves = leaves
+        self.bases = [
+            _side_by_side(tensor.detach(), base.per_step + base.per_row)
+            for tensor, base in zip(bases, program.parts.bases, strict=True)
+        ]
         self.rows = initial.numel() // program.width  # R
         self.device = initial.device
         self.block = _LANES[program.elementwise]
         self.warps = max(1, self.block // 32)
         moving = sum(read.value.level for read in program.reads)
         self.stages = _STAGES if moving < _MANY else _FEW_STAGES
+        self.strides = tuple(number for leaf in program.leaves for number in self._strides_of(leaf))
+        self.pointers = tuple(self.bases[leaf.base] for leaf in program.leaves)
+        self.layout = (
+            length, self.rows, initial.dtype, self.strides, initial.get_device(),
+            tuple([(base.dtype, base.data_ptr() % 16) for base in self.bases]),
+        )  # fmt: skip
 
-    def pointers(self) -> tuple[Tensor, ...]:
-        return tuple(each.tensor for each in self.leaves)
-
-    def strides(self) -> tuple[int, ...]:
-        return tuple(number for each in self.leaves for number in each.strides)
+    def _strides_of(self, leaf: Leaf) -> tuple[int, int, int, int]:
+        base = self.bases[leaf.base]
+        step = base.stride(0) if leaf.per_step else 0
+        row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
+        return step, row, leaf.spacing, leaf.offset
 
     def kinds(self, *sizes: int) -> tuple:
         """What the kernels are compiled for beside their constants."""
-        dtypes = tuple((each.tensor.dtype, each.tensor.data_ptr() % 16 == 0) for each in self.leaves)
-        large = tuple(abs(size) >= 2**31 for size in (*self.strides(), *sizes))
-        return self.initial.dtype, dtypes, large
+        return (*self.layout[2:3], self.layout[5], any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
+
+    def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
+        """Make launches, by those of an earlier run that was alike where there was one."""
+        homes, places = {}, []
+        for tensor in (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors):
+            home = tensor.untyped_storage().data_ptr()
+            first = homes.setdefault(home, tensor)
+            places.append(tensor.data_ptr() - first.data_ptr())
+        repeat((self.kernels, *self.layout, *key, tuple(places)), tuple(homes.values()), make)
 
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
 
     def loop(self, states: Tensor, found: Found | None = None) -> None:
         """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
+        self.kernels.forward  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
-        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.corrections)
+        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.corrections, nothing)
         passes = 0 if found is None else found.passes
-        self._launch_roll(
-            start, start, states, memory, (0, first, self.length, 1, self.length - first, passes), False, True
-        )
+        sizes = (0, first, self.length, 1, self.length - first, passes)
+        self._launch_roll(start, start, states, memory, sizes, False, True)
 
     def _roll(
         self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, *, product: bool
@@ -208,14 +168,13 @@ class Run:
     ) -> None:  # fmt: skip
         step, first, chunk, chunks, turns, passes = sizes
         sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes)
-        kernel = self.kernels.forward.roll  # before the numbers, of which its source may bring more
         arguments = (
-            initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers(), *self.strides(), *sizes,
+            initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
         constants = (product, whole, self.block, self.stages)
-        integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16)
-        launch(kernel, programs, arguments, constants, warps=self.warps, integers=integers)
+        integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
+        launch(self.kernels.forward.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
         self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
@@ -230,51 +189,72 @@ class Run:
         width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
-        real = self.program.dtype
-        notes = torch.zeros(limit * (rows + 1) + 2 * rows, dtype=torch.float32, device=self.device)
-        corrections, residual, taken, unsettled = notes.split([limit * rows, rows, rows, limit])
-        taken, unsettled = taken.view(torch.int32), unsettled.view(torch.int32)
         states = self.new_states()
+        notes = torch.empty((limit + 2) * rows + limit, dtype=torch.float32, device=self.device)
+        corrections, residual = notes[: limit * rows].view(limit, rows), notes[limit * rows : (limit + 1) * rows]
+        whole_numbers = notes[(limit + 1) * rows :].view(torch.int32)
+        taken, unsettled = whole_numbers[:rows], whole_numbers[rows:]
         if chunks == 1:
+            notes.zero_()
             self.loop(states)
-            return Found(states, corrections.view(limit, rows), taken, residual, 0, chunk, 0)
-        groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
-        lanes = max(1, min(128 // groups, next_power_of_2(rows)))
-        per_chunk, per_group = width * rows, (width * width + 2 * width) * rows
-        whole = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
-        starts, ends, sizes, products, maps = whole.split(
+            return Found(states, corrections, taken, residual, 0, chunk, 0)
+        groups, lanes = _groups(chunks, rows)
+        real, per_chunk, per_group = self.program.dtype, width * rows, (width * width + 2 * width) * rows
+        workspace = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
+        starts, ends, sizes, products, maps = workspace.split(
             [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
         )
-        memory = (starts, ends, products, sizes, corrections)
+        memory = (starts, ends, products, sizes, corrections, unsettled)
+        kernels = self.kernels.forward
         for _ in range(kind.rolls):
             self._roll(guess, states, memory, chunk, chunks, 0, product=False)
             guess, states = states, self.new_states() if guess is None else guess
         sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
+        given = (workspace, notes, states) if guess is None else (workspace, notes, guess, states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
-            for passes in range(done, wanted):
-                self._roll(guess, states, memory, chunk, chunks, passes, product=True)
-                launch(
-                    self.kernels.forward.join, -(-rows // lanes),
-                    (starts, ends, products, sizes, maps, corrections, unsettled, taken, residual, *sizes_of_join, passes, *how),
-                    (groups, lanes), warps=max(1, groups * lanes // 32), integers=(real, *(s >= 2**31 for s in sizes_of_join)),
-                )  # fmt: skip
+
+            def some_passes(first: int = done, last: int = wanted) -> None:
+                for passes in range(first, last):
+                    self._roll(guess, states, memory, chunk, chunks, passes, product=True)
+                    launch(
+                        kernels.join, -(-rows // lanes),
+                        (starts, ends, products, sizes, maps, corrections, unsettled, taken, residual, *sizes_of_join, passes, *how),
+                        (groups, lanes), warps=max(1, groups * lanes // 32),
+                        integers=(real, *(size >= 2**31 for size in sizes_of_join)),
+                    )  # fmt: skip
+
+            self.repeat(("passes", chunk, limit, done, wanted, guess is None, how), given, some_passes)
             done = wanted
             left = [0] if most is not None else unsettled[:done].tolist()
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
-                return Found(
-                    states, corrections.view(limit, rows), taken, residual, passes, chunk, 0 if over else left[-1]
-                )
+                return Found(states, corrections, taken, residual, passes, chunk, 0 if over else left[-1])
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
         turns = chunk * (1 + self.program.width)
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
+
+
+def _side_by_side(tensor: Tensor, lead: int) -> Tensor:
+    """A tensor, or a copy of it, in which the numbers behind its first dimensions lie side by side."""
+    expected = 1
+    for dim in range(tensor.ndim - 1, lead - 1, -1):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
+            return tensor.contiguous()
+        expected *= tensor.shape[dim]
+    return tensor
+
+
+def _groups(chunks: int, rows: int) -> tuple[int, int]:
+    """Groups of chunks that a program joins side by side, and lanes of each."""
+    groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
+    return groups, max(1, min(128 // groups, next_power_of_2(rows)))
 
 
 def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
@@ -293,84 +273,133 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
 
 
 def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tensor, list[Tensor | None]]:
-    """The cotangents of the initial state [B, D], and of every floating leaf, as the leaves were given; None for others.
+    """The cotangents of the initial state [B, D], and of every floating base, in its shape; None for others.
 
     Args:
         states, given: [L, B, D], the states and their cotangents
     """
     program, width, rows = run.program, run.program.width, run.rows
+    kernels, real = run.kernels.backward, program.dtype
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
-    kernels, real = run.kernels.backward, program.dtype
     given = aligned(given.contiguous())
-    adjoints = torch.empty(chunks, width, rows, dtype=real, device=run.device)
-    products = torch.empty(chunks if chunks > 1 else 0, width, width, rows, dtype=real, device=run.device)
+    outputs = _Outputs(run, chunks)
     of_initial = torch.empty_like(run.initial)
-    batch = rows // program.channels
-    outputs = []
-    for leaf in program.leaves:
-        count = program.channels if program.elementwise else math.prod(leaf.shape)
-        real_leaf = leaf.dtype.is_floating_point
-        outputs.append(
-            torch.empty(run.length if leaf.per_step else chunks, batch, count, dtype=real, device=run.device)
-            if real_leaf else adjoints
-        )  # fmt: skip
-    step = run.initial.numel()
+    step, batch = run.initial.numel(), rows // program.channels
+    groups, lanes = _groups(chunks, rows)
+    per_chunk, per_group = width * rows, (width * width + 2 * width) * rows
+    workspace = torch.empty(chunks * per_chunk * (1 + width) + groups * per_group, dtype=real, device=run.device)
+    adjoints, products, maps = workspace.split([chunks * per_chunk, chunks * per_chunk * width, groups * per_group])
     sizes = (step, rows, program.channels, run.length, chunk, chunks)
-    programs = -(-chunks * rows // run.block)
 
     def sweep(as_map: bool) -> None:
         arguments = (
             run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
-            *run.pointers(), *outputs, *run.strides(), *sizes,
+            *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
         )  # fmt: skip
         launch(
-            kernels.sweep,
-            programs,
-            arguments,
-            (as_map, run.block, run.stages),
-            warps=run.warps,
-            integers=run.kinds(*sizes),
-        )
+            kernels.sweep, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
+            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
+        )  # fmt: skip
+
+    def all_of_it() -> None:
+        sweep(True)
+        sizes_of_chain = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
+        launch(
+            kernels.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (groups, lanes),
+            warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
+        )  # fmt: skip
+        sweep(False)
 
     if chunks > 1:
-        sweep(True)
-        groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
-        lanes = max(1, min(128 // groups, next_power_of_2(rows)))
-        maps = torch.empty(groups * (width * width + 2 * width) * rows, dtype=real, device=run.device)
-        sizes_of = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
-        launch(
-            kernels.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of), (groups, lanes),
-            warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(s >= 2**31 for s in sizes_of)),
-        )  # fmt: skip
+        tensors = (states, given, workspace, of_initial, *outputs.tensors)
+        run.repeat(("back", chunk, outputs.strides), tensors, all_of_it)
     else:
         last = given[-1].reshape(batch, width, program.channels)
-        adjoints.copy_(last.permute(1, 0, 2).reshape(1, width, rows))
-    sweep(False)
-    return of_initial, [
-        _summed(output, each.tensor, leaf.per_step, leaf.per_row) if leaf.dtype.is_floating_point else None
-        for output, each, leaf in zip(outputs, run.leaves, program.leaves, strict=True)
-    ]
+        adjoints.view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
+        sweep(False)
+    return of_initial, outputs.of_bases()
 
 
-def _summed(found: Tensor, like: Tensor, per_step: bool, per_row: bool) -> Tensor:
-    """[L or N, B, numbers] to the shape of a leaf."""
-    if not per_step:
-        found = found.sum(0)
-    if not per_row:
-        found = found.sum(int(per_step))
-    lead = per_step + per_row
-    inner = like.shape[lead:]
-    if found.shape[lead:].numel() != inner.numel():  # one number served all channels
-        found = found.sum(-1) if inner.numel() == 1 else found
-    return found.reshape(like.shape).to(like.dtype)
+class _Outputs:
+    """Where cotangents of what is read are written.
+
+    What belongs to one row at one step goes straight to its place in the cotangent of its base, where leaves of the base do not
+    overlap. The rest is written row by row, or chunk by chunk, and summed.
+    """
+
+    def __init__(self, run: Run, chunks: int):
+        program, self._run = run.program, run
+        batch = run.rows // program.channels
+        self._direct: dict[int, Tensor] = {}
+        self._summed: list[tuple[Leaf, Tensor]] = []
+        self.pointers, strides = [], []
+        for leaf in program.leaves:
+            base = run.bases[leaf.base]
+            real = leaf.dtype.is_floating_point
+            count = program.channels if program.elementwise else math.prod(leaf.shape)
+            if real and leaf.per_step and leaf.per_row and program.are_apart(leaf.base):
+                if leaf.base not in self._direct:
+                    whole = program.covers_whole(leaf.base)
+                    shape = base.shape
+                    self._direct[leaf.base] = (torch.empty if whole else torch.zeros)(
+                        shape, dtype=base.dtype, device=base.device
+                    )
+                output = self._direct[leaf.base]
+                numbers = (output.stride(0), output.stride(1), leaf.spacing, leaf.offset)
+            elif real:
+                parts = run.length if leaf.per_step else chunks
+                output = torch.empty(parts, batch, count, dtype=program.dtype, device=run.device)
+                self._summed.append((leaf, output))
+                numbers = (batch * count, count, 1, 0)
+            else:
+                output, numbers = run.initial, (0, 0, 0, 0)  # nothing is written
+            self.pointers.append(output)
+            strides += numbers
+        self.strides = tuple(strides)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self._direct.values(), *(output for _, output in self._summed)]
+
+    @property
+    def kinds(self) -> tuple:
+        return tuple((output.dtype, output.data_ptr() % 16) for output in self.pointers)
+
+    def of_bases(self) -> list[Tensor | None]:
+        """One for each base, in its shape."""
+        run, program = self._run, self._run.program
+        found: dict[int, Tensor] = dict(self._direct)
+        for leaf, output in self._summed:
+            if not leaf.per_step:
+                output = output.sum(0)
+            if not leaf.per_row:
+                output = output.sum(int(leaf.per_step))
+            base = run.bases[leaf.base]
+            lead = leaf.per_step + leaf.per_row
+            inner = base.shape[lead:].numel()
+            if not program.elementwise:
+                found[leaf.base] = output.reshape(base.shape).to(base.dtype)
+                continue
+            if leaf.base not in found:
+                found[leaf.base] = torch.zeros(*base.shape[:lead], inner, dtype=program.dtype, device=run.device)
+            into = found[leaf.base].view(*base.shape[:lead], inner)
+            if leaf.spacing == 0:
+                into[..., leaf.offset] += output.sum(-1)
+            else:
+                last = leaf.offset + leaf.spacing * (program.channels - 1)
+                into[..., leaf.offset : last + 1 : leaf.spacing] += output
+        return [
+            found[index].reshape(base.shape).to(base.dtype) if index in found else None
+            for index, base in enumerate(run.bases)
+        ]
 
 
 class Apply(torch.autograd.Function):
-    """The states [L, B, D] of a run as a function of the initial state [B, D] and of the leaves."""
+    """The states [L, B, D] of a run as a function of the initial state [B, D] and of the bases."""
 
     @staticmethod
-    def forward(ctx: Any, found: Found, run: Run, initial: Tensor, *leaves: Tensor):
+    def forward(ctx: Any, found: Found, run: Run, initial: Tensor, *bases: Tensor):
         ctx.run, ctx.chunk = run, found.chunk
         ctx.save_for_backward(found.states)
         return found.states.view_as(found.states)
@@ -379,5 +408,5 @@ class Apply(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor):
         (states,) = ctx.saved_tensors
-        of_initial, of_leaves = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
-        return None, None, of_initial, *of_leaves
+        of_initial, of_bases = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
+        return None, None, of_initial, *of_bases

@@ -17,7 +17,7 @@ from ..tolerance import Tolerance, measure
 from .compiled import Kernels
 from .expressions import NotCovered
 from .program import Program
-from .run import Apply, Found, Kind, Run, first_chunk, place, solve
+from .run import Apply, Found, Kind, Run, first_chunk, solve
 from .trace import one_row
 
 #: Steps that are looked at where not all are.
@@ -82,16 +82,13 @@ class FusedStep:
             found = self.kinds[key] = Kind(length, first_chunk(length, rows, program.elementwise))
         return found
 
-    def leaves(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
-        """What the kernels read, differentiable in xs and in what the step closes over."""
+    def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
+        """What the kernels read from, differentiable in xs and in what the step closes over."""
         device = self.layout.device
         closures = [reached[place] for place in self.places]
-        closures = [tensor if tensor.device == device else tensor.to(device) for tensor in closures]
+        if any(tensor.device != device for tensor in closures):  # single numbers
+            closures = [tensor.to(device) for tensor in closures]
         return self.kernels.program.parts.values(inputs, closures)
-
-    def run(self, initial: Tensor, leaves: list[Tensor], length: int) -> Run:
-        placed = place(self.kernels, [leaf.detach() for leaf in leaves], self.layout.shapes[0])
-        return Run(self.kernels, initial, placed, length)
 
     @torch.no_grad()
     def is_borne_out(self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance) -> bool:
@@ -116,4 +113,4 @@ class FusedStep:
         return True
 
 
-__all__ = ["Apply", "Found", "FusedStep", "NotCovered", "has_kernels", "solve"]
+__all__ = ["Apply", "Found", "FusedStep", "NotCovered", "Run", "has_kernels", "solve"]

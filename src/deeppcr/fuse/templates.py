@@ -92,9 +92,9 @@ def _load(program: Program, read: Read, mask: str) -> str:
 
 
 def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
-    """Of every leaf where it lies, and how far apart its steps, rows and channels are."""
+    """Of every leaf where its base lies, how far apart steps, rows and channels are, and where the first channel stands."""
     pointers = [f"p{i}" for i in range(len(program.leaves))]
-    strides = [f"{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c")]
+    strides = [f"{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
     return pointers, strides
 
 
@@ -102,7 +102,7 @@ def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
     used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
     channel = " + c * c{i}" if program.elementwise else ""
     return [
-        (f"a{{i}} = p{{i}} + b * b{{i}}{channel}" + (f" + {begin} * s{{i}}" if program.leaves[i].per_step else "")).format(i=i)
+        (f"a{{i}} = p{{i}} + o{{i}} + b * b{{i}}{channel}" + (f" + {begin} * s{{i}}" if program.leaves[i].per_step else "")).format(i=i)
         for i in used
     ]  # fmt: skip
 
@@ -172,6 +172,8 @@ def _roll(program: Program) -> str:
     lines = [
         *(line.format(width=width) for line in _lanes()),
         "live = inside & ~settled(found, passes, r, rows, inside)",
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         "    begin = first + n * chunk",
         *("    " + line for line in _prologue(program, whole, "begin")),
@@ -205,7 +207,7 @@ def _roll(program: Program) -> str:
         *("            " + line for line in _squares(width, "tl.store(products + (n * " + str(width * width) + " + {at}) * rows + r, j{i}_{j}, mask=live)")),
     ]  # fmt: skip
     arguments = [
-        "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", *pointers, *strides,
+        "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", *pointers, *strides,
         "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes",
     ]  # fmt: skip
     doc = '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end."""'
@@ -214,7 +216,7 @@ def _roll(program: Program) -> str:
 
 #: Arguments that a kernel is not compiled for anew.
 _SIZES = re.compile(
-    r"[sbc]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol"
+    r"g?[sbco]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol"
 )
 
 
@@ -373,14 +375,13 @@ def _sweep(program: Program) -> str:
     both = _Lines(program, [*maps, *terms, *pulled, *(value for _, value in of_reads)])
     pointers, strides = _leaf_arguments(program)
     outputs = [f"g{i}" for i in range(len(program.leaves))]
+    strides += [f"g{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
     stepwise = [(at, read, value) for at, (read, value) in enumerate(of_reads) if program.leaves[read.leaf].per_step]
     shared = [(at, read, value) for at, (read, value) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
 
     def assigned(name: str, value: Scalar) -> str:
         return f"{name} = {code.text(value)}" + ("" if isinstance(value, Value) else " + tl.zeros((BLOCK,), REAL)")
 
-    counts = _counts(program)
-    places = _places(program)
     turns = [
         "l = begin + t",
         "active = live & (l < steps)",
@@ -398,8 +399,7 @@ def _sweep(program: Program) -> str:
         *("    " + line for line in _for(width, "t{k} = tl.where(active, y{k} + q{k}, t{k})")),
         "else:",
         *("    " + line for line in with_them.body),
-        *("    " + f"tl.store(g{read.leaf} + (l * rows + r) * {counts[read.leaf]} + {places[at]}, {code.text(value)}, mask=active)"
-          for at, read, value in stepwise),
+        *("    " + f"tl.store({_output(program, read, 'l')}, {code.text(value)}, mask=active)" for _, read, value in stepwise),
         *("    " + f"s{at} += tl.where(active, {code.text(value)}, 0.0)" for at, _, value in shared),
         *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
         *("    " + line for line in _for(width, "w{k} = tl.where(active, y{k} + q{k}, w{k})")),
@@ -426,8 +426,7 @@ def _sweep(program: Program) -> str:
         *("    " + line for line in _squares(width, f"tl.store(products + (n * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
         "else:",
         *("    " + line for line in _for(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")),
-        *("    " + f"tl.store(g{read.leaf} + (n * rows + r) * {counts[read.leaf]} + {places[at]}, s{at}, mask=live)"
-          for at, read, _ in shared),
+        *("    " + f"tl.store({_output(program, read, 'n')}, s{at}, mask=live)" for at, read, _ in shared),
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "states", "given", "adjoints", "products", "of_initial", *pointers, *outputs, *strides,
@@ -437,22 +436,11 @@ def _sweep(program: Program) -> str:
     return _kernel("sweep", arguments, ["MAP", "BLOCK", "STAGES"], doc, lines)
 
 
-def _places(program: Program) -> list[int]:
-    """Of every number with a cotangent, where it stands among those of its leaf."""
-    seen: dict[int, int] = {}
-    found = []
-    for read, _ in program.cotangents:
-        found.append(seen.get(read.leaf, 0))
-        seen[read.leaf] = seen.get(read.leaf, 0) + 1
-    return found
-
-
-def _counts(program: Program) -> dict[int, int]:
-    """How many numbers of each leaf have cotangents."""
-    counts: dict[int, int] = {}
-    for read, _ in program.cotangents:
-        counts[read.leaf] = counts.get(read.leaf, 0) + 1
-    return counts
+def _output(program: Program, read: Read, index: str) -> str:
+    """Where the cotangent of a number goes: of a step, or of a chunk's share."""
+    i, offset = read.leaf, f" + {read.offset}" if read.offset else ""
+    channel = f" + c * gc{i}" if program.elementwise else ""
+    return f"g{i} + go{i} + {index} * gs{i} + b * gb{i}{channel}{offset}"
 
 
 def _chain(width: int) -> str:

@@ -6,9 +6,11 @@ taken out of it. PyTorch differentiates the graph of the rest, so that its rules
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -191,8 +193,8 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """What the kernels read: an input, a closure, or what is computed before them.
+class Base:
+    """A tensor that the kernels read from: an input, a closure, or what is computed before them.
 
     Attributes:
         node: of the graph of one row
@@ -208,46 +210,68 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """What the rest of a step sees of a base: all of it; or, of an elementwise step, one number of it for each channel.
+
+    Attributes:
+        base: which
+        node: of the graph of one row
+        shape: of one row at one step; of an elementwise step that of its state
+        offset, spacing: where the number of the first channel stands, and how far apart channels are
+    """
+
+    base: int
+    node: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_step: bool
+    per_row: bool
+    offset: int = 0
+    spacing: int = 0
+
+
+@dataclass(frozen=True)
 class Parts:
     """A step on one row, taken apart.
 
     Attributes:
         row: which it was
         elementwise: no operation mixes the numbers of the state's leaves, which have one shape
-        leaves: what the rest reads
+        bases, leaves: what the rest reads
         core: (leaves of the state, leaves) to the next state
-        hoisted: whether any leaf has to be computed
     """
 
     row: OneRow
     elementwise: bool
+    bases: tuple[Base, ...]
     leaves: tuple[Leaf, ...]
     core: Callable[..., list[Tensor]]
 
-    @property
-    def hoisted(self) -> bool:
-        return any(leaf.node.op != "placeholder" for leaf in self.leaves)
+    @cached_property
+    def _places(self) -> list[int] | None:
+        """Which of the inputs and closures the bases are; None where one has to be computed."""
+        holders = [node for node in self.row.graph.graph.nodes if node.op == "placeholder"][self.row.states :]
+        if all(base.node in holders for base in self.bases):
+            return [holders.index(base.node) for base in self.bases]
+        return None
 
-    def _row_dims(self) -> list[int]:
-        """Where the rows of inputs and closures stand."""
-        return [1] * self.row.inputs + [0] * len(self.row.closures)
-
-    def values(self, inputs: list[Tensor], closures: Iterable[Tensor]) -> list[Tensor]:
-        """The leaves: [L, rows, ...], without L or rows where they are the same for all.
+    def values(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
+        """The bases: [L, rows, ...], without L or rows where they are the same for all.
 
         Args:
             inputs: the leaves of xs, [L, ...] each
         """
-        row = self.row
-        outside = [
-            tensor.flatten(at, at + row.batch_dims - 1) if rows and row.batch_dims > 1 else tensor
-            for tensor, rows, at in zip([*inputs, *closures], row.has_rows, self._row_dims(), strict=True)
-        ]
+        row, outside = self.row, [*inputs, *closures]
+        if row.batch_dims > 1:
+            dims = [1] * row.inputs + [0] * len(closures)
+            outside = [
+                tensor.flatten(at, at + row.batch_dims - 1) if rows else tensor
+                for tensor, rows, at in zip(outside, row.has_rows, dims, strict=True)
+            ]
+        if self._places is not None:
+            return [outside[place] for place in self._places]
         nodes = [node for node in row.graph.graph.nodes if node.op == "placeholder"][row.states :]
-        if not self.hoisted:
-            place = {node: tensor for node, tensor in zip(nodes, outside, strict=True)}
-            return [place[leaf.node] for leaf in self.leaves]
-        return _evaluate_hoisted(row, self.leaves, nodes, outside)
+        return _evaluate_hoisted(row, self.bases, nodes, outside)
 
 
 def take_apart(row: OneRow, narrow: int) -> Parts:
@@ -290,18 +314,54 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
                 waiting.append(each)
             else:
                 leaves[each] = None
-    found = tuple(
-        Leaf(
-            node,
-            _shape_of(node, shape if elementwise else None),
-            node.meta["val"].dtype,
-            node in by_step,
-            node in by_row,
-        )
-        for node in sorted(leaves, key=nodes.index)
-    )
+    bases: list[Base] = []
+
+    def base_of(node: fx.Node) -> int:
+        for index, known in enumerate(bases):
+            if known.node is node:
+                return index
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            raise NotCovered(f"{node.target} is not covered")
+        bases.append(Base(node, tuple(value.shape), value.dtype, node in by_step, node in by_row))
+        return len(bases) - 1
+
+    found = []
+    for node in sorted(leaves, key=nodes.index):
+        source, offset, spacing = _seen_through(node, shape) if elementwise else (node, 0, 0)
+        base = base_of(source)
+        value = bases[base]
+        whole = shape if elementwise else value.shape
+        found.append(Leaf(base, node, whole, value.dtype, value.per_step, value.per_row, offset, spacing))
     order = [node for node in nodes if node in inside]
-    return Parts(row, elementwise, found, _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order))
+    core = _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order)
+    return Parts(row, elementwise, tuple(bases), tuple(found), core)
+
+
+def _seen_through(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, int, int]:
+    """Behind slices and the like, what a node shows: and of it, where the first channel stands, and how far apart channels are."""
+    chain = [node]
+    while _is_view(chain[-1]):
+        chain.append(chain[-1].all_input_nodes[0])
+    for at in range(len(chain) - 1, -1, -1):
+        source = chain[at]
+        if not isinstance(source.meta["val"], Tensor):
+            continue
+        known: Any = torch.arange(source.meta["val"].numel()).reshape(source.meta["val"].shape)
+        for each in reversed(chain[:at]):
+            args, kwargs = fx.map_arg((each.args, each.kwargs), lambda _, known=known: known)
+            known = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        places = known.expand(shape).reshape(-1)
+        spacing = int(places[1] - places[0]) if len(places) > 1 else 1
+        if torch.equal(places, places[0] + spacing * torch.arange(len(places))):
+            return source, int(places[0]), spacing
+    raise NotCovered(f"{node.target} of shape {tuple(node.meta['val'].shape)} in an elementwise step is not covered")
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        return False
+    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
 
 
 class _Core:
@@ -419,19 +479,11 @@ def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:
     ) and all(node.meta["val"].shape == shape for node in states)  # fmt: skip
 
 
-def _shape_of(node: fx.Node, whole: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Of a leaf; in an elementwise step every leaf is spread out over the state."""
-    value = node.meta["val"]
-    if not isinstance(value, Tensor):
-        raise NotCovered(f"{node.target} is not covered")
-    return tuple(value.shape) if whole is None else whole
-
-
 def _evaluate_hoisted(
-    row: OneRow, leaves: tuple[Leaf, ...], nodes: list[fx.Node], outside: list[Tensor]
+    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor]
 ) -> list[Tensor]:
     """By vmap over steps and rows; what depends on neither is computed once."""
-    wanted = [leaf.node for leaf in leaves]
+    wanted = [base.node for base in bases]
     needed = {each for node in wanted for each in _ancestors(node)}
     order = [node for node in row.graph.graph.nodes if node in needed]
     graph, steps = row.graph, set(nodes[: row.inputs])
@@ -467,7 +519,7 @@ def _evaluate_hoisted(
                                                     [n in rows for n in moving],
                                                     [(n in _reached(steps, order), n in _reached(rows, order)) for n in late],
                                                     row.batch_dims), strict=True))  # fmt: skip
-    return [found[leaf.node] for leaf in leaves]
+    return [found[base.node] for base in bases]
 
 
 def _over_steps_and_rows(
