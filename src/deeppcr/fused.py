@@ -6,6 +6,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
+from .convergence import ENOUGH, error_left
 from .fuse.step import Apply, Found, FusedStep, NotCovered, Run, has_kernels, solve
 from .newton import Newton
 from .runtime import apply_directly, in_functorch
@@ -21,7 +23,7 @@ from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
-from .solution import Plan, Result, Solution, first_not_finite
+from .solution import Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -44,24 +46,23 @@ class Call:
     def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
         self.step = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims = z0, xs, batch_dims
-        self.states, self.spec = pytree.tree_flatten(z0)
-        self.inputs, inputs_spec = ([], None) if xs is None else pytree.tree_flatten(xs)
+        self.states, self.spec = _flattened(z0)
+        self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         self.length = length if not self.inputs else len(self.inputs[0]) if _has_length(self.inputs[0]) else None
         self.refusal = self._find_refusal(step)
-        self._key: Any = None
-        self._inputs_spec = inputs_spec
+        self._key: _Key | None = None
 
     @property
-    def key(self) -> Any:
+    def key(self) -> _Key:
         """What a kind of solve is known by, but for its length."""
         if self._key is None:
             structure, self.reached = structure_of(self.step)
-            self._key = (
+            self._key = _Key((
                 structure, self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(),
-                *((leaf.shape, leaf.dtype, leaf.device) for leaf in self.states),
-                *((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs),
-            )  # fmt: skip
+                *[(leaf.shape, leaf.dtype, leaf.device) for leaf in self.states],
+                *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
+            ))  # fmt: skip
         return self._key
 
     def _find_refusal(self, step: Any) -> str | None:
@@ -112,6 +113,26 @@ class Call:
     def refuse(self, reason: str) -> None:
         """Have such steps be solved otherwise from now on."""
         _steps.put(self.key, reason)
+
+
+class _Key:
+    """Something to be looked up by, its hash computed once: that of all that a step reaches takes longer than a launch."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: tuple):
+        self._value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._hash == other._hash and self._value == other._value
+
+
+def _flattened(nest: Any) -> tuple[list[Any], Any]:
+    """Its leaves and structure; PyTorch takes as long for a single tensor as for a nest."""
+    return ([nest], None) if isinstance(nest, Tensor) else pytree.tree_flatten(nest)
 
 
 def _has_length(leaf: Any) -> bool:
@@ -182,54 +203,68 @@ def _solution(
     call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None
 ) -> Solution:
     layout, program = fused.layout, fused.kernels.program
-    batch, rows, channels = layout.batch_shape, layout.rows, program.channels
-    length = len(states)
-    way = "elementwise" if program.elementwise else "narrow"
-    plan = Plan(
-        evaluation=f"fused kernels ({way})", derivative="forward, in the kernels" if found.passes else "none",
-        linear="groups of chunks" if found.passes else "none", chunk=found.chunk,
-    )  # fmt: skip
-    corrections, taken, residual = found.corrections[: found.passes], found.taken, found.residual
-    if channels > 1:
-        corrections, taken, residual = (
-            each.unflatten(-1, (rows, channels)).amax(-1) for each in (corrections, taken, residual)
-        )
-    exact = length
+    rows, length = layout.rows, len(states)
+    exact, exact_steps, results = length, None, None
     if fixed is not None:
         result = Result.ITERATIONS_DONE
     elif not found.passes:
         result = Result.LOOP
     elif found.left:
         result, exact = Result.FINISHED_BY_LOOP, min(length, found.passes * found.chunk)
+        results, exact_steps = _of_rows(found, rows, program.channels, length)
     else:
         result = Result.CONVERGED
-    results = (result,) * rows
-    steps = torch.full(batch, length, device=layout.device)
-    if found.left and found.passes and fixed is None:
-        results, steps = _of_rows(found, rows, channels, length)
-        steps = steps.reshape(batch)
+    results = (result,) * rows if results is None else results
     if result in (Result.LOOP, Result.FINISHED_BY_LOOP):
-        results, steps, exact = _not_finite(results, steps, states.detach(), exact)
-        result = max(results, key=lambda each: each.severity)
-    return Solution(
-        states=layout.unpack(states),
-        iterations=taken.reshape(batch).long(),
-        residual=residual.reshape(batch).to(states.dtype),
-        result=result,
-        results=results,
-        exact_steps=steps,
-        updates=corrections.reshape(-1, *batch),
-        plan=plan,
-        description=result.value.format(step=exact),
-        z0=pytree.tree_unflatten([leaf.detach() for leaf in call.states], call.spec),
+        results, exact_steps, exact = _not_finite(results, exact_steps, states.detach(), exact)
+        result = worst_of(results)
+    way = "elementwise" if program.elementwise else "narrow"
+    plan = Plan(
+        f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
+        "groups of chunks" if found.passes else "none", found.chunk,
+    )  # fmt: skip
+    z0 = call.z0.detach() if layout.spec.is_leaf() else pytree.tree_map(torch.detach, call.z0)
+    return FusedSolution(
+        found, layout, exact_steps,
+        states=layout.unpack(states), result=result, results=results, plan=plan,
+        description=result.value.format(step=exact), z0=z0,
         tolerance=newton.promised(layout.dtype) if found.passes and not differentiated else None,
-    )
+    )  # fmt: skip
+
+
+class FusedSolution(Solution):
+    """A solution by kernels: what few ask for is computed when somebody does, since that takes as long as the kernels."""
+
+    def __init__(self, found: Found, layout: Layout, exact_steps: Tensor | None, **known: Any):
+        self.__dict__.update(known, _found=found, _layout=layout, _exact_steps=exact_steps)
+
+    def __getattr__(self, name: str) -> Any:
+        make = _LATE.get(name)
+        if make is None:
+            raise AttributeError(name)
+        value = self.__dict__[name] = make(self._found, self._layout, self._exact_steps)
+        return value
+
+
+def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
+    """[..., R] to [..., *batch]: of a row's channels the largest."""
+    return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape(*of_lanes.shape[:-1], *layout.batch_shape)
+
+
+_LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
+    "iterations": lambda found, layout, _: _by_row(found.taken, layout).long(),
+    "residual": lambda found, layout, _: _by_row(found.residual, layout).to(found.states.dtype),
+    "updates": lambda found, layout, _: _by_row(found.corrections[: found.passes], layout),
+    "exact_steps": lambda found, layout, exact: (
+        torch.full(layout.batch_shape, len(found.states), device=layout.device)
+        if exact is None
+        else exact.reshape(layout.batch_shape)
+    ),
+}
 
 
 def _of_rows(found: Found, rows: int, channels: int, length: int) -> tuple[tuple[Result, ...], Tensor]:
     """Where lanes were left to the loop: how each row ended, and its exact steps."""
-    from .convergence import ENOUGH, error_left
-
     last, before = found.corrections[found.passes - 1].double(), found.corrections[found.passes - 2].double()
     left = ~(error_left(last, last, before) <= ENOUGH).unflatten(0, (rows, channels)).all(-1)
     exact = torch.where(left, min(length, found.passes * found.chunk), length)
@@ -237,16 +272,16 @@ def _of_rows(found: Found, rows: int, channels: int, length: int) -> tuple[tuple
 
 
 def _not_finite(
-    results: tuple[Result, ...], steps: Tensor, states: Tensor, exact: int
-) -> tuple[tuple[Result, ...], Tensor, int]:
-    """Rows whose states are not finite somewhere."""
+    results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
+) -> tuple[tuple[Result, ...], Tensor | None, int]:
+    """Rows whose states are not finite somewhere end so."""
     at = first_not_finite(states)
     places = at.tolist()
     if max(places, default=-1) < 0:
-        return results, steps, exact
+        return results, exact_steps, exact
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
-    exact = min(place for place in places if place >= 0)
-    return found, torch.where(at.reshape(steps.shape) >= 0, at.reshape(steps.shape), steps), exact + 1
+    known = torch.full_like(at, len(states)) if exact_steps is None else exact_steps
+    return found, torch.where(at >= 0, at, known), min(place for place in places if place >= 0) + 1
 
 
 def forget_kernels() -> None:

@@ -24,14 +24,13 @@ from torch.utils import _pytree as pytree
 
 from ..sequence.layout import Layout
 from .expressions import NotCovered
-from .operations import DECOMPOSITIONS, is_pointwise
+from .operations import DECOMPOSITIONS, check_dtypes, is_pointwise
 
 #: So many inputs and closures with as many rows as the state may be tried in every combination.
 _MOST_TRIED = 8
 #: In a narrow step, tensors of so many numbers that do not depend on the state are computed in the kernel; larger ones before it.
 _FEW = 64
 
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class _StandIns(TorchFunctionMode):
         self.met: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not torch.is_grad_enabled():  # which leaves no mark in a graph
+            raise NotCovered("a step that switches gradients off is not covered")
         args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -97,15 +98,15 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
         return pytree.tree_leaves(layout.in_order(found))
 
     try:
-        with FakeTensorMode() as fake, torch.no_grad():
-            return _traced(call, layout, given, fake)
+        with FakeTensorMode(), torch.enable_grad():
+            return _traced(call, layout, given)
     except NotCovered:
         raise
     except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
         raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def _traced(call: Callable, layout: Layout, given: list[Tensor], fake: FakeTensorMode) -> OneRow:
+def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
     def like(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
@@ -139,6 +140,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor], fake: FakeTenso
         torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS, tracing_mode="fake"
     )(*state, *stand_ins(has_rows))
     _tidy(traced)
+    check_dtypes(traced.graph)
     return OneRow(traced, len(state), len(given), tuple(closures), has_rows, len(batch))
 
 
@@ -173,17 +175,11 @@ def _quietly() -> Iterator[None]:
 
 
 def _tidy(traced: fx.GraphModule) -> None:
-    """What functionalisation leaves, in terms that have derivatives; tensors are made on the CPU, where derivatives are traced."""
+    """Tensors are made on the CPU, where derivatives are traced; and nothing is computed in vain."""
     graph = traced.graph
     for node in list(graph.nodes):
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
-        if node.target is _aten.copy.default:
-            into, source = node.args[:2]
-            with graph.inserting_before(node):
-                expanded = graph.call_function(_aten.expand.default, (source, list(node.meta["val"].shape)))
-                expanded.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(expanded)
     graph.eliminate_dead_code()
     traced.recompile()
 

@@ -7,6 +7,7 @@ one tensor [L, B, D]; nests of tensors are packed and unpacked here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Layout:
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
         return Layout(spec, shapes, batch_shape, leaves[0].dtype, leaves[0].device)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.batch_shape.numel()
 
@@ -78,12 +79,14 @@ class Layout:
     def sizes(self) -> list[int]:
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @cached_property
     def width(self) -> int:
         return sum(self.sizes)
 
     def pack(self, nest: Any, lead: int = 0) -> Tensor:
         """Leaves [*lead, *batch, *state] to [*lead, B, D]; B may differ from ``rows``."""
+        if isinstance(nest, Tensor):
+            return nest.reshape((*nest.shape[:lead], -1, self.width))
         flat = [
             leaf.reshape((*leaf.shape[:lead], -1, size))
             for leaf, size in zip(pytree.tree_leaves(nest), self.sizes, strict=True)
@@ -93,6 +96,8 @@ class Layout:
     def unpack(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> Any:
         """[*lead, B, D] to leaves [*lead, *batch, *state]."""
         batch = self.batch_shape if batch_shape is None else batch_shape
+        if self.spec.is_leaf():
+            return packed.reshape((*packed.shape[:-2], *batch, *self.shapes[0]))
         leaves = [
             part.reshape((*packed.shape[:-2], *batch, *shape))
             for part, shape in zip(self.split(packed), self.shapes, strict=True)
