@@ -52,6 +52,7 @@ class Call:
         self.length = length if not self.inputs else len(self.inputs[0]) if _has_length(self.inputs[0]) else None
         self.refusal = self._find_refusal(step)
         self._key: _Key | None = None
+        self._fused: FusedStep | str | None = None
 
     @property
     def key(self) -> _Key:
@@ -89,7 +90,9 @@ class Call:
     @property
     def fused(self) -> FusedStep | str | None:
         """The step's kernels, or why there are none; None where nobody has tried yet."""
-        return self.refusal or _steps.get(self.key)
+        if self._fused is None:
+            self._fused = self.refusal or _steps.get(self.key)
+        return self._fused
 
     def comes_again(self) -> bool:
         """Whether a solve of this kind was seen before; from now on it was."""
@@ -108,11 +111,13 @@ class Call:
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
+            self._fused = found
         return found
 
     def refuse(self, reason: str) -> None:
         """Have such steps be solved otherwise from now on."""
         _steps.put(self.key, reason)
+        self._fused = reason
 
 
 class _Key:
@@ -252,9 +257,9 @@ def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
 
 
 _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
-    "iterations": lambda found, layout, _: _by_row(found.taken, layout).long(),
-    "residual": lambda found, layout, _: _by_row(found.residual, layout).to(found.states.dtype),
-    "updates": lambda found, layout, _: _by_row(found.corrections[: found.passes], layout),
+    "iterations": lambda found, layout, _: _by_row(found.notes.taken, layout).long(),
+    "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
+    "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
         torch.full(layout.batch_shape, len(found.states), device=layout.device)
         if exact is None
@@ -265,7 +270,7 @@ _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
 
 def _of_rows(found: Found, rows: int, channels: int, length: int) -> tuple[tuple[Result, ...], Tensor]:
     """Where lanes were left to the loop: how each row ended, and its exact steps."""
-    last, before = found.corrections[found.passes - 1].double(), found.corrections[found.passes - 2].double()
+    last, before = found.notes.corrections[found.passes - 2 : found.passes].double().flip(0)
     left = ~(error_left(last, last, before) <= ENOUGH).unflatten(0, (rows, channels)).all(-1)
     exact = torch.where(left, min(length, found.passes * found.chunk), length)
     return tuple(Result.FINISHED_BY_LOOP if each else Result.CONVERGED for each in left.tolist()), exact

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import iteration
 from .convergence import UpdateTest
-from .fused import Call, covers, solve_fused
+from .fused import Call, FusedStep, covers, solve_fused
 from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
@@ -43,6 +43,10 @@ from .solution import (
     worst_rows,
 )
 from .tolerance import Tolerance, measure
+
+
+#: What a solve is by Newton's method where nobody says otherwise.
+_USUAL = Newton()
 
 
 def solve(
@@ -160,15 +164,17 @@ def _planned(
         return by(Newton())  # who has wishes about it wants the iteration, and what is wrong is named there
     if isinstance(step, (list, tuple, nn.ModuleList)):
         return by(Newton())
-    record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
-    if call.fused is None and record.is_worth_kernels(again=True):
-        call.make()
-    if not isinstance(call.fused, str | None):
-        found = solve_fused(call, Newton(), None)
+    if not isinstance(call.fused, FusedStep):
+        record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
+        if call.fused is None and record.is_worth_kernels(again=True):
+            call.make()
+    if isinstance(call.fused, FusedStep):
+        found = solve_fused(call, _USUAL, None)
         if not isinstance(found, str):
             if found.result is Result.LOOP:
                 found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
             return found
+    record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
     way, why = record.choose()
     if way == "loop":
         known = "loop" in record.seconds

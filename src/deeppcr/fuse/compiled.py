@@ -10,6 +10,7 @@ import tempfile
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,13 @@ class Kernels:
 
     Attributes:
         program: what they compute
+        shapes: what is known of runs on tensors that lie alike
     """
 
     def __init__(self, program: Program):
         self.program = program
         self._numbers: dict[torch.device, Tensor] = {}
+        self.shapes: dict[tuple, Any] = {}
 
     @cached_property
     def forward_source(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _LANES = {True: 128, False: 32}
 _STAGES, _FEW_STAGES, _MANY = 8, 4, 3
 #: So many lanes keep the device busy.
 _BUSY = 2**18
+#: Of a step so many ways are remembered in which what it reads may lie.
+_MOST_SHAPES = 64
 
 
 @dataclass
@@ -77,20 +80,84 @@ class Found:
 
     Attributes:
         states: [L, B, D]
-        corrections: [passes, R], in units of the tolerance
-        taken, residual: [R], passes of each lane, and its largest miss at the last of them
+        notes: what the kernels wrote of each lane
         passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
         left: lanes that had to be taken one step after the other
     """
 
     states: Tensor
-    corrections: Tensor
-    taken: Tensor
-    residual: Tensor
+    notes: Notes
     passes: int
     chunk: int
     left: int
+
+
+class Notes:
+    """What the kernels write of R lanes in so many passes, in one piece of memory.
+
+    Attributes:
+        corrections: [passes, R], in units of the tolerance
+        residual: [R], the largest miss at the last pass of a lane
+        taken: [R], passes of a lane
+        unsettled: [passes], lanes that were not settled after each
+    """
+
+    def __init__(self, limit: int, rows: int, device: torch.device):
+        self.memory = torch.empty((limit + 2) * rows + limit, dtype=torch.float32, device=device)
+        self._limit, self._rows = limit, rows
+
+    @property
+    def corrections(self) -> Tensor:
+        return self.memory[: self._limit * self._rows].view(self._limit, self._rows)
+
+    @property
+    def residual(self) -> Tensor:
+        return self.memory[self._limit * self._rows : (self._limit + 1) * self._rows]
+
+    @property
+    def taken(self) -> Tensor:
+        return self.memory[(self._limit + 1) * self._rows : (self._limit + 2) * self._rows].view(torch.int32)
+
+    @property
+    def unsettled(self) -> Tensor:
+        return self.memory[(self._limit + 2) * self._rows :].view(torch.int32)
+
+
+class Shape:
+    """What runs on tensors that lie alike have in common.
+
+    Attributes:
+        rows: R
+        strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
+        kinds: what the kernels are compiled for beside their constants
+    """
+
+    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
+        program = kernels.program
+        self.length, self.rows = length, initial.numel() // program.width
+        self.block = _LANES[program.elementwise]
+        self.warps = max(1, self.block // 32)
+        moving = sum(read.value.level for read in program.reads)
+        self.stages = _STAGES if moving < _MANY else _FEW_STAGES
+        strides: list[int] = []
+        for leaf in program.leaves:
+            base = bases[leaf.base]
+            step = base.stride(0) if leaf.per_step else 0
+            row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
+            strides += (step, row, leaf.spacing, leaf.offset)
+        self.strides = tuple(strides)
+        self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+
+    @staticmethod
+    def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
+        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0) for base in bases])
+        found = kernels.shapes.get(key)
+        if found is None:
+            if len(kernels.shapes) >= _MOST_SHAPES:
+                kernels.shapes.clear()
+            found = kernels.shapes[key] = Shape(kernels, initial, bases, length)
+        return found
 
 
 class Run:
@@ -103,34 +170,20 @@ class Run:
 
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
-        self.kernels, self.program, self.length = kernels, program, length
+        self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
         self.initial = aligned(initial.detach().contiguous())
         self.bases = [
             _side_by_side(tensor.detach(), base.per_step + base.per_row)
             for tensor, base in zip(bases, program.parts.bases, strict=True)
         ]
-        self.rows = initial.numel() // program.width  # R
-        self.device = initial.device
-        self.block = _LANES[program.elementwise]
-        self.warps = max(1, self.block // 32)
-        moving = sum(read.value.level for read in program.reads)
-        self.stages = _STAGES if moving < _MANY else _FEW_STAGES
-        self.strides = tuple(number for leaf in program.leaves for number in self._strides_of(leaf))
-        self.pointers = tuple(self.bases[leaf.base] for leaf in program.leaves)
-        self.layout = (
-            length, self.rows, initial.dtype, self.strides, initial.get_device(),
-            tuple([(base.dtype, base.data_ptr() % 16) for base in self.bases]),
-        )  # fmt: skip
-
-    def _strides_of(self, leaf: Leaf) -> tuple[int, int, int, int]:
-        base = self.bases[leaf.base]
-        step = base.stride(0) if leaf.per_step else 0
-        row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
-        return step, row, leaf.spacing, leaf.offset
+        self.shape = Shape.of(kernels, self.initial, self.bases, length)
+        self.rows, self.strides = self.shape.rows, self.shape.strides
+        self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
+        self.pointers = tuple([self.bases[leaf.base] for leaf in program.leaves])
 
     def kinds(self, *sizes: int) -> tuple:
         """What the kernels are compiled for beside their constants."""
-        return (*self.layout[2:3], self.layout[5], any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
+        return (*self.shape.kinds, any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
@@ -138,8 +191,8 @@ class Run:
         for tensor in (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors):
             home = tensor.untyped_storage().data_ptr()
             first = homes.setdefault(home, tensor)
-            places.append(tensor.data_ptr() - first.data_ptr())
-        repeat((self.kernels, *self.layout, *key, tuple(places)), tuple(homes.values()), make)
+            places.append(0 if first is tensor else tensor.data_ptr() - first.data_ptr())
+        repeat((self.shape, *key, *places), tuple(homes.values()), make)
 
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
@@ -150,7 +203,7 @@ class Run:
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
-        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.corrections, nothing)
+        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.notes.corrections, nothing)
         passes = 0 if found is None else found.passes
         sizes = (0, first, self.length, 1, self.length - first, passes)
         self._launch_roll(start, start, states, memory, sizes, False, True)
@@ -189,50 +242,50 @@ class Run:
         width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
-        states = self.new_states()
-        notes = torch.empty((limit + 2) * rows + limit, dtype=torch.float32, device=self.device)
-        corrections, residual = notes[: limit * rows].view(limit, rows), notes[limit * rows : (limit + 1) * rows]
-        whole_numbers = notes[(limit + 1) * rows :].view(torch.int32)
-        taken, unsettled = whole_numbers[:rows], whole_numbers[rows:]
+        states, notes = self.new_states(), Notes(limit, rows, self.device)
         if chunks == 1:
-            notes.zero_()
+            notes.memory.zero_()
             self.loop(states)
-            return Found(states, corrections, taken, residual, 0, chunk, 0)
+            return Found(states, notes, 0, chunk, 0)
         groups, lanes = _groups(chunks, rows)
         real, per_chunk, per_group = self.program.dtype, width * rows, (width * width + 2 * width) * rows
         workspace = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
-        starts, ends, sizes, products, maps = workspace.split(
-            [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
-        )
-        memory = (starts, ends, products, sizes, corrections, unsettled)
         kernels = self.kernels.forward
-        for _ in range(kind.rolls):
-            self._roll(guess, states, memory, chunk, chunks, 0, product=False)
-            guess, states = states, self.new_states() if guess is None else guess
-        sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
-        given = (workspace, notes, states) if guess is None else (workspace, notes, guess, states)
+
+        def some_passes(first: int, last: int, rolls: int) -> None:
+            starts, ends, sizes, products, maps = workspace.split(
+                [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
+            )
+            memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
+            guessed, into = guess, states
+            for _ in range(rolls):
+                self._roll(guessed, into, memory, chunk, chunks, 0, product=False)
+                guessed, into = into, other if guessed is None or into is states else states
+            sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
+            arguments = (starts, ends, products, sizes, maps, notes.corrections, notes.unsettled, notes.taken, notes.residual)
+            for passes in range(first, last):
+                self._roll(guessed, states, memory, chunk, chunks, passes, product=True)
+                launch(
+                    kernels.join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, *how), (groups, lanes),
+                    warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
+                )  # fmt: skip
+
+        # Rolled out an even number of times, so that the last of them is not where the passes write.
+        rolls = kind.rolls + kind.rolls % 2
+        other = self.new_states() if rolls else states
+        given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
-
-            def some_passes(first: int = done, last: int = wanted) -> None:
-                for passes in range(first, last):
-                    self._roll(guess, states, memory, chunk, chunks, passes, product=True)
-                    launch(
-                        kernels.join, -(-rows // lanes),
-                        (starts, ends, products, sizes, maps, corrections, unsettled, taken, residual, *sizes_of_join, passes, *how),
-                        (groups, lanes), warps=max(1, groups * lanes // 32),
-                        integers=(real, *(size >= 2**31 for size in sizes_of_join)),
-                    )  # fmt: skip
-
-            self.repeat(("passes", chunk, limit, done, wanted, guess is None, how), given, some_passes)
+            key = (chunk, limit, done, wanted, rolls, guess is None, how)
+            self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
-            left = [0] if most is not None else unsettled[:done].tolist()
+            left = [0] if most is not None else notes.unsettled[:done].tolist()
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
-                return Found(states, corrections, taken, residual, passes, chunk, 0 if over else left[-1])
+                return Found(states, notes, passes, chunk, 0 if over else left[-1])
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
