@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,18 @@ from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
-from .fuse.step import Apply, Found, FusedStep, NotCovered, Run, has_kernels, solve
 from .newton import Newton
-from .runtime import apply_directly, in_functorch
+from .runtime import apply_directly, has_kernels, in_functorch
 from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
 from .solution import Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
+
+if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
+    from .fuse.run import Found
+    from .fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
 _MOST_STEPS = 256
@@ -94,6 +97,11 @@ class Call:
             self._fused = self.refusal or _steps.get(self.key)
         return self._fused
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the step has kernels, as far as anybody has tried."""
+        return not isinstance(self.fused, str | None)
+
     def comes_again(self) -> bool:
         """Whether a solve of this kind was seen before; from now on it was."""
         number = hash((self.key, self.length))
@@ -105,6 +113,9 @@ class Call:
         """The same, tried now."""
         found = self.fused
         if found is None:
+            from .fuse.expressions import NotCovered
+            from .fuse.step import FusedStep
+
             inputs = None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
             try:
                 found = FusedStep.of(self.step, Layout.of(self.z0, self.batch_dims), inputs, self.reached)
@@ -152,7 +163,7 @@ def covers(newton: Newton) -> bool:
 
 def solve_fused(
     call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None
-) -> Solution | str:
+) -> FusedSolution | str:
     """By the kernels of the step; or why that cannot be.
 
     Args:
@@ -160,8 +171,12 @@ def solve_fused(
         loop: one step after the other, whatever is known of the kind
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
     """
+    from .fuse.run import Apply, Run, solve
+
     fused, length = call.fused, call.length
-    assert isinstance(fused, FusedStep) and length is not None
+    assert fused is not None
+    assert not isinstance(fused, str)
+    assert length is not None
     layout = fused.layout
     initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
@@ -206,23 +221,18 @@ def _is_trusted(call: Call, fused: FusedStep, initial: Tensor, states: Tensor, t
 
 def _solution(
     call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None
-) -> Solution:
+) -> FusedSolution:
     layout, program = fused.layout, fused.kernels.program
     rows, length = layout.rows, len(states)
-    exact, exact_steps, results = length, None, None
-    if fixed is not None:
-        result = Result.ITERATIONS_DONE
-    elif not found.passes:
-        result = Result.LOOP
-    elif found.left:
-        result, exact = Result.FINISHED_BY_LOOP, min(length, found.passes * found.chunk)
-        results, exact_steps = _of_rows(found, rows, program.channels, length)
-    else:
-        result = Result.CONVERGED
-    results = (result,) * rows if results is None else results
-    if result in (Result.LOOP, Result.FINISHED_BY_LOOP):
+    exact, exact_steps = length, None
+    results = (
+        (Result.LOOP if not found.passes else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,
+    ) * rows
+    if fixed is None and (found.left or found.floored):
+        results, exact_steps, exact = _of_rows(found, rows, length)
+    if Result.LOOP in results or Result.FINISHED_BY_LOOP in results:
         results, exact_steps, exact = _not_finite(results, exact_steps, states.detach(), exact)
-        result = worst_of(results)
+    result = worst_of(results)
     way = "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
@@ -243,6 +253,16 @@ class FusedSolution(Solution):
     def __init__(self, found: Found, layout: Layout, exact_steps: Tensor | None, **known: Any):
         self.__dict__.update(known, _found=found, _layout=layout, _exact_steps=exact_steps)
 
+    def told_as(self, result: Result) -> FusedSolution:
+        """The same, where all rows ended so."""
+        known = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        known |= {
+            "result": result,
+            "results": (result,) * len(self.results),
+            "description": result.value.format(step=0),
+        }
+        return FusedSolution(self._found, self._layout, self._exact_steps, **known)
+
     def __getattr__(self, name: str) -> Any:
         make = _LATE.get(name)
         if make is None:
@@ -257,7 +277,7 @@ def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
 
 
 _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
-    "iterations": lambda found, layout, _: _by_row(found.notes.taken, layout).long(),
+    "iterations": lambda found, layout, _: _by_row(found.notes.taken.abs(), layout).long(),
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
@@ -268,12 +288,18 @@ _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
 }
 
 
-def _of_rows(found: Found, rows: int, channels: int, length: int) -> tuple[tuple[Result, ...], Tensor]:
-    """Where lanes were left to the loop: how each row ended, and its exact steps."""
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor, int]:
+    """Where not all lanes were settled by their corrections: how each row ended, its exact steps, and the fewest of them."""
     last, before = found.notes.corrections[found.passes - 2 : found.passes].double().flip(0)
-    left = ~(error_left(last, last, before) <= ENOUGH).unflatten(0, (rows, channels)).all(-1)
-    exact = torch.where(left, min(length, found.passes * found.chunk), length)
-    return tuple(Result.FINISHED_BY_LOOP if each else Result.CONVERGED for each in left.tolist()), exact
+    enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
+    left = ~enough if found.left else torch.zeros_like(enough)
+    left, floored = (each.unflatten(0, (rows, -1)).any(-1) for each in (left, found.notes.taken < 0))
+    exact = min(length, found.passes * found.chunk)
+    results = tuple(
+        Result.FINISHED_BY_LOOP if looped else Result.PRECISION_FLOOR if rough else Result.CONVERGED
+        for looped, rough in zip(left.tolist(), floored.tolist(), strict=True)
+    )
+    return results, torch.where(left, exact, length), exact
 
 
 def _not_finite(

@@ -90,6 +90,15 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+#: Types of devices that the kernels of a step run on. (Tests have them interpreted on a CPU, which nobody would want to wait for.)
+KERNEL_DEVICES = {"cuda"}
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels that are made of steps run on a device."""
+    return device.type in KERNEL_DEVICES and has_triton()
+
+
 @contextmanager
 def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
     """Products and convolutions in float32 proper, or in TF32, on a GPU; what was set before is put back.

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import iteration
 from .convergence import UpdateTest
-from .fused import Call, FusedStep, covers, solve_fused
+from .fused import Call, covers, solve_fused
 from .gradient import Adjoint, Gradient, Implicit, Unrolled, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
@@ -44,7 +44,8 @@ from .solution import (
 )
 from .tolerance import Tolerance, measure
 
-
+#: Results of a parallel solve that nobody has to be warned of.
+_GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
 #: What a solve is by Newton's method where nobody says otherwise.
 _USUAL = Newton()
 
@@ -164,11 +165,11 @@ def _planned(
         return by(Newton())  # who has wishes about it wants the iteration, and what is wrong is named there
     if isinstance(step, (list, tuple, nn.ModuleList)):
         return by(Newton())
-    if not isinstance(call.fused, FusedStep):
+    if not call.has_kernels:
         record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
         if call.fused is None and record.is_worth_kernels(again=True):
             call.make()
-    if isinstance(call.fused, FusedStep):
+    if call.has_kernels:
         found = solve_fused(call, _USUAL, None)
         if not isinstance(found, str):
             if found.result is Result.LOOP:
@@ -315,13 +316,13 @@ def _by_kernels(
     if fused is None or isinstance(fused, str):
         return fused
     found = solve_fused(call, newton, None, fixed=fixed)
-    if isinstance(found, str) or found.result in (Result.CONVERGED, Result.ITERATIONS_DONE):
+    if isinstance(found, str) or found.result in _GOOD:
         return found
     if on_failure != "loop":
         return "the chunks did not join"
     if found.result is Result.LOOP:
         found.plan.note("one step after the other: in an earlier solve of this kind the chunks did not join")
-        found = replace(found, result=Result.FINISHED_BY_LOOP, results=(Result.FINISHED_BY_LOOP,) * len(found.results))
+        found = found.told_as(Result.FINISHED_BY_LOOP)
     warnings.warn(found.description, ConvergenceWarning, stacklevel=4)
     return found
 

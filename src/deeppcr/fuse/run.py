@@ -84,6 +84,7 @@ class Found:
         passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
         left: lanes that had to be taken one step after the other
+        floored: lanes of which rounding is all that is left
     """
 
     states: Tensor
@@ -91,6 +92,7 @@ class Found:
     passes: int
     chunk: int
     left: int
+    floored: int = 0
 
 
 class Notes:
@@ -99,12 +101,12 @@ class Notes:
     Attributes:
         corrections: [passes, R], in units of the tolerance
         residual: [R], the largest miss at the last pass of a lane
-        taken: [R], passes of a lane
-        unsettled: [passes], lanes that were not settled after each
+        taken: [R], passes of a lane; negative where rounding is all that is left
+        unsettled: [passes + 1], lanes that were not settled after each; and at last those that are as exact as rounding lets them
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
-        self.memory = torch.empty((limit + 2) * rows + limit, dtype=torch.float32, device=device)
+        self.memory = torch.empty((limit + 2) * rows + limit + 1, dtype=torch.float32, device=device)
         self._limit, self._rows = limit, rows
 
     @property
@@ -205,22 +207,22 @@ class Run:
         start = states[first - 1] if first else self.initial
         memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.notes.corrections, nothing)
         passes = 0 if found is None else found.passes
-        sizes = (0, first, self.length, 1, self.length - first, passes)
+        sizes = (0, first, self.length, 1, self.length - first, passes, 0)
         self._launch_roll(start, start, states, memory, sizes, False, True)
 
     def _roll(
-        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, *, product: bool
+        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *, product: bool
     ) -> None:  # fmt: skip
         step = 0 if guess is None else self.initial.numel()
-        sizes = (step, 0, chunk, chunks, chunk, passes)
+        sizes = (step, 0, chunk, chunks, chunk, passes, limit)
         self._launch_roll(self.initial, self.initial if guess is None else guess, states, memory, sizes, product, False)
 
     def _launch_roll(
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
         product: bool, whole: bool,
     ) -> None:  # fmt: skip
-        step, first, chunk, chunks, turns, passes = sizes
-        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes)
+        step, first, chunk, chunks, turns, passes, limit = sizes
+        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes, limit)
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
@@ -260,14 +262,24 @@ class Run:
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
             guessed, into = guess, states
             for _ in range(rolls):
-                self._roll(guessed, into, memory, chunk, chunks, 0, product=False)
+                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
                 guessed, into = into, other if guessed is None or into is states else states
             sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
-            arguments = (starts, ends, products, sizes, maps, notes.corrections, notes.unsettled, notes.taken, notes.residual)
+            arguments = (
+                starts,
+                ends,
+                products,
+                sizes,
+                maps,
+                notes.corrections,
+                notes.unsettled,
+                notes.taken,
+                notes.residual,
+            )
             for passes in range(first, last):
-                self._roll(guessed, states, memory, chunk, chunks, passes, product=True)
+                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
                 launch(
-                    kernels.join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, *how), (groups, lanes),
+                    kernels.join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (groups, lanes),
                     warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
                 )  # fmt: skip
 
@@ -280,12 +292,13 @@ class Run:
             key = (chunk, limit, done, wanted, rolls, guess is None, how)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
-            left = [0] if most is not None else notes.unsettled[:done].tolist()
+            *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()
+            left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
-                return Found(states, notes, passes, chunk, 0 if over else left[-1])
+                return Found(states, notes, passes, chunk, 0 if over else left[-1], floored)
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:

@@ -11,27 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..runtime import has_triton
 from ..sequence.layout import Layout
 from ..tolerance import Tolerance, measure
 from .compiled import Kernels
 from .expressions import NotCovered
 from .program import Program
-from .run import Apply, Found, Kind, Run, first_chunk, solve
+from .run import Kind, first_chunk
 from .trace import one_row
 
 #: Steps that are looked at where not all are.
 _FEW = 3
 _random = random.Random(0)  # which leaves the caller's random numbers alone
-
-
-#: Types of devices that kernels run on. (Tests have them interpreted on a CPU, which nobody would want to wait for.)
-DEVICES = {"cuda"}
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run on a device."""
-    return device.type in DEVICES and has_triton()
 
 
 @dataclass
@@ -111,6 +101,3 @@ class FusedStep:
             if bool((~held & torch.isfinite(value).all(-1)).any()):
                 return False
         return True
-
-
-__all__ = ["Apply", "Found", "FusedStep", "NotCovered", "Run", "has_kernels", "solve"]

@@ -16,14 +16,18 @@ from ..convergence import ENOUGH, NEGLIGIBLE
 #: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
 #: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.
 FAR = tl.constexpr(10.0)
-_NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
+#: Misses of so many units of rounding are nothing else.
+ROUGH = tl.constexpr(32.0)
+_NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
+_ENOUGH = tl.constexpr(ENOUGH)
 
 
 @triton.jit
 def is_enough(before, last):
-    """Whether by its last two corrections the error left of a lane is small enough: see ``convergence.error_left``."""
+    """Whether by its last two corrections the error left of a lane is small enough: see ``convergence.error_left``. Or both are within
+    the tolerance: what a pass corrects is the error of the states that it rolled out."""
     left = last * tl.maximum(last / (before - last), 1.0)
-    return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH))
+    return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH)) | ((last <= 1) & (before <= 1))
 
 
 @triton.jit

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from .expressions import FUNCTIONS, Scalar, Value
 from .program import Program, Read
 
@@ -44,9 +46,10 @@ def _module(program: Program, *kernels: str) -> str:
         "import triton.language as tl",
         "",
         *([f"from deeppcr.fuse.device import {', '.join(functions)}"] if functions else []),
-        "from deeppcr.fuse.support import FAR, finite_or_zero, in_units, is_enough, settled",
+        "from deeppcr.fuse.support import FAR, ROUGH, finite_or_zero, in_units, is_enough, settled",
         "",
         f"REAL = tl.constexpr(tl.{real})",
+        f"EPS = tl.constexpr({torch.finfo(program.dtype).eps!r})",
     ]
     return "\n".join(head) + "".join("\n\n\n" + text for text in kernels) + "\n"
 
@@ -174,6 +177,8 @@ def _roll(program: Program) -> str:
         "live = inside & ~settled(found, passes, r, rows, inside)",
         "if (tl.program_id(0) == 0) & (not WHOLE):",
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         "    begin = first + n * chunk",
         *("    " + line for line in _prologue(program, whole, "begin")),
@@ -208,7 +213,7 @@ def _roll(program: Program) -> str:
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", *pointers, *strides,
-        "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes",
+        "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end."""'
     return _kernel("roll", arguments, ["PRODUCT", "WHOLE", "BLOCK", "STAGES"], doc, lines)
@@ -216,7 +221,7 @@ def _roll(program: Program) -> str:
 
 #: Arguments that a kernel is not compiled for anew.
 _SIZES = re.compile(
-    r"g?[sbco]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|groups|group_chunks|local|atol|rtol"
+    r"g?[sbco]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
 )
 
 
@@ -250,6 +255,7 @@ def _join(width: int) -> str:
         "live = inside & ~settled(found, passes, r, rows, inside)",
         "largest = tl.zeros((GROUPS * LANES,), REAL)",
         "missed = tl.zeros((GROUPS * LANES,), REAL)",
+        "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         "    # Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
         *("    " + line for line in _for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
@@ -318,6 +324,7 @@ def _join(width: int) -> str:
             "far = far | ~(tl.abs(y{k}) <= FAR * m{k} + atol)",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * m{k}), 0.0))",
         )),
         "        exact = n <= passes + 1",
         *("        " + line for line in _for(
@@ -340,19 +347,26 @@ def _join(width: int) -> str:
         "# What was found: of a lane the largest of its groups.",
         "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
         "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
+        "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
         "alive = inside & ~settled(found, passes, r, rows, inside)",
-        "tl.store(found + passes * rows + r, largest, mask=inside)",
-        "tl.store(taken + r, (r * 0 + passes + 1).to(tl.int32), mask=alive)",
+        "later = inside & (r * 0 + passes > 0)",
+        "before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)",
+        "enough = later & is_enough(before, largest)",
+        "# Where chunks join to the last digit, corrections are what rounding is amplified to: nothing better can be had.",
+        "floored = alive & later & ~enough & (rough <= ROUGH) & (largest < float('inf'))",
+        "tl.store(found + passes * rows + r, tl.where(floored, 0.0, largest), mask=inside)",
+        "passed = (r * 0 + passes + 1).to(tl.int32)",
+        "tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)",
         "tl.store(residual + r, missed, mask=alive)",
-        "before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=inside & (r * 0 + passes > 0), other=0)",
-        "left = inside & ~((r * 0 + passes > 0) & is_enough(before, largest))",
+        "tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))",
+        "left = inside & ~(enough | floored)",
         "tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))",
     ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
-        "rows", "chunks", "groups", "group_chunks", "passes", "atol", "rtol", "local",
+        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local",
     ]  # fmt: skip
     return _kernel(
         "join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines
@@ -400,7 +414,7 @@ def _sweep(program: Program) -> str:
         "else:",
         *("    " + line for line in with_them.body),
         *("    " + f"tl.store({_output(program, read, 'l')}, {code.text(value)}, mask=active)" for _, read, value in stepwise),
-        *("    " + f"s{at} += tl.where(active, {code.text(value)}, 0.0)" for at, _, value in shared),
+        *("    " + f"sum{at} += tl.where(active, {code.text(value)}, 0.0)" for at, _, value in shared),
         *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
         *("    " + line for line in _for(width, "w{k} = tl.where(active, y{k} + q{k}, w{k})")),
         f"before -= rows * {width}",
@@ -417,7 +431,7 @@ def _sweep(program: Program) -> str:
         *("    " + line for line in _for(width, "t{k} = tl.zeros((BLOCK,), REAL)")),
         "else:",
         *("    " + line for line in _for(width, f"w{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=live, other=0)")),
-        *("    " + f"s{at} = tl.zeros((BLOCK,), REAL)" for at, _, _ in shared),
+        *("    " + f"sum{at} = tl.zeros((BLOCK,), REAL)" for at, _, _ in shared),
         "for u in tl.range(0, chunk, num_stages=STAGES):",
         "    t = chunk - 1 - u",
         *("    " + line for line in turns),
@@ -426,7 +440,7 @@ def _sweep(program: Program) -> str:
         *("    " + line for line in _squares(width, f"tl.store(products + (n * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
         "else:",
         *("    " + line for line in _for(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")),
-        *("    " + f"tl.store({_output(program, read, 'n')}, s{at}, mask=live)" for at, read, _ in shared),
+        *("    " + f"tl.store({_output(program, read, 'n')}, sum{at}, mask=live)" for at, read, _ in shared),
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "states", "given", "adjoints", "products", "of_initial", *pointers, *outputs, *strides,

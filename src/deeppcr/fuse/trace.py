@@ -32,7 +32,6 @@ _MOST_TRIED = 8
 _FEW = 64
 
 
-
 @dataclass(frozen=True)
 class OneRow:
     """A step on one row.
