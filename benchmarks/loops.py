@@ -65,6 +65,7 @@ class Run:
 
     def __init__(self, device: torch.device, quick: bool, only: Sequence[str] | None, budget: float):
         self.device, self.quick, self.only, self.budget = device, quick, only, budget
+        self.alone = False  # the public call without the others
         self.cases: list[Case] = []
         self.claims: list[Claim] = []
         self.begun = time.perf_counter()
@@ -127,6 +128,8 @@ def table(run: Run) -> None:
 
     def build(prepared: Prepared, direction: str) -> dict[str, Method]:
         found = {SOLVE: solved(prepared, direction, prepared.error)}
+        if run.alone:
+            return found
         if time.perf_counter() - begun > TABLE_SECONDS:
             print(f"{prepared.loop.name}: time is up, nothing is compared with it")
             return found
@@ -285,6 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny loops, in seconds: a dry run")
+    parser.add_argument("--alone", action="store_true", help="of the table the public call alone, without what it is held against")
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
@@ -315,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda":
         print("no CUDA device: targets in milliseconds are those of a GPU")
     run, about = Run(device, options.quick, options.only, budget), machine(device)
+    run.alone = options.alone
     experiment = "loops-quick" if options.quick else "loops"
     name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
     path = options.json or options.out / f"{name}.json"

@@ -52,7 +52,7 @@ class Call:
         self.states, self.spec = _flattened(z0)
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
-        self.length = length if not self.inputs else len(self.inputs[0]) if _has_length(self.inputs[0]) else None
+        self.length = length if not self.inputs else self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
         self.refusal = self._find_refusal(step)
         self._key: _Key | None = None
         self._fused: FusedStep | str | None = None
@@ -72,21 +72,21 @@ class Call:
     def _find_refusal(self, step: Any) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
         first = self.states[0] if self.states else None
-        if (
-            isinstance(step, (list, tuple, nn.ModuleList))
-            or isinstance(self.step, WithHistory)
-            or not callable(self.step)
-        ):
-            return "a list of steps, or one that looks further back, is not covered"
         if not isinstance(first, Tensor) or not has_kernels(first.device):
             return "kernels need a CUDA device and Triton"
-        if not all(isinstance(leaf, Tensor) and leaf.layout is torch.strided for leaf in (*self.states, *self.inputs)):
-            return "what is not a dense tensor is not covered"
-        if not self.length or any(not leaf.ndim or len(leaf) != self.length for leaf in self.inputs):
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        if several or isinstance(self.step, WithHistory) or not callable(self.step):
+            return "a list of steps, or one that looks further back, is not covered"
+        if not self.length:
             return "its length is not known"
-        if any(leaf.device != first.device for leaf in (*self.states, *self.inputs)):
-            return "tensors on several devices are not covered"
-        if torch.is_autocast_enabled(first.device.type) or in_functorch() or torch._C._len_torch_dispatch_stack():
+        device = first.device
+        for leaf in (*self.states, *self.inputs):
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != device:
+                return "what is not a dense tensor on the same device is not covered"
+        for leaf in self.inputs:
+            if leaf.ndim == 0 or leaf.shape[0] != self.length:
+                return "inputs of several lengths are not covered"
+        if torch.is_autocast_enabled(device.type) or in_functorch() or torch._C._len_torch_dispatch_stack():
             return "autocast, transforms and observers of operations are not covered"
         return None
 

@@ -61,7 +61,7 @@ class Result(Enum):
 
     @property
     def severity(self) -> int:
-        return list(Result).index(self)
+        return _SEVERITIES[self]
 
     @property
     def failed(self) -> bool:
@@ -72,6 +72,9 @@ class Result(Enum):
     def trusted(self) -> bool:
         """Whether it claims that all states are right."""
         return self in (Result.CONVERGED, Result.PRECISION_FLOOR, Result.FINISHED_BY_LOOP)
+
+
+_SEVERITIES = {result: place for place, result in enumerate(Result)}
 
 
 @dataclass
@@ -252,7 +255,7 @@ def first_not_finite(states: Tensor) -> Tensor:
 
 
 def worst_of(results: Sequence[Result]) -> Result:
-    return max(results, key=lambda result: result.severity)
+    return max(set(results), key=lambda result: result.severity)
 
 
 def worst_rows(results: Sequence[Result], exact_steps: Tensor) -> tuple[int, int, int]:

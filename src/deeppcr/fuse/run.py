@@ -466,7 +466,9 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, found: Found, run: Run, initial: Tensor, *bases: Tensor):
-        ctx.run, ctx.chunk = run, found.chunk
+        # Backwards it is a linear system, in parallel whatever the way forwards was.
+        usual = first_chunk(run.length, run.rows, run.program.elementwise)
+        ctx.run, ctx.chunk = run, min(found.chunk, usual)
         ctx.save_for_backward(found.states)
         return found.states.view_as(found.states)
 
