@@ -97,21 +97,21 @@ def _load(program: Program, read: Read, mask: str) -> str:
 def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
     """Of every leaf where its base lies, how far apart steps, rows and channels are, and where the first channel stands."""
     pointers = [f"p{i}" for i in range(len(program.leaves))]
-    strides = [f"{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
+    strides = [f"{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
     return pointers, strides
 
 
 def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
     used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
-    channel = " + c * c{i}" if program.elementwise else ""
+    channel = " + c * channel{i}" if program.elementwise else ""
     return [
-        (f"a{{i}} = p{{i}} + o{{i}} + b * b{{i}}{channel}" + (f" + {begin} * s{{i}}" if program.leaves[i].per_step else "")).format(i=i)
+        (f"a{{i}} = p{{i}} + offset{{i}} + b * row{{i}}{channel}" + (f" + {begin} * step{{i}}" if program.leaves[i].per_step else "")).format(i=i)
         for i in used
     ]  # fmt: skip
 
 
 def _advance(program: Program, lines: _Lines, sign: str) -> list[str]:
-    return [f"a{i} {sign}= s{i}" for i in sorted({read.leaf for read in lines.moving})]
+    return [f"a{i} {sign}= step{i}" for i in sorted({read.leaf for read in lines.moving})]
 
 
 def _prologue(program: Program, lines: _Lines, begin: str) -> list[str]:
@@ -221,7 +221,7 @@ def _roll(program: Program) -> str:
 
 #: Arguments that a kernel is not compiled for anew.
 _SIZES = re.compile(
-    r"g?[sbco]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
+    r"(to_)?(step|row|channel|offset)\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
 )
 
 
@@ -389,7 +389,7 @@ def _sweep(program: Program) -> str:
     both = _Lines(program, [*maps, *terms, *pulled, *(value for _, value in of_reads)])
     pointers, strides = _leaf_arguments(program)
     outputs = [f"g{i}" for i in range(len(program.leaves))]
-    strides += [f"g{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
+    strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
     stepwise = [(at, read, value) for at, (read, value) in enumerate(of_reads) if program.leaves[read.leaf].per_step]
     shared = [(at, read, value) for at, (read, value) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
 
@@ -402,8 +402,8 @@ def _sweep(program: Program) -> str:
         *(_load(program, read, "active") for read in both.moving),
         *_for(width,
               "z{k} = tl.load(before + {k} * channels, mask=active & (l > 0), other=0).to(REAL)",
-              "o{k} = tl.load(initial + at + {k} * channels, mask=active & (l == 0), other=0).to(REAL)",
-              "z{k} = tl.where(l > 0, z{k}, o{k})",
+              "q{k} = tl.load(initial + at + {k} * channels, mask=active & (l == 0), other=0).to(REAL)",
+              "z{k} = tl.where(l > 0, z{k}, q{k})",
               "q{k} = tl.load(given + (l - 1) * given_step + at + {k} * channels, mask=active & (l > 0), other=0).to(REAL)"),
         "if MAP:",
         *("    " + line for line in as_map.body),
@@ -453,8 +453,8 @@ def _sweep(program: Program) -> str:
 def _output(program: Program, read: Read, index: str) -> str:
     """Where the cotangent of a number goes: of a step, or of a chunk's share."""
     i, offset = read.leaf, f" + {read.offset}" if read.offset else ""
-    channel = f" + c * gc{i}" if program.elementwise else ""
-    return f"g{i} + go{i} + {index} * gs{i} + b * gb{i}{channel}{offset}"
+    channel = f" + c * to_channel{i}" if program.elementwise else ""
+    return f"g{i} + to_offset{i} + {index} * to_step{i} + b * to_row{i}{channel}{offset}"
 
 
 def _chain(width: int) -> str:
