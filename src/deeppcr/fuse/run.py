@@ -16,6 +16,7 @@ from torch import Tensor
 from ..launch import aligned, launch, next_power_of_2, repeat
 from ..tolerance import Tolerance
 from .compiled import Kernels
+from .templates import map_size, parts_of
 from .trace import Leaf
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
@@ -201,7 +202,7 @@ class Run:
 
     def loop(self, states: Tensor, found: Found | None = None) -> None:
         """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
-        self.kernels.forward  # noqa: B018 - before the numbers, of which its source may bring more
+        self.kernels.roll  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
@@ -229,7 +230,7 @@ class Run:
         programs = -(-chunks * self.rows // self.block)
         constants = (product, whole, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
-        launch(self.kernels.forward.roll, programs, arguments, constants, warps=self.warps, integers=integers)
+        launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
         self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
@@ -250,9 +251,9 @@ class Run:
             self.loop(states)
             return Found(states, notes, 0, chunk, 0)
         groups, lanes = _groups(chunks, rows)
-        real, per_chunk, per_group = self.program.dtype, width * rows, (width * width + 2 * width) * rows
+        real, per_chunk, per_group = self.program.dtype, width * rows, map_size(width) * rows
         workspace = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
-        kernels = self.kernels.forward
+        join = self.kernels.joints.join
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
 
         def some_passes(first: int, last: int, rolls: int) -> None:
@@ -278,10 +279,11 @@ class Run:
             )
             for passes in range(first, last):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
-                launch(
-                    kernels.join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (groups, lanes),
-                    warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
-                )  # fmt: skip
+                for part in parts_of(width):
+                    launch(
+                        join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (part, groups, lanes),
+                        warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
+                    )  # fmt: skip
 
         # Rolled out an even number of times, so that the last of them is not where the passes write.
         rolls = kind.rolls + kind.rolls % 2
@@ -345,7 +347,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         states, given: [L, B, D], the states and their cotangents
     """
     program, width, rows = run.program, run.program.width, run.rows
-    kernels, real = run.kernels.backward, program.dtype
+    sweeping, chain, real = run.kernels.sweep, run.kernels.joints.chain, program.dtype
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
     given = aligned(given.contiguous())
@@ -353,7 +355,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     of_initial = torch.empty_like(run.initial)
     step, batch = run.initial.numel(), rows // program.channels
     groups, lanes = _groups(chunks, rows)
-    per_chunk, per_group = width * rows, (width * width + 2 * width) * rows
+    per_chunk, per_group = width * rows, map_size(width) * rows
     workspace = torch.empty(chunks * per_chunk * (1 + width) + groups * per_group, dtype=real, device=run.device)
     adjoints, products, maps = workspace.split([chunks * per_chunk, chunks * per_chunk * width, groups * per_group])
     sizes = (step, rows, program.channels, run.length, chunk, chunks)
@@ -364,17 +366,18 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
             *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
         )  # fmt: skip
         launch(
-            kernels.sweep, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
+            sweeping, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
             warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
         )  # fmt: skip
 
     def all_of_it() -> None:
         sweep(True)
         sizes_of_chain = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
-        launch(
-            kernels.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (groups, lanes),
-            warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
-        )  # fmt: skip
+        for part in parts_of(width):
+            launch(
+                chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (part, groups, lanes),
+                warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
+            )  # fmt: skip
         sweep(False)
 
     if chunks > 1:
