@@ -107,8 +107,9 @@ class Notes:
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
-        self.memory = torch.empty((limit + 2) * rows + limit + 1, dtype=torch.float32, device=device)
-        self._limit, self._rows = limit, rows
+        self._limit, self._rows, every = limit, rows, _aligned_size(limit * rows)
+        self._places = every, every + _aligned_size(rows), every + 2 * _aligned_size(rows)
+        self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
 
     @property
     def corrections(self) -> Tensor:
@@ -116,15 +117,15 @@ class Notes:
 
     @property
     def residual(self) -> Tensor:
-        return self.memory[self._limit * self._rows : (self._limit + 1) * self._rows]
+        return self.memory[self._places[0] :][: self._rows]
 
     @property
     def taken(self) -> Tensor:
-        return self.memory[(self._limit + 1) * self._rows : (self._limit + 2) * self._rows].view(torch.int32)
+        return self.memory[self._places[1] :][: self._rows].view(torch.int32)
 
     @property
     def unsettled(self) -> Tensor:
-        return self.memory[(self._limit + 2) * self._rows :].view(torch.int32)
+        return self.memory[self._places[2] :].view(torch.int32)
 
 
 class Shape:
@@ -251,15 +252,13 @@ class Run:
             self.loop(states)
             return Found(states, notes, 0, chunk, 0)
         groups, lanes = _groups(chunks, rows)
-        real, per_chunk, per_group = self.program.dtype, width * rows, map_size(width) * rows
-        workspace = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
+        real, parts = self.program.dtype, _parts_of_workspace(width, rows, chunks, groups, 3)
+        workspace = torch.empty(sum(parts), dtype=real, device=self.device)
         join = self.kernels.joints.join
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
 
         def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, maps = workspace.split(
-                [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
-            )
+            starts, ends, sizes, products, maps = workspace.split(parts)
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
             guessed, into = guess, states
             for _ in range(rolls):
@@ -325,6 +324,17 @@ def _groups(chunks: int, rows: int) -> tuple[int, int]:
     return groups, max(1, min(128 // groups, next_power_of_2(rows)))
 
 
+def _aligned_size(size: int) -> int:
+    """So much memory that what comes after it begins at a multiple of 16 bytes, as kernels are compiled for."""
+    return -(-size // 4) * 4
+
+
+def _parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors: int) -> list[int]:
+    """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
+    sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
+    return [_aligned_size(size) for size in sizes]
+
+
 def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
 
@@ -355,9 +365,9 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     of_initial = torch.empty_like(run.initial)
     step, batch = run.initial.numel(), rows // program.channels
     groups, lanes = _groups(chunks, rows)
-    per_chunk, per_group = width * rows, map_size(width) * rows
-    workspace = torch.empty(chunks * per_chunk * (1 + width) + groups * per_group, dtype=real, device=run.device)
-    adjoints, products, maps = workspace.split([chunks * per_chunk, chunks * per_chunk * width, groups * per_group])
+    parts = _parts_of_workspace(width, rows, chunks, groups, 1)
+    workspace = torch.empty(sum(parts), dtype=real, device=run.device)
+    adjoints, products, maps = workspace.split(parts)
     sizes = (step, rows, program.channels, run.length, chunk, chunks)
 
     def sweep(as_map: bool) -> None:
@@ -385,7 +395,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         run.repeat(("back", chunk, outputs.strides), tensors, all_of_it)
     else:
         last = given[-1].reshape(batch, width, program.channels)
-        adjoints.view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
+        adjoints[: width * rows].view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
         sweep(False)
     return of_initial, outputs.of_bases()
 
@@ -472,12 +482,12 @@ class Apply(torch.autograd.Function):
         # Backwards it is a linear system, in parallel whatever the way forwards was.
         usual = first_chunk(run.length, run.rows, run.program.elementwise)
         ctx.run, ctx.chunk = run, min(found.chunk, usual)
-        ctx.save_for_backward(found.states)
+        ctx.save_for_backward(found.states, initial, *bases)  # so that who changes them before a backward pass is told
         return found.states.view_as(found.states)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor):
-        (states,) = ctx.saved_tensors
+        states, *_ = ctx.saved_tensors
         of_initial, of_bases = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
         return None, None, of_initial, *of_bases
