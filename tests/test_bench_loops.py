@@ -52,7 +52,7 @@ def of_method(record: dict, method: str) -> list[dict]:
 
 
 def test_a_dry_run_of_the_table(run, capsys, monkeypatch):
-    ways = {"Loop()": deeppcr.Loop, "nothing": lambda: deeppcr.Newton(chunk="none")}
+    ways = {"Newton()": deeppcr.Newton, "Loop()": deeppcr.Loop, "nothing": lambda: deeppcr.Newton(chunk="none")}
     monkeypatch.setattr(sys.modules["loop_methods"], "WAYS", ways)
     code, record = run("--part", "table", "--only", "gru")
     assert code == 0
@@ -61,7 +61,7 @@ def test_a_dry_run_of_the_table(run, capsys, monkeypatch):
     assert record["machine"]["hardware"]
     assert record["versions"]["deeppcr"] == deeppcr.__version__
     assert record["settings"]["parts"] == ["table"]
-    for method in ("solve", "solve, with projections", "Loop()", "bare loop"):
+    for method in ("solve", "solve, with projections", "Newton()", "Loop()", "bare loop"):
         cases = of_method(record, method)
         assert [case["parameters"]["direction"] for case in cases] == ["forward", "forward and backward"]
         for case in cases:
@@ -69,7 +69,7 @@ def test_a_dry_run_of_the_table(run, capsys, monkeypatch):
             assert case["error"] <= 1
             assert all(each > 0 for each in case["seconds"])
             assert case["first_seconds"] > 0
-    assert of_method(record, "solve")[0]["iterations"] >= 1
+    assert of_method(record, "Newton()")[0]["iterations"] >= 1
     assert all("chunk: expected" in case["failure"] for case in of_method(record, "nothing"))  # which is no failure
     assert [target["limit"] for target in record["targets"]] == pytest.approx([0.3, 0.9])
     output = capsys.readouterr().out

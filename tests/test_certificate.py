@@ -244,7 +244,7 @@ def test_only_the_rows_that_drift_lose_the_floor(device):
 def test_a_recording_hands_over_what_may_be_rounding_or_not(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     turning, *tight = rotation(4, 100, torch.float32, device)
     drift = torch.ones(1, 2, device=device), torch.full((60, 1, 2), 9.5e-6, device=device)
     problems = (
@@ -254,7 +254,7 @@ def test_a_recording_hands_over_what_may_be_rounding_or_not(device, monkeypatch)
     for step, z0, xs, solver, result in problems:
         for _ in range(3):
             assert deeppcr.solve(step, z0, xs, solver=solver).result is result
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
 
 
 def test_a_derivative_is_told_from_another_but_not_from_rounding_or_kinks(device):

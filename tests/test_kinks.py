@@ -189,7 +189,7 @@ def test_a_kink_that_is_the_same_at_the_opposite(device):
 def test_ordinary_states_cost_nothing_more(gradient, device, monkeypatch):
     problem, calls = mlp(Generator(0, torch.float64, device), 30, 2), []
     problem.xs[0].requires_grad_()
-    deeppcr.clear_graphs()  # the second of its kind would be recorded, whatever test the first was in
+    deeppcr.clear_caches()  # the second of its kind would be recorded, whatever test the first was in
     values = Sequence.values
     monkeypatch.setattr(Sequence, "values", lambda self, *given: calls.append(len(given[0])) or values(self, *given))
     problem.solve(gradient=gradient)
@@ -212,12 +212,12 @@ def test_solves_that_are_replayed(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
     problem = vanishing(torch.float32, device)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     for _ in range(3):
         with pytest.warns(ConvergenceWarning, match="died out below the tolerance"):
             found = problem.solve()
         assert_those_of_the_loop(found.states, problem, torch.float32)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
 
 
 @pytest.mark.parametrize("depth", [16, 32, 64])

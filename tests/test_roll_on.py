@@ -116,8 +116,8 @@ def test_chunks_that_do_not_join_lose_their_claim(noise, monkeypatch, device):
     monkeypatch.setattr(Progress, "why_hopeless", lambda progress: "hopeless" if progress.count == 4 else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-        solution = deeppcr.solve(deeppcr.rowwise(step), z0, rates)
-        returned = deeppcr.solve(deeppcr.rowwise(step), z0, rates, on_failure="return")
+        solution = deeppcr.solve(deeppcr.rowwise(step), z0, rates, solver=Newton())
+        returned = deeppcr.solve(deeppcr.rowwise(step), z0, rates, on_failure="return", solver=Newton())
     assert solution.result is (Result.FINISHED_BY_LOOP if noise else Result.CONVERGED)
     assert int(returned.exact_steps) == (352 if noise else 400)  # what does join is kept
     previous = torch.cat([z0.unsqueeze(0), solution.states[:-1]])
@@ -127,7 +127,7 @@ def test_chunks_that_do_not_join_lose_their_claim(noise, monkeypatch, device):
 def test_a_recording_hands_over_what_needs_it(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     z0 = torch.full((1, 1), 0.3, dtype=torch.float64, device=device)
     rates = torch.full((100, 1, 1), 3.5, dtype=torch.float64, device=device)
     solve = lambda: deeppcr.solve(logistic, z0, rates, on_failure="raise", solver=Newton())  # noqa: E731
@@ -137,4 +137,4 @@ def test_a_recording_hands_over_what_needs_it(device, monkeypatch):
         again = solve()
         assert any("handed over" in note or "safeguards" in note for note in again.plan.notes), again.plan
         assert torch.equal(again.states, first.states)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()

@@ -9,11 +9,11 @@
 torch.Size([1000, 16])
 """
 
-from . import diffusion, linear, nn
+from . import diffusion, fuse, linear, nn
+from .caches import clear_caches
 from .check import Finding, check
 from .convergence import FixedIterations, PaperTest, UpdateTest
 from .gradient import Implicit, Unrolled
-from .graphs.cache import clear_graphs
 from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
 from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
@@ -57,9 +57,10 @@ __all__ = [
     "UpdateTest",
     "Zeros",
     "check",
-    "clear_graphs",
+    "clear_caches",
     "collapse",
     "diffusion",
+    "fuse",
     "linear",
     "nn",
     "rowwise",

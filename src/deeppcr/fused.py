@@ -73,7 +73,7 @@ class Call:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
         first = self.states[0] if self.states else None
         if not isinstance(first, Tensor) or not has_kernels(first.device):
-            return "kernels need a CUDA device and Triton"
+            return "kernels need a CUDA device, Triton and NumPy"
         several = isinstance(step, (list, tuple, nn.ModuleList))
         if several or isinstance(self.step, WithHistory) or not callable(self.step):
             return "a list of steps, or one that looks further back, is not covered"

@@ -94,9 +94,15 @@ def has_triton() -> bool:
 KERNEL_DEVICES = {"cuda"}
 
 
+@cache
+def has_numpy() -> bool:
+    """Whether NumPy is installed, with whose arrays the kernels of a step are written."""
+    return find_spec("numpy") is not None
+
+
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels that are made of steps run on a device."""
-    return device.type in KERNEL_DEVICES and has_triton()
+    return device.type in KERNEL_DEVICES and has_triton() and has_numpy()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Result(Enum):
 
     CONVERGED = "every step met the stopping test"
     ITERATIONS_DONE = "the fixed number of iterations was run, or as many as leave rounding alone; nothing was tested"
-    LOOP = "computed one step after the other, as asked"
+    LOOP = "computed one step after the other"
     PRECISION_FLOOR = (
         "every step holds within the tolerance, but the update stopped shrinking above it: this is as exact as the "
         "dtype gets. Loosen atol and rtol, or use float64"

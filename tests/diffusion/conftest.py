@@ -10,4 +10,4 @@ from deeppcr.diffusion import problem
 def nothing_is_known(monkeypatch):
     """Denoisers that a test before has had checked are checked again, and their runs are the first of their kind."""
     monkeypatch.setattr(problem, "_by_themselves", WeakKeyDictionary())
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()

@@ -111,11 +111,11 @@ def test_what_cannot_be_watched_leaves_its_identity_to_nobody():
     assert len(prepared_samplers) == 4
 
 
-def test_clear_graphs_lets_go_of_everything():
+def test_clear_caches_lets_go_of_everything():
     solver, net = Window(), Net()
     run(net, solver)
     assert len(prepared_samplers) == 1
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     assert len(prepared_samplers) == 0
     assert "CUDA graphs" not in run(net, solver)
 

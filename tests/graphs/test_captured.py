@@ -37,9 +37,9 @@ REPLAYED = "replayed as a CUDA graph"
 def forgetful(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     yield
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
 
 
 def is_replayed(solution) -> bool:
@@ -616,7 +616,7 @@ def test_the_cache_is_bounded(device, monkeypatch):
     monkeypatch.setattr(captured_solves._recordings, "most_bytes", 1)
     twice(lambda: deeppcr.solve(torch.cos, torch.ones(2, 3, device=device), length=17, solver=Newton()))
     assert len(captured_solves) == 1
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     assert len(captured_solves) == 0
 
 

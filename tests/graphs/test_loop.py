@@ -22,9 +22,9 @@ def forgetful(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
     monkeypatch.setattr(recorded_loop, "_LONGEST", 8)
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     yield
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
 
 
 @pytest.fixture

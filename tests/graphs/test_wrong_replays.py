@@ -39,9 +39,9 @@ def hunt(program, device, monkeypatch):
             monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
         return program.hunt(tasks, expected.__getitem__, 1)
 
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
     yield run
-    deeppcr.clear_graphs()
+    deeppcr.clear_caches()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 8))])

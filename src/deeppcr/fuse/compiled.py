@@ -99,7 +99,8 @@ def _folder() -> Path:
 
 def _imported(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where Triton looks for the globals of a kernel
     spec.loader.exec_module(module)

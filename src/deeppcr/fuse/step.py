@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..bounded import Bounded
 from ..sequence.layout import Layout
 from ..tolerance import Tolerance, measure
 from .compiled import Kernels
@@ -19,6 +20,8 @@ from .program import Program
 from .run import Kind, first_chunk
 from .trace import one_row
 
+#: How many kinds of solves are remembered of a step.
+_MOST_KINDS = 256
 #: Steps that are looked at where not all are.
 _FEW = 3
 _random = random.Random(0)  # which leaves the caller's random numbers alone
@@ -39,7 +42,7 @@ class FusedStep:
     kernels: Kernels
     layout: Layout
     places: tuple[int, ...]
-    kinds: dict[tuple, Kind] = field(default_factory=dict)
+    kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: int = 0
 
     @staticmethod
@@ -69,7 +72,8 @@ class FusedStep:
         if found is None:
             program = self.kernels.program
             rows = self.layout.rows * program.channels
-            found = self.kinds[key] = Kind(length, first_chunk(length, rows, program.elementwise))
+            found = Kind(length, first_chunk(length, rows, program.elementwise))
+            self.kinds.put(key, found)
         return found
 
     def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:

@@ -239,11 +239,7 @@ captured_solves = CapturedSolves()
 prepared_samplers = Bounded(_MOST_PREPARED)
 
 
-def clear_graphs() -> None:
-    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory: see ``Newton.capture``.
-
-    >>> import deeppcr
-    >>> deeppcr.clear_graphs()
-    """
+def forget_graphs() -> None:
+    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory."""
     captured_solves.clear()
     prepared_samplers.clear()
