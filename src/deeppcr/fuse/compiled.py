@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .program import Program
 from .templates import backward_source, forward_source
+from .trace import TRACING
 
 #: Modules of a process, by their source.
 _MOST_MODULES = 256
@@ -37,11 +38,13 @@ class Kernels:
 
     @cached_property
     def forward_source(self) -> str:
-        return forward_source(self.program)
+        with TRACING:
+            return forward_source(self.program)
 
     @cached_property
     def backward_source(self) -> str:
-        return backward_source(self.program)
+        with TRACING:
+            return backward_source(self.program)
 
     @cached_property
     def forward(self) -> ModuleType:
@@ -96,7 +99,8 @@ def _folder() -> Path:
 
 def _imported(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where Triton looks for the globals of a kernel
     spec.loader.exec_module(module)
