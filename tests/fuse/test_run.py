@@ -330,7 +330,7 @@ def test_pulling_back_by_any_chunk_gives_the_same(device):
 
 def test_launches_are_repeated_for_tensors_that_lie_alike_only(device, compiled):
     """Kernels are compiled for what is told of their arguments: other lengths, rows and places in memory must not be mixed up."""
-    step, z0, xs, _ = elementwise(1, device, 3, 9, 3)
+    z0, xs = normal(3, 3, device=device), normal(9, 3, 3, device=device)
     fused = Fused(lambda z, x: 0.5 * torch.sin(z) + x, z0, xs)
 
     def found(z0, xs):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .program import Program
 from .templates import backward_source, forward_source, joints_source
+from .trace import TRACING
 
 #: Modules of a process, by their source.
 _MOST_MODULES = 256
@@ -37,11 +38,13 @@ class Kernels:
 
     @cached_property
     def forward_source(self) -> str:
-        return forward_source(self.program)
+        with TRACING:
+            return forward_source(self.program)
 
     @cached_property
     def backward_source(self) -> str:
-        return backward_source(self.program)
+        with TRACING:
+            return backward_source(self.program)
 
     @cached_property
     def roll(self) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..launch import aligned, launch, next_power_of_2, repeat
+from ..runtime import check_backward
 from ..tolerance import Tolerance
 from .compiled import Kernels
 from .templates import map_size, parts_of
@@ -44,12 +45,14 @@ class Kind:
         chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
         rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
+        gave_up: only the loop sufficed
     """
 
     length: int
     chunk: int
     rolls: int = 0
     passes: int = 3
+    gave_up: bool = False
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -59,9 +62,9 @@ class Kind:
         elif _FEWEST_PASSES * larger * (1 + width) <= self.length:
             self.chunk, self.rolls = larger, 0
         else:
-            self.chunk = self.length
+            self.chunk, self.gave_up = self.length, True
         self.passes = 3
-        return self.chunk < self.length
+        return not self.gave_up
 
 
 def first_chunk(length: int, rows: int, elementwise: bool) -> int:
@@ -86,6 +89,8 @@ class Found:
         chunk: steps of a chunk
         left: lanes that had to be taken one step after the other
         floored: lanes of which rounding is all that is left
+        unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
+            other in the end. What is not finite is among them
     """
 
     states: Tensor
@@ -93,7 +98,8 @@ class Found:
     passes: int
     chunk: int
     left: int
-    floored: int = 0
+    floored: int
+    unsettled: int
 
 
 class Notes:
@@ -250,7 +256,7 @@ class Run:
         if chunks == 1:
             notes.memory.zero_()
             self.loop(states)
-            return Found(states, notes, 0, chunk, 0)
+            return Found(states, notes, 0, chunk, 0, 0, rows)
         groups, lanes = _groups(chunks, rows)
         real, parts = self.program.dtype, _parts_of_workspace(width, rows, chunks, groups, 3)
         workspace = torch.empty(sum(parts), dtype=real, device=self.device)
@@ -299,7 +305,8 @@ class Run:
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
-                return Found(states, notes, passes, chunk, 0 if over else left[-1], floored)
+                unsettled = 0 if 0 in left else left[-1]
+                return Found(states, notes, passes, chunk, 0 if over else unsettled, floored, unsettled)
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
@@ -486,8 +493,8 @@ class Apply(torch.autograd.Function):
         return found.states.view_as(found.states)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor):
+        check_backward(grad_outputs[0])
         states, *_ = ctx.saved_tensors
         of_initial, of_bases = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
         return None, None, of_initial, *of_bases
