@@ -166,7 +166,7 @@ def _planned(
     if isinstance(step, (list, tuple, nn.ModuleList)):
         return by(Newton())
     if not call.has_kernels:
-        record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
+        record = record_of(call.key, call.length, first.device)
         if call.fused is None and record.is_worth_kernels(again=True):
             call.make()
     if call.has_kernels:
@@ -175,7 +175,7 @@ def _planned(
             if found.result is Result.LOOP:
                 found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
             return found
-    record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
+    record = record_of(call.key, call.length, first.device)
     way, why = record.choose()
     if way == "loop":
         known = "loop" in record.seconds
