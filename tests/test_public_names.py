@@ -8,8 +8,8 @@ NAMES = {
     "deeppcr": """
         PCR Auto BatchMean ConvergenceError ConvergenceWarning DenseJacobian DiagonalJacobian Finding FixedIterations
         ForwardSubstitution Fused GivenJacobian Hierarchical HutchinsonJacobian Implicit Jacobi Loop Newton PaperTest Picard Plan
-        Random RepeatInitial Result ScalarJacobian Solution StepError Unrolled UpdateTest Zeros check clear_caches collapse
-        diffusion fuse linear nn rowwise solve with_history
+        Prediction Random RepeatInitial Result ScalarJacobian Solution StepError Unrolled UpdateTest Zeros check clear_caches collapse
+        diffusion fuse linear nn predict rowwise solve with_history
     """,
     "deeppcr.linear": """
         PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar solve solve_coupled

@@ -18,6 +18,7 @@ from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
 from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from .newton import Jacobi, Loop, Newton, Picard
+from .predict import Prediction, predict
 from .sequence import rowwise
 from .sequence.evaluate import StepError
 from .sequence.history import collapse, with_history
@@ -47,6 +48,7 @@ __all__ = [
     "PaperTest",
     "Picard",
     "Plan",
+    "Prediction",
     "Random",
     "RepeatInitial",
     "Result",
@@ -63,6 +65,7 @@ __all__ = [
     "fuse",
     "linear",
     "nn",
+    "predict",
     "rowwise",
     "solve",
     "with_history",

@@ -61,10 +61,12 @@ class Record:
         for way in self._candidates(loop):
             taken = self.seconds.get(way)
             if taken is None or (self.tries[way] < _TRIES and taken < 10 * loop):
-                return way, f"the loop takes {_written(loop)}; this is tried"
-        known = {way: seconds for way, seconds in self.seconds.items() if way not in self.barred}
+                return way, f"the loop takes {written(loop)}; this is tried"
+        if len(self.seconds) == 1:
+            return "loop", f"the loop takes {written(loop)}, and nothing else is worth a try"
+        known: dict[Way, float] = {way: took for way, took in self.seconds.items() if way not in self.barred}
         best = min(known, key=lambda way: known[way])
-        return best, "of this kind " + ", ".join(f"{way} took {_written(known[way])}" for way in known)
+        return best, "of this kind " + ", ".join(f"{way} took {written(known[way])}" for way in known)
 
     def _candidates(self, loop: float) -> list[Way]:
         """The ways that are worth trying beside a loop of so many seconds."""
@@ -113,25 +115,31 @@ class Probe:
     def gives_up(self, index: int) -> bool:
         """After step ``index``."""
         if index == _WARM - 1:
-            self._begin = self._now()
+            self._begin = now(self._device)
         if index != PROBED - 1 or self._length <= 2 * PROBED:
             return False
-        expected = (self._now() - self._begin) / (PROBED - _WARM) * self._length
+        expected = (now(self._device) - self._begin) / (PROBED - _WARM) * self._length
         self._record.seconds["loop"] = expected
         return self._is_too_long(expected)
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """The time, in seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 _records = Bounded(_MOST_KINDS)
 
 
-def record_of(key: Hashable, device: torch.device, sizes: tuple[int, int, int]) -> Record:
-    """What is known of a kind."""
-    number = hash(key)
+def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device) -> Record:
+    """What is known of a kind: of solves of so many steps that differ in numbers only, with a graph for gradients or without.
+
+    Args:
+        sizes: L, B and D
+    """
+    number = hash((key, sizes[0], torch.is_grad_enabled()))
     found = _records.get(number)
     if found is None:
         found = Record(device.type, sizes)
@@ -144,5 +152,9 @@ def forget_records() -> None:
     _records.clear()
 
 
-def _written(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.2g} ms"
+def written(seconds: float) -> str:
+    """In seconds, milliseconds or microseconds."""
+    for size, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:,.0f} {unit}" if seconds >= 100 * size else f"{seconds / size:.2g} {unit}"
+    return f"{1e6 * seconds:.3g} us"

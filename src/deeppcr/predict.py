@@ -1,0 +1,338 @@
+"""``predict``: what a solve would take, each way, before anything long runs.
+
+Shapes: L steps in N chunks of C, B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .fused import Call
+from .jacobian import block_bytes
+from .linear.cost import expected as linear_seconds
+from .newton import Newton
+from .plan import PROBED, Record, now, record_of, written
+from .sequence import Sequence
+from .solution import Plan
+
+#: The probe ends after so many steps, or seconds, or this part of the loop.
+_MOST_STEPS, _MOST_SECONDS, _MOST_OF_LOOP = 256, 0.3, 0.01
+#: Steps that are timed together.
+_TIMED = 8
+#: So many seconds a loop must take for its step to be traced, and where what traces has yet to be imported.
+_WORTH_TRACING, _WORTH_IMPORTING = 5.0, 150.0
+#: Newton's iterations: so many, and this for every chunk that an error lives. Fitted by eye to networks and a pendulum.
+_ITERATIONS, _ITERATIONS_PER_CHUNK = 4, 0.7
+#: An iteration by PyTorch takes so many steps for each step of a chunk, and seconds for each number of the blocks: on a GPU, on a CPU.
+_PUSHED, _OF_NUMBER = 30, (5e-12, 5e-9)
+#: Iterations after which Newton gives up.
+_PATIENCE = 12
+#: By less than the exponential of this errors do not grow or die out over a whole loop. (Of the probe's steps 1 is enough to tell.)
+_CLEAR = 3.0
+#: Seconds, on an H200: of an operation in a CUDA graph; of a step in a kernel, 0.05e-6 to 0.9e-6; of a pass by kernels; of their call.
+_OF_OPERATION, _OF_STEP, _OF_PASS, _OF_CALL = 3e-6, 0.2e-6, 0.07e-3, 0.25e-3
+
+WAYS = {
+    "loop": "loop, by Python",
+    "graph": "loop, in a CUDA graph",
+    "loop kernel": "loop, in one kernel",
+    "newton": "in parallel, by PyTorch",
+    "kernels": "in parallel, by kernels",
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a solve is expected to take; ``print`` it for a table.
+
+    The times of a loop by Python come from a measured step. All else is rough, by a factor of three either way and more, but for
+    what is said to be measured: what earlier solves of this kind took.
+
+    Attributes:
+        length, rows, width: L, B and D
+        exponent: the largest Lyapunov exponent, the mean logarithm by which a small error grows in a step; NaN where states or
+            derivatives are not finite
+        errors: the same in words
+        probed: steps that it was found from
+        step_seconds: of one step by Python
+        iterations: of Newton's method; None where the probe does not tell
+        chunk: steps of a chunk in Newton's method
+        seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"
+        basis: by way: "measured", "expected", or why there is no time
+        state_bytes, block_bytes: of all states; of the blocks of a parallel solve by PyTorch, while it runs
+        way, why: what ``solve`` would do
+
+    >>> import torch, deeppcr
+    >>> prediction = deeppcr.predict(lambda z: torch.cos(z), torch.ones(3), length=100)
+    >>> prediction.errors, prediction.way
+    ('errors die out', 'loop')
+    """
+
+    length: int
+    rows: int
+    width: int
+    exponent: float
+    errors: str
+    probed: int
+    step_seconds: float
+    iterations: int | None
+    chunk: int
+    seconds: dict[str, float]
+    basis: dict[str, str]
+    state_bytes: int
+    block_bytes: int
+    way: str
+    why: str
+
+    def __str__(self) -> str:
+        iterations = "not known" if self.iterations is None else f"about {self.iterations}"
+        lines = [
+            f"{_counted(self.length, 'step')}, {_counted(self.rows, 'row')} of {_counted(self.width, 'number')}",
+            f"{'exponent':26}{self.exponent:+.2g} a step, by {_counted(self.probed, 'step')}: {self.errors}",
+            f"{'iterations':26}{iterations}, in chunks of {self.chunk}",
+            f"{'memory':26}{_in_bytes(self.state_bytes)} of states, {_in_bytes(self.block_bytes)} of blocks",
+        ]
+        for way, name in WAYS.items():
+            time = written(self.seconds[way]) if way in self.seconds else "-"
+            lines.append(f"{name:26}{time:>8}  {self.basis[way]}")
+        lines.append(f"{'solve would take':26}{WAYS[self.way]}: {self.why}")
+        return "\n".join(lines)
+
+
+def predict(
+    step: Callable | list[Callable] | nn.ModuleList,
+    z0: Any,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    batch_dims: int | None = None,
+) -> Prediction:
+    """What ``deeppcr.solve`` of the same arguments would take, each way, and which way it would go.
+
+    The step is called up to a few hundred times, for half a second or 2% of the loop. Nothing is compiled and nothing is solved. Whether
+    there are kernels for the step is found out where a loop of seconds makes it worth it, or an earlier solve has.
+
+    Args:
+        step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
+
+    Raises:
+        StepError: the step is not fit for a parallel solve; ``Loop()`` may take it
+
+    >>> import torch, deeppcr
+    >>> weights = torch.randn(500, 8, 8) / 6
+    >>> prediction = deeppcr.predict(lambda z, w: torch.tanh(z @ w.mT), torch.randn(4, 8), weights)
+    >>> print(prediction)
+    500 steps, 4 rows of 8 numbers
+    exponent                  ... a step, by 256 steps: errors die out
+    iterations                about 4, in chunks of 8
+    memory                    62.5 KiB of states, 252 KiB of blocks
+    loop, by Python           ...
+    loop, in a CUDA graph     ...
+    loop, in one kernel       ...
+    in parallel, by PyTorch   ...
+    in parallel, by kernels   ...
+    solve would take          loop, by Python: the loop takes ... ms, and nothing else is worth a try
+    """
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    layout, steps = sequence.layout, sequence.length
+    call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
+    step_seconds = _time_of_step(sequence)
+    known = record_of(call.key, call.sizes, layout.device)
+    loop = known.seconds.get("loop", steps * step_seconds)
+    record = replace(known, seconds={**known.seconds, "loop": loop})
+    probe = _Probe(sequence, max(_MOST_SECONDS, _MOST_OF_LOOP * loop))
+    iterations = probe.iterations(chunk)
+    expected: dict[str, float | str] = {
+        "loop": loop,
+        "graph": _graph_seconds(sequence),
+        "newton": _newton_seconds(sequence, chunk, iterations, step_seconds),
+        **_by_kernels(call, probe, loop),
+    }
+    sequence.stop_watching()
+    seconds: dict[str, float] = {way: each for way, each in expected.items() if not isinstance(each, str)}
+    basis = {way: each if isinstance(each, str) else "expected" for way, each in expected.items()}
+    for way in known.tries:
+        seconds[way], basis[way] = known.seconds[way], "measured"
+    way, why = _choice(step, call, record, known)
+    return Prediction(
+        length=steps, rows=layout.rows, width=layout.width, exponent=probe.exponent, errors=probe.errors, probed=probe.steps,
+        step_seconds=step_seconds, iterations=iterations, chunk=chunk, seconds=seconds, basis=basis,
+        state_bytes=steps * layout.rows * layout.width * layout.dtype.itemsize,
+        block_bytes=4 * -(-steps // chunk) * block_bytes(sequence), way=way, why=why,
+    )  # fmt: skip
+
+
+def _time_of_step(sequence: Sequence) -> float:
+    """Seconds of a step as the loop takes it: by some steps, twice, the lesser."""
+    device, state, times = sequence.layout.device, sequence.initial, []
+    count = max(1, min(_TIMED, sequence.length // 2))
+    for turn in range(2 if sequence.length > 1 else 1):
+        begin = now(device)
+        for index in range(turn * count, (turn + 1) * count):
+            state = sequence.step(index, state)
+        times.append((now(device) - begin) / count)
+        if times[-1] > _MOST_SECONDS:
+            break
+    return min(times)
+
+
+class _Probe:
+    """The first steps of a loop, and a cotangent back along them: it grows as a tangent does, and asks for autograd alone.
+
+    Attributes:
+        steps: how many were taken
+        exponent: the mean logarithm by which the cotangent grew in a step, over rows and steps
+        errors: the same in words
+        is_clear: whether these few steps tell it
+    """
+
+    def __init__(self, sequence: Sequence, budget: float):
+        self._length, device = sequence.length, sequence.layout.device
+        taken: list[tuple[Tensor, Tensor]] = []
+        state, begin = sequence.initial.detach(), now(device)
+        while len(taken) < min(_MOST_STEPS, self._length) and (not taken or now(device) - begin < budget / 2):
+            before = state.requires_grad_()
+            with torch.enable_grad():
+                after = sequence.step(len(taken), before)
+            taken.append((before, after))
+            state = after.detach()
+        self.steps = len(taken)
+        growths = _growths(taken)[
+            : self.steps - self.steps // 4
+        ]  # after that the cotangent turns to where it grows most
+        self.exponent = float(growths.mean())
+        over_all = self.exponent * self._length
+        self.is_clear = True
+        if math.isnan(self.exponent) or self.exponent == math.inf:
+            self.errors, self.is_clear = "states or derivatives are not finite", False
+        elif abs(over_all) < _CLEAR and self._length <= 4 * self.steps:
+            self.errors = "errors stay"
+        elif abs(self.exponent) * len(growths) < 1:
+            self.errors, self.is_clear = "so few steps do not tell whether errors die out", False
+        else:
+            self.errors = "errors grow" if over_all > 0 else "errors die out"
+
+    def iterations(self, chunk: int) -> int | None:
+        """Of Newton's method with such chunks, or passes of kernels; None where the probe does not tell."""
+        if not self.is_clear:
+            return None
+        chunks = -(-self._length // chunk)
+        # An error lives for so many chunks, and takes an iteration or so to get through each.
+        lives = min(chunks, -1 / (chunk * self.exponent)) if self.errors == "errors die out" else chunks
+        return min(chunks, round(_ITERATIONS + _ITERATIONS_PER_CHUNK * lives))
+
+
+def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of a cotangent in each step, the first first: the mean logarithm over rows.
+
+    Args:
+        taken: of each step the state [B, D] before it, and the one after it with a graph
+    """
+    last, growths = taken[-1][1], []
+    generator = torch.Generator().manual_seed(0)  # which leaves the caller's random numbers alone
+    cotangent = torch.randn(last.shape, generator=generator).to(last)
+    for before, after in reversed(taken):
+        cotangent = cotangent / cotangent.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(last.dtype).tiny)
+        found = None
+        if after.requires_grad:
+            (found,) = torch.autograd.grad(after, before, cotangent, allow_unused=True)
+        cotangent = torch.zeros_like(last) if found is None else found
+        growths.append(cotangent.norm(dim=-1).log().mean())
+    return torch.stack(growths[::-1]).double()
+
+
+def _newton_seconds(sequence: Sequence, chunk: int, iterations: int | None, step: float) -> float | str:
+    """Of a solve by PyTorch, where a step takes so many."""
+    if iterations is None:
+        return "the iterations are not known"
+    layout, chunks = sequence.layout, -(-sequence.length // chunk)
+    on_cpu = layout.device.type == "cpu"
+    *linear, _ = linear_seconds(chunks, layout.width, layout.rows, layout.rows, on_cpu)
+    numbers = chunks * layout.rows * layout.width**2
+    of_one = chunk * (_PUSHED * step + numbers * _OF_NUMBER[on_cpu]) + min(linear)
+    if iterations > max(_PATIENCE, chunks // 2):
+        return _PATIENCE * of_one + sequence.length * step  # it gives up, and the loop does it
+    return iterations * of_one
+
+
+def _graph_seconds(sequence: Sequence) -> float | str:
+    if sequence.layout.device.type != "cuda":
+        return "needs a CUDA device"
+    return sequence.length * _operations(lambda: sequence.step(0, sequence.initial)) * _OF_OPERATION
+
+
+@torch.no_grad()
+def _operations(function: Callable[[], Any]) -> int:
+    """How many operations of PyTorch it is made of, but for views."""
+    with _Count() as count:
+        function()
+    return count.operations
+
+
+class _Count(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += all(each.alias_info is None for each in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str]:
+    """Seconds by kernels, one step after the other and in parallel, where a loop takes so many; or why none are expected."""
+    fused = call.fused
+    if fused is None:
+        imported = f"{__package__}.fuse.trace" in sys.modules
+        if loop < (_WORTH_TRACING if imported else _WORTH_IMPORTING):
+            return dict.fromkeys(("loop kernel", "kernels"), "not looked at: whether they cover the step")
+        fused = call.make()
+    if isinstance(fused, str):
+        return dict.fromkeys(("loop kernel", "kernels"), fused)
+    assert call.length is not None
+    in_turn = _OF_CALL + _OF_STEP * call.length
+    kind = fused.kind(call.length, (Newton().tolerance(fused.layout.dtype), "auto", True))
+    passes = probe.iterations(kind.chunk)
+    if kind.chunk == call.length:
+        in_parallel = "the chunks of such a solve did not join"
+    elif passes is None:
+        in_parallel = "the passes are not known"
+    else:
+        in_parallel = _OF_CALL + _OF_PASS * passes
+    return {"loop kernel": in_turn, "kernels": in_parallel}
+
+
+def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
+    """What ``solve`` would do, and why.
+
+    Args:
+        record: of solves of this kind, with what the loop is expected to take
+        known: the same, without
+    """
+    if isinstance(step, (list, tuple, nn.ModuleList)):
+        return "newton", "a list of steps is solved in parallel"
+    if call.has_kernels:
+        return "kernels", "the step has kernels"
+    again = "loop" in known.seconds
+    if call.fused is None and record.is_worth_kernels(again):
+        return "kernels", f"the loop takes {written(record.seconds['loop'])}; kernels are made, if they cover the step"
+    # A loop that is short is not stopped by what it is found to take.
+    return (record if again or (call.length or 0) > 2 * PROBED else known).choose()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
+def _in_bytes(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
