@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,8 +102,8 @@ class Prediction:
             f"{'memory':26}{_in_bytes(self.state_bytes)} of states, {_in_bytes(self.block_bytes)} of blocks",
         ]
         for way, name in WAYS.items():
-            time = written(self.seconds[way]) if way in self.seconds else "-"
-            lines.append(f"{name:26}{time:>8}  {self.basis[way]}")
+            taken = written(self.seconds[way]) if way in self.seconds else "-"
+            lines.append(f"{name:26}{taken:>8}  {self.basis[way]}")
         lines.append(f"{'solve would take':26}{WAYS[self.way]}: {self.why}")
         return "\n".join(lines)
 
@@ -125,6 +126,7 @@ def predict(
 
     Raises:
         StepError: the step is not fit for a parallel solve; ``Loop()`` may take it
+        RuntimeError: in ``torch.inference_mode``, where nothing can be differentiated
 
     >>> import torch, deeppcr
     >>> weights = torch.randn(500, 8, 8) / 6
@@ -141,6 +143,8 @@ def predict(
     in parallel, by kernels   ...
     solve would take          loop, by Python: the loop takes ... ms, and nothing else is worth a try
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
@@ -172,13 +176,12 @@ def predict(
 
 def _time_of_step(sequence: Sequence) -> float:
     """Seconds of a step as the loop takes it: by some steps, twice, the lesser."""
-    device, state, times = sequence.layout.device, sequence.initial, []
-    count = max(1, min(_TIMED, sequence.length // 2))
-    for turn in range(2 if sequence.length > 1 else 1):
-        begin = now(device)
-        for index in range(turn * count, (turn + 1) * count):
-            state = sequence.step(index, state)
-        times.append((now(device) - begin) / count)
+    device, state, times, index = sequence.layout.device, sequence.initial, [], 0
+    while len(times) < 2 and index < sequence.length:
+        first, begin = index, now(device)
+        while index < min(first + _TIMED, sequence.length) and time.perf_counter() - begin < _MOST_SECONDS / 3:
+            state, index = sequence.step(index, state), index + 1
+        times.append((now(device) - begin) / (index - first))
         if times[-1] > _MOST_SECONDS:
             break
     return min(times)
@@ -296,16 +299,24 @@ def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str
     if isinstance(fused, str):
         return dict.fromkeys(("loop kernel", "kernels"), fused)
     assert call.length is not None
-    in_turn = _OF_CALL + _OF_STEP * call.length
-    kind = fused.kind(call.length, (Newton().tolerance(fused.layout.dtype), "auto", True))
-    passes = probe.iterations(kind.chunk)
-    if kind.chunk == call.length:
-        in_parallel = "the chunks of such a solve did not join"
+    in_turn, chunk = _OF_CALL + _OF_STEP * call.length, _chunk_of_kernels(call)
+    passes = probe.iterations(chunk)
+    if chunk == call.length:
+        in_parallel = "so few steps are one chunk, or earlier chunks did not join"
     elif passes is None:
         in_parallel = "the passes are not known"
     else:
         in_parallel = _OF_CALL + _OF_PASS * passes
     return {"loop kernel": in_turn, "kernels": in_parallel}
+
+
+def _chunk_of_kernels(call: Call) -> int:
+    """Steps of a chunk in a solve by kernels, which there are, without gradients; all of them where it would be a loop."""
+    fused, length = call.fused, call.length
+    assert fused is not None
+    assert not isinstance(fused, str)
+    assert length is not None
+    return fused.kind(length, (Newton().tolerance(fused.layout.dtype), "auto", True)).chunk
 
 
 def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
@@ -318,7 +329,7 @@ def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, 
     if isinstance(step, (list, tuple, nn.ModuleList)):
         return "newton", "a list of steps is solved in parallel"
     if call.has_kernels:
-        return "kernels", "the step has kernels"
+        return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds
     if call.fused is None and record.is_worth_kernels(again):
         return "kernels", f"the loop takes {written(record.seconds['loop'])}; kernels are made, if they cover the step"
