@@ -7,7 +7,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,14 @@ class Call:
                 *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
             ))  # fmt: skip
         return self._key
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """L, B rows and D numbers of a row, as far as shapes tell."""
+        several = any(leaf.ndim > 1 for leaf in self.states)
+        dims = int(several) if self.batch_dims is None else self.batch_dims
+        rows = max(1, self.states[0].shape[:dims].numel())
+        return self.length or 1, rows, sum(leaf.numel() for leaf in self.states) // rows
 
     def _find_refusal(self, step: Any) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
@@ -184,9 +192,7 @@ def solve_fused(
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = replace(tolerance, local=True) if differentiated else tolerance
     run = Run(fused.kernels, initial, bases, length)
-    kind = fused.kind(length, (wanted, newton.chunk, guess is None))
-    if newton.chunk != "auto" and not fused.solves:
-        kind.chunk = min(length, newton.chunk)
+    key, kind = fused.kind(length, newton.chunk, (wanted, guess is None))
     if loop:
         found = run.in_parallel(replace(kind, chunk=length), wanted)
     elif fixed is not None:
@@ -200,7 +206,11 @@ def solve_fused(
     states = found.states
     if differentiated:
         states = apply_directly(Apply, found, run, initial, *bases)
-    return _solution(call, fused, found, states, newton, differentiated, fixed)
+    looped = loop or (kind.gave_up and not found.passes)
+    solution = _solution(call, fused, found, states, newton, differentiated, fixed, looped)
+    if not loop and solution.result is not Result.NON_FINITE:  # of numbers that are none, nothing is to be learned
+        fused.kinds.put(key, kind)
+    return solution
 
 
 def _is_trusted(call: Call, fused: FusedStep, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
@@ -220,18 +230,17 @@ def _is_trusted(call: Call, fused: FusedStep, initial: Tensor, states: Tensor, t
 
 
 def _solution(
-    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None
-) -> FusedSolution:
+    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None, looped: bool
+) -> FusedSolution:  # fmt: skip
+    """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
     layout, program = fused.layout, fused.kernels.program
     rows, length = layout.rows, len(states)
     exact, exact_steps = length, None
-    results = (
-        (Result.LOOP if not found.passes else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,
-    ) * rows
+    results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
     if fixed is None and (found.left or found.floored):
         results, exact_steps, exact = _of_rows(found, rows, length)
-    if Result.LOOP in results or Result.FINISHED_BY_LOOP in results:
-        results, exact_steps, exact = _not_finite(results, exact_steps, states.detach(), exact)
+    if fixed is None and found.unsettled:
+        results, exact_steps, exact = _not_finite(call, results, exact_steps, states.detach(), exact)
     result = worst_of(results)
     way = "elementwise" if program.elementwise else "narrow"
     plan = Plan(
@@ -240,7 +249,7 @@ def _solution(
     )  # fmt: skip
     z0 = call.z0.detach() if layout.spec.is_leaf() else pytree.tree_map(torch.detach, call.z0)
     return FusedSolution(
-        found, layout, exact_steps,
+        (found, layout, exact_steps),
         states=layout.unpack(states), result=result, results=results, plan=plan,
         description=result.value.format(step=exact), z0=z0,
         tolerance=newton.promised(layout.dtype) if found.passes and not differentiated else None,
@@ -248,32 +257,45 @@ def _solution(
 
 
 class FusedSolution(Solution):
-    """A solution by kernels: what few ask for is computed when somebody does, since that takes as long as the kernels."""
+    """A solution by kernels: what few ask for is computed when somebody does, since that takes as long as the kernels.
 
-    def __init__(self, found: Found, layout: Layout, exact_steps: Tensor | None, **known: Any):
-        self.__dict__.update(known, _found=found, _layout=layout, _exact_steps=exact_steps)
+    Args:
+        late: what that is computed from; None where all is known
+        known: attributes of a Solution
+    """
+
+    def __init__(self, late: tuple[Found, Layout, Tensor | None] | None = None, **known: Any):
+        self.__dict__.update(known, _late=late)
 
     def told_as(self, result: Result) -> FusedSolution:
-        """The same, where all rows ended so."""
-        known = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        """The same, where all rows ended so and no state was exact before."""
+        known = {name: value for name, value in self.__dict__.items() if name != "_late"}
         known |= {
             "result": result,
             "results": (result,) * len(self.results),
             "description": result.value.format(step=0),
         }
-        return FusedSolution(self._found, self._layout, self._exact_steps, **known)
+        assert self._late is not None
+        found, layout, _ = self._late
+        return FusedSolution(
+            (found, layout, torch.zeros(layout.rows, dtype=torch.int64, device=layout.device)), **known
+        )
 
     def __getattr__(self, name: str) -> Any:
-        make = _LATE.get(name)
-        if make is None:
+        make, late = _LATE.get(name), self.__dict__.get("_late")
+        if make is None or late is None:
             raise AttributeError(name)
-        value = self.__dict__[name] = make(self._found, self._layout, self._exact_steps)
+        value = self.__dict__[name] = make(*late)
         return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or what is written to a file: all is known."""
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"_late": None}
 
 
 def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
     """[..., R] to [..., *batch]: of a row's channels the largest."""
-    return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape(*of_lanes.shape[:-1], *layout.batch_shape)
+    return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape((*of_lanes.shape[:-1], *layout.batch_shape))
 
 
 _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
@@ -303,13 +325,15 @@ def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], 
 
 
 def _not_finite(
-    results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
+    call: Call, results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
 ) -> tuple[tuple[Result, ...], Tensor | None, int]:
     """Rows whose states are not finite somewhere end so."""
     at = first_not_finite(states)
     places = at.tolist()
     if max(places, default=-1) < 0:
         return results, exact_steps, exact
+    if 0 in places:
+        Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
     known = torch.full_like(at, len(states)) if exact_steps is None else exact_steps
     return found, torch.where(at >= 0, at, known), min(place for place in places if place >= 0) + 1

@@ -17,7 +17,7 @@ from .convergence import StoppingTest
 from .jacobian import DenseJacobian, Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .linearised import Linearised
-from .runtime import is_batched, values_can_be_read
+from .runtime import check_backward, values_can_be_read
 from .sequence import Sequence
 from .solution import ConvergenceWarning
 from .tolerance import Tolerance
@@ -345,17 +345,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         (gradients,) = grad_outputs
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
-                'use gradient=deeppcr.Unrolled(), mode="sequential" of a module of deeppcr.nn, or, with deeppcr.diffusion.sample, '
-                "solver=deeppcr.Loop()"
-            )
-        if is_batched(gradients):
-            raise RuntimeError(
-                "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
-                "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
-            )
+        check_backward(gradients)
         adjoint = ctx.adjoint.solve(gradients)
         ctx.adjoint.warn_of_lost_digits(adjoint)
         return adjoint, None, None

@@ -20,8 +20,12 @@ Way = Literal["loop", "graph", "newton"]
 
 #: Steps after which it is estimated how long a loop takes; the first ones warm up.
 PROBED, _WARM = 6, 2
-#: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device.
+#: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device; and the seconds that an
+#: operation takes in a loop, in a parallel solve, and for each number of it.
 _WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
+_OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 5e-6, 1e-9)}
+#: Iterations that are expected, each of which takes so many dependent evaluations of a step, values and tangents.
+_EXPECTED, _EVALUATIONS = 6, 32
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
 _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
 #: A way is tried so often before it is judged by its time: on a GPU the first solves record graphs.
@@ -37,12 +41,14 @@ class Record:
 
     Attributes:
         device: the type of their device
+        sizes: L, B and D, the numbers of a row's state
         seconds: the least that each way took; of the loop maybe estimated
         tries: how often each way was taken
         barred: ways that did not work, and why
     """
 
     device: str
+    sizes: tuple[int, int, int] = (1, 1, 1)
     seconds: dict[Way, float] = field(default_factory=dict)
     tries: dict[Way, int] = field(default_factory=dict)
     barred: dict[Way, str] = field(default_factory=dict)
@@ -66,10 +72,17 @@ class Record:
         """The ways that are worth trying beside a loop of so many seconds."""
         if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
             return []
-        ways: list[Way] = ["newton"]
-        if self.device == "cuda" and "newton" in self.barred:
+        ways: list[Way] = ["newton"] if self.expected_newton(loop) < loop or "newton" in self.seconds else []
+        if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
         return [way for way in ways if way not in self.barred]
+
+    def expected_newton(self, loop: float) -> float:
+        """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many."""
+        in_loop, at_once, each_number = _OPERATION.get(self.device, _OPERATION["cpu"])
+        length, rows, width = self.sizes
+        numbers = length * rows * width * (1 + width) / 16
+        return loop * _EXPECTED * _EVALUATIONS * (at_once + numbers * each_number) / (length * in_loop)
 
     def is_worth_kernels(self, again: bool) -> bool:
         """Whether to make kernels for a kind that has come ``again``, or for the first time."""
@@ -120,12 +133,16 @@ def now(device: torch.device) -> float:
 _records = Bounded(_MOST_KINDS)
 
 
-def record_of(key: Hashable, length: int, device: torch.device) -> Record:
-    """What is known of a kind: of solves of so many steps that differ in numbers only, with a graph for gradients or without."""
-    number = hash((key, length, torch.is_grad_enabled()))
+def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device) -> Record:
+    """What is known of a kind: of solves of so many steps that differ in numbers only, with a graph for gradients or without.
+
+    Args:
+        sizes: L, B and D
+    """
+    number = hash((key, sizes[0], torch.is_grad_enabled()))
     found = _records.get(number)
     if found is None:
-        found = Record(device.type)
+        found = Record(device.type, sizes)
         _records.put(number, found)
     return found
 

@@ -149,7 +149,7 @@ def predict(
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)
-    known = record_of(call.key, steps, layout.device)
+    known = record_of(call.key, call.sizes, layout.device)
     loop = known.seconds.get("loop", steps * step_seconds)
     record = replace(known, seconds={**known.seconds, "loop": loop})
     probe = _Probe(sequence, max(_MOST_SECONDS, _MOST_OF_LOOP * loop))

@@ -54,6 +54,21 @@ def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> 
     return base.apply(*[_functorch.unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in arguments])
 
 
+def check_backward(gradients: Tensor) -> None:
+    """Refuse what no backward pass through ``solve`` takes."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
+            'use gradient=deeppcr.Unrolled(), mode="sequential" of a module of deeppcr.nn, or, with deeppcr.diffusion.sample, '
+            "solver=deeppcr.Loop()"
+        )
+    if is_batched(gradients):
+        raise RuntimeError(
+            "a backward pass through deeppcr.solve takes one gradient at a time, not a batch of them: call "
+            "torch.autograd.grad once for each instead of is_grads_batched=True (vectorize=True in functional.jacobian)"
+        )
+
+
 def is_observed(data: Tensor, rhs: Tensor) -> bool:
     """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
     if (data.requires_grad or rhs.requires_grad) and torch.is_grad_enabled():

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .program import Program
-from .templates import backward_source, forward_source
+from .templates import backward_source, forward_source, joints_source
+from .trace import TRACING
 
 #: Modules of a process, by their source.
 _MOST_MODULES = 256
@@ -37,21 +38,26 @@ class Kernels:
 
     @cached_property
     def forward_source(self) -> str:
-        return forward_source(self.program)
+        with TRACING:
+            return forward_source(self.program)
 
     @cached_property
     def backward_source(self) -> str:
-        return backward_source(self.program)
+        with TRACING:
+            return backward_source(self.program)
 
     @cached_property
-    def forward(self) -> ModuleType:
-        """``roll`` and ``join``."""
-        return module_of(self.forward_source)
+    def roll(self) -> Any:
+        return module_of(self.forward_source).roll
 
     @cached_property
-    def backward(self) -> ModuleType:
-        """``sweep`` and ``chain``."""
-        return module_of(self.backward_source)
+    def sweep(self) -> Any:
+        return module_of(self.backward_source).sweep
+
+    @cached_property
+    def joints(self) -> ModuleType:
+        """``join`` and ``chain``."""
+        return module_of(joints_source(self.program.width, self.program.dtype))
 
     def numbers(self, device: torch.device) -> Tensor:
         """The numbers that the step holds, as the kernels read them. Ask after the source was made: derivatives bring more."""

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..launch import aligned, launch, next_power_of_2, repeat
+from ..runtime import check_backward
 from ..tolerance import Tolerance
 from .compiled import Kernels
+from .templates import map_size, parts_of
 from .trace import Leaf
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
@@ -43,12 +45,14 @@ class Kind:
         chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
         rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
+        gave_up: only the loop sufficed
     """
 
     length: int
     chunk: int
     rolls: int = 0
     passes: int = 3
+    gave_up: bool = False
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -58,9 +62,9 @@ class Kind:
         elif _FEWEST_PASSES * larger * (1 + width) <= self.length:
             self.chunk, self.rolls = larger, 0
         else:
-            self.chunk = self.length
+            self.chunk, self.gave_up = self.length, True
         self.passes = 3
-        return self.chunk < self.length
+        return not self.gave_up
 
 
 def first_chunk(length: int, rows: int, elementwise: bool) -> int:
@@ -85,6 +89,8 @@ class Found:
         chunk: steps of a chunk
         left: lanes that had to be taken one step after the other
         floored: lanes of which rounding is all that is left
+        unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
+            other in the end. What is not finite is among them
     """
 
     states: Tensor
@@ -92,7 +98,8 @@ class Found:
     passes: int
     chunk: int
     left: int
-    floored: int = 0
+    floored: int
+    unsettled: int
 
 
 class Notes:
@@ -106,8 +113,9 @@ class Notes:
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
-        self.memory = torch.empty((limit + 2) * rows + limit + 1, dtype=torch.float32, device=device)
-        self._limit, self._rows = limit, rows
+        self._limit, self._rows, every = limit, rows, _aligned_size(limit * rows)
+        self._places = every, every + _aligned_size(rows), every + 2 * _aligned_size(rows)
+        self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
 
     @property
     def corrections(self) -> Tensor:
@@ -115,15 +123,15 @@ class Notes:
 
     @property
     def residual(self) -> Tensor:
-        return self.memory[self._limit * self._rows : (self._limit + 1) * self._rows]
+        return self.memory[self._places[0] :][: self._rows]
 
     @property
     def taken(self) -> Tensor:
-        return self.memory[(self._limit + 1) * self._rows : (self._limit + 2) * self._rows].view(torch.int32)
+        return self.memory[self._places[1] :][: self._rows].view(torch.int32)
 
     @property
     def unsettled(self) -> Tensor:
-        return self.memory[(self._limit + 2) * self._rows :].view(torch.int32)
+        return self.memory[self._places[2] :].view(torch.int32)
 
 
 class Shape:
@@ -201,7 +209,7 @@ class Run:
 
     def loop(self, states: Tensor, found: Found | None = None) -> None:
         """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
-        self.kernels.forward  # noqa: B018 - before the numbers, of which its source may bring more
+        self.kernels.roll  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
@@ -229,7 +237,7 @@ class Run:
         programs = -(-chunks * self.rows // self.block)
         constants = (product, whole, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
-        launch(self.kernels.forward.roll, programs, arguments, constants, warps=self.warps, integers=integers)
+        launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
         self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
@@ -248,17 +256,15 @@ class Run:
         if chunks == 1:
             notes.memory.zero_()
             self.loop(states)
-            return Found(states, notes, 0, chunk, 0)
+            return Found(states, notes, 0, chunk, 0, 0, rows)
         groups, lanes = _groups(chunks, rows)
-        real, per_chunk, per_group = self.program.dtype, width * rows, (width * width + 2 * width) * rows
-        workspace = torch.empty(chunks * per_chunk * (3 + width) + groups * per_group, dtype=real, device=self.device)
-        kernels = self.kernels.forward
+        real, parts = self.program.dtype, _parts_of_workspace(width, rows, chunks, groups, 3)
+        workspace = torch.empty(sum(parts), dtype=real, device=self.device)
+        join = self.kernels.joints.join
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
 
         def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, maps = workspace.split(
-                [chunks * per_chunk] * 3 + [chunks * per_chunk * width, groups * per_group]
-            )
+            starts, ends, sizes, products, maps = workspace.split(parts)
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
             guessed, into = guess, states
             for _ in range(rolls):
@@ -278,10 +284,11 @@ class Run:
             )
             for passes in range(first, last):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
-                launch(
-                    kernels.join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (groups, lanes),
-                    warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
-                )  # fmt: skip
+                for part in parts_of(width):
+                    launch(
+                        join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (part, groups, lanes),
+                        warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
+                    )  # fmt: skip
 
         # Rolled out an even number of times, so that the last of them is not where the passes write.
         rolls = kind.rolls + kind.rolls % 2
@@ -298,7 +305,8 @@ class Run:
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
-                return Found(states, notes, passes, chunk, 0 if over else left[-1], floored)
+                unsettled = 0 if 0 in left else left[-1]
+                return Found(states, notes, passes, chunk, 0 if over else unsettled, floored, unsettled)
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
@@ -323,6 +331,17 @@ def _groups(chunks: int, rows: int) -> tuple[int, int]:
     return groups, max(1, min(128 // groups, next_power_of_2(rows)))
 
 
+def _aligned_size(size: int) -> int:
+    """So much memory that what comes after it begins at a multiple of 16 bytes, as kernels are compiled for."""
+    return -(-size // 4) * 4
+
+
+def _parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors: int) -> list[int]:
+    """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
+    sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
+    return [_aligned_size(size) for size in sizes]
+
+
 def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
 
@@ -345,7 +364,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         states, given: [L, B, D], the states and their cotangents
     """
     program, width, rows = run.program, run.program.width, run.rows
-    kernels, real = run.kernels.backward, program.dtype
+    sweeping, chain, real = run.kernels.sweep, run.kernels.joints.chain, program.dtype
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
     given = aligned(given.contiguous())
@@ -353,9 +372,9 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     of_initial = torch.empty_like(run.initial)
     step, batch = run.initial.numel(), rows // program.channels
     groups, lanes = _groups(chunks, rows)
-    per_chunk, per_group = width * rows, (width * width + 2 * width) * rows
-    workspace = torch.empty(chunks * per_chunk * (1 + width) + groups * per_group, dtype=real, device=run.device)
-    adjoints, products, maps = workspace.split([chunks * per_chunk, chunks * per_chunk * width, groups * per_group])
+    parts = _parts_of_workspace(width, rows, chunks, groups, 1)
+    workspace = torch.empty(sum(parts), dtype=real, device=run.device)
+    adjoints, products, maps = workspace.split(parts)
     sizes = (step, rows, program.channels, run.length, chunk, chunks)
 
     def sweep(as_map: bool) -> None:
@@ -364,17 +383,18 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
             *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
         )  # fmt: skip
         launch(
-            kernels.sweep, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
+            sweeping, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
             warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
         )  # fmt: skip
 
     def all_of_it() -> None:
         sweep(True)
         sizes_of_chain = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
-        launch(
-            kernels.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (groups, lanes),
-            warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
-        )  # fmt: skip
+        for part in parts_of(width):
+            launch(
+                chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (part, groups, lanes),
+                warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
+            )  # fmt: skip
         sweep(False)
 
     if chunks > 1:
@@ -382,7 +402,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         run.repeat(("back", chunk, outputs.strides), tensors, all_of_it)
     else:
         last = given[-1].reshape(batch, width, program.channels)
-        adjoints.view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
+        adjoints[: width * rows].view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
         sweep(False)
     return of_initial, outputs.of_bases()
 
@@ -469,12 +489,12 @@ class Apply(torch.autograd.Function):
         # Backwards it is a linear system, in parallel whatever the way forwards was.
         usual = first_chunk(run.length, run.rows, run.program.elementwise)
         ctx.run, ctx.chunk = run, min(found.chunk, usual)
-        ctx.save_for_backward(found.states)
+        ctx.save_for_backward(found.states, initial, *bases)  # so that who changes them before a backward pass is told
         return found.states.view_as(found.states)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor):
-        (states,) = ctx.saved_tensors
+        check_backward(grad_outputs[0])
+        states, *_ = ctx.saved_tensors
         of_initial, of_bases = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
         return None, None, of_initial, *of_bases

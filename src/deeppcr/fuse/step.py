@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .compiled import Kernels
 from .expressions import NotCovered
 from .program import Program
 from .run import Kind, first_chunk
-from .trace import one_row
+from .trace import TRACING, one_row
 
 #: How many kinds of solves are remembered of a step.
 _MOST_KINDS = 256
@@ -56,25 +56,32 @@ class FusedStep:
         Raises:
             NotCovered: there are no kernels for it, and why
         """
-        row = one_row(step, layout, inputs)
+        with TRACING:
+            row = one_row(step, layout, inputs)
+            program = Program(row, layout)
         where = {id(tensor): place for place, tensor in enumerate(reached)}
         if any(id(tensor) not in where for tensor in row.closures):
             raise NotCovered("a tensor that the step closes over cannot be found again")
         for tensor in row.closures:
             if tensor.device != layout.device and tensor.ndim:
                 raise NotCovered(f"a tensor on {tensor.device} is not covered")
-        return FusedStep(Kernels(Program(row, layout)), layout, tuple(where[id(tensor)] for tensor in row.closures))
+        return FusedStep(Kernels(program), layout, tuple(where[id(tensor)] for tensor in row.closures))
 
-    def kind(self, length: int, settings: tuple) -> Kind:
-        """Of solves of this length; ``settings`` tells further kinds apart."""
-        key = (length, *settings)
+    def kind(self, length: int, chunk: int | str, settings: tuple) -> tuple[tuple, Kind]:
+        """What is known of solves of this length, to be changed by one of them and noted in ``kinds``; and by which key.
+
+        Args:
+            chunk: steps of a chunk at first, or "auto"
+            settings: what tells further kinds apart
+        """
+        key = (length, chunk, *settings)
         found = self.kinds.get(key)
         if found is None:
             program = self.kernels.program
             rows = self.layout.rows * program.channels
-            found = Kind(length, first_chunk(length, rows, program.elementwise))
-            self.kinds.put(key, found)
-        return found
+            first = first_chunk(length, rows, program.elementwise) if isinstance(chunk, str) else min(chunk, length)
+            return key, Kind(length, first)
+        return key, replace(found)
 
     def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
         """What the kernels read from, differentiable in xs and in what the step closes over."""

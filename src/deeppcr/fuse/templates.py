@@ -21,24 +21,29 @@ import torch
 from .expressions import FUNCTIONS, Scalar, Value
 from .program import Program, Read
 
+#: What a kernel may take from ``support``.
+_SUPPORT = {"FAR", "ROUGH", "finite_or_zero", "in_units", "is_enough", "settled"}
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def forward_source(program: Program) -> str:
-    """The module with ``roll`` and ``join``."""
-    roll, join = _roll(program), _join(program.width)
-    return _module(program, roll, join)
+    """The module with ``roll``."""
+    return _module(program.dtype, _roll(program))
 
 
 def backward_source(program: Program) -> str:
-    """The module with ``sweep`` and ``chain``."""
-    return _module(program, _sweep(program), _chain(program.width))
+    """The module with ``sweep``."""
+    return _module(program.dtype, _sweep(program))
 
 
-def _module(program: Program, *kernels: str) -> str:
+def joints_source(width: int, dtype: torch.dtype) -> str:
+    """The module with ``join`` and ``chain``, which know nothing of the step: all steps of a width share it."""
+    return _module(dtype, _join(width), _chain(width))
+
+
+def _module(dtype: torch.dtype, *kernels: str) -> str:
     names = {name for text in kernels for name in _NAME.findall(text)}
-    functions = sorted(names & set(FUNCTIONS))
-    real = "float64" if program.dtype.itemsize == 8 else "float32"
+    functions, support = sorted(names & set(FUNCTIONS)), sorted(names & _SUPPORT)
     head = [
         '"""A step and what runs it: made by deeppcr.fuse."""',
         "",
@@ -46,10 +51,10 @@ def _module(program: Program, *kernels: str) -> str:
         "import triton.language as tl",
         "",
         *([f"from deeppcr.fuse.device import {', '.join(functions)}"] if functions else []),
-        "from deeppcr.fuse.support import FAR, ROUGH, finite_or_zero, in_units, is_enough, settled",
+        *([f"from deeppcr.fuse.support import {', '.join(support)}"] if support else []),
         "",
-        f"REAL = tl.constexpr(tl.{real})",
-        f"EPS = tl.constexpr({torch.finfo(program.dtype).eps!r})",
+        f"REAL = tl.constexpr(tl.{str(dtype).removeprefix('torch.')})",
+        *([f"EPS = tl.constexpr({torch.finfo(dtype).eps!r})"] if "EPS" in names else []),
     ]
     return "\n".join(head) + "".join("\n\n\n" + text for text in kernels) + "\n"
 
@@ -97,21 +102,21 @@ def _load(program: Program, read: Read, mask: str) -> str:
 def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
     """Of every leaf where its base lies, how far apart steps, rows and channels are, and where the first channel stands."""
     pointers = [f"p{i}" for i in range(len(program.leaves))]
-    strides = [f"{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
+    strides = [f"{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
     return pointers, strides
 
 
 def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
     used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
-    channel = " + c * c{i}" if program.elementwise else ""
+    channel = " + c * channel{i}" if program.elementwise else ""
     return [
-        (f"a{{i}} = p{{i}} + o{{i}} + b * b{{i}}{channel}" + (f" + {begin} * s{{i}}" if program.leaves[i].per_step else "")).format(i=i)
+        (f"a{{i}} = p{{i}} + offset{{i}} + b * row{{i}}{channel}" + (f" + {begin} * step{{i}}" if program.leaves[i].per_step else "")).format(i=i)
         for i in used
     ]  # fmt: skip
 
 
 def _advance(program: Program, lines: _Lines, sign: str) -> list[str]:
-    return [f"a{i} {sign}= s{i}" for i in sorted({read.leaf for read in lines.moving})]
+    return [f"a{i} {sign}= step{i}" for i in sorted({read.leaf for read in lines.moving})]
 
 
 def _prologue(program: Program, lines: _Lines, begin: str) -> list[str]:
@@ -221,7 +226,7 @@ def _roll(program: Program) -> str:
 
 #: Arguments that a kernel is not compiled for anew.
 _SIZES = re.compile(
-    r"g?[sbco]\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
+    r"(to_)?(step|row|channel|offset)\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
 )
 
 
@@ -242,68 +247,80 @@ def _groups(width: int) -> list[str]:
         "g = i // LANES",
         "r = tl.program_id(0).to(tl.int64) * LANES + i % LANES",
         "inside = r < rows",
-        f"maps = maps + g * {width * width + 2 * width} * rows + r",
+        "each = maps + r  # of the first group, and then of others",
+        f"own = each + g * {map_size(width)} * rows",
     ]
 
 
+def map_size(width: int) -> int:
+    """Numbers of a group and lane: its term, its map, the size of its states; what comes before it, the size until there, and whether
+    that went beyond the numbers."""
+    return width * width + 4 * width + 1
+
+
+def parts_of(width: int) -> tuple[int, ...]:
+    """Wide kernels are compiled in three parts, launched one after the other: the time that it takes grows with the third power."""
+    return (0,) if width <= 3 else (1, 2, 3)
+
+
+def _in_part(condition: str, lines: list[str]) -> list[str]:
+    return [f"if {condition}:", *("    " + line for line in lines)]
+
+
 def _join(width: int) -> str:
-    square, size = width * width, width * width + 2 * width
+    square, size = width * width, map_size(width)
     chunk_of = f"(n * {width} + {{k}}) * rows + r"
     matrix = f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)"
-    lines = [
-        *_groups(width),
-        "live = inside & ~settled(found, passes, r, rows, inside)",
-        "largest = tl.zeros((GROUPS * LANES,), REAL)",
-        "missed = tl.zeros((GROUPS * LANES,), REAL)",
-        "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
-        "if tl.sum(live.to(tl.int32), 0) > 0:",
-        "    # Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
-        *("    " + line for line in _for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
-        *("    " + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
-        "    for q in range(0, group_chunks):",
-        "        n = g * group_chunks + q",
-        "        ok = live & (n < chunks - 1)",
-        *("        " + line for line in _squares(width, matrix)),
-        *("        " + line for line in _for(
+    gather = [
+        "# Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
+        *("" + line for line in _for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
+        *("" + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
+        "for q in range(0, group_chunks):",
+        "    n = g * group_chunks + q",
+        "    ok = live & (n < chunks - 1)",
+        *("    " + line for line in _squares(width, matrix)),
+        *("    " + line for line in _for(
             width,
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
             f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok, other=0)",
             f"m{{k}} = tl.maximum(m{{k}}, tl.load(sizes + {chunk_of}, mask=ok, other=0))",
         )),
-        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
-        *(f"        u{i}_{j} = {_row(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
-        *("        " + line for line in _for(width, "t{k} = u{k}")),
-        *("        " + line for line in _squares(width, "j{i}_{j} = u{i}_{j}")),
-        *("    " + line for line in _for(
-            width, "tl.store(maps + {k} * rows, t{k}, mask=live)",
-            f"tl.store(maps + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
+        *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
+        *(f"    u{i}_{j} = {_row(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
+        *("    " + line for line in _for(width, "t{k} = u{k}")),
+        *("    " + line for line in _squares(width, "j{i}_{j} = u{i}_{j}")),
+        *("" + line for line in _for(
+            width, "tl.store(own + {k} * rows, t{k}, mask=live)",
+            f"tl.store(own + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
         )),
-        *("    " + line for line in _squares(width, f"tl.store(maps + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)")),
-        "    tl.debug_barrier()",
-        "    # The correction before the group, and how large the states have been so far.",
-        *("    " + line for line in _for(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
+        *("" + line for line in _squares(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)")),
+    ]  # fmt: skip
+    between = [
+        "# The correction before the group, and how large the states have been so far.",
+        *("" + line for line in _for(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
                                          "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
                                          "m{k} = z{k}")),
-        f"    maps -= g * {size} * rows",
-        "    for e in range(0, groups):",
-        "        ok = live & (e < g)",
-        *("        " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(maps + ({width} + {{at}}) * rows, mask=ok, other=0)")),
-        *("        " + line for line in _for(
-            width, "t{k} = tl.load(maps + {k} * rows, mask=ok, other=0)",
-            f"m{{k}} = tl.maximum(m{{k}}, tl.load(maps + ({width + square} + {{k}}) * rows, mask=ok, other=0))",
+        "for e in range(0, groups):",
+        "    ok = live & (e < g)",
+        *("    " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
+        *("    " + line for line in _for(
+            width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)",
+            f"m{{k}} = tl.maximum(m{{k}}, tl.load(each + ({width + square} + {{k}}) * rows, mask=ok, other=0))",
         )),
-        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
-        *("        " + line for line in _for(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
+        *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
+        *("    " + line for line in _for(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
-        f"        maps += {size} * rows",
-        "    # The chunks of the group.",
-        *("    " + line for line in _for(width, f"h{{k}} = tl.load(ends + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)")),
-        "    for q in range(0, group_chunks):",
-        "        n = g * group_chunks + q",
-        "        ok = live & (n < chunks)",
-        "        joined = ok & (n > 0)",
-        *("        " + line for line in _squares(width, matrix)),
-        *("        " + line for line in _for(
+        f"    each += {size} * rows",
+    ]  # fmt: skip
+    spread = [
+        "# The chunks of the group.",
+        *("" + line for line in _for(width, f"h{{k}} = tl.load(ends + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)")),
+        "for q in range(0, group_chunks):",
+        "    n = g * group_chunks + q",
+        "    ok = live & (n < chunks)",
+        "    joined = ok & (n > 0)",
+        *("    " + line for line in _squares(width, matrix)),
+        *("    " + line for line in _for(
             width,
             f"z{{k}} = tl.load(starts + {chunk_of}, mask=ok, other=0)",
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
@@ -315,9 +332,9 @@ def _join(width: int) -> str:
             "w{k} = h{k} - z{k}  # the miss",
             "y{k} = h{k} + (d{k} - w{k})",
         )),
-        "        known = joined",
-        "        far = tl.zeros((GROUPS * LANES,), tl.int1)",
-        *("        " + line for line in _for(
+        "    known = joined",
+        "    far = tl.zeros((GROUPS * LANES,), tl.int1)",
+        *("    " + line for line in _for(
             width,
             "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
@@ -326,24 +343,26 @@ def _join(width: int) -> str:
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
             "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * m{k}), 0.0))",
         )),
-        "        exact = n <= passes + 1",
-        *("        " + line for line in _for(
+        "    exact = n <= passes + 1",
+        *("    " + line for line in _for(
             width,
             "y{k} = tl.where(exact, h{k}, tl.where(far, tl.where(tl.abs(h{k}) < float('inf'), h{k}, z{k}), y{k}))",
             "tl.store(starts + " + chunk_of + ", y{k}, mask=joined)",
             "d{k} = tl.where(joined, y{k} - z{k}, 0.0)  # which is what the chunks that follow hear of",
         )),
-        *(f"        u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')}" for i in range(width)),
-        *("        " + line for line in _for(
+        *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')}" for i in range(width)),
+        *("    " + line for line in _for(
             width,
             # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
             "largest = tl.maximum(largest, tl.where(ok, in_units(tl.abs(u{k}), s{k}), 0.0))",
         )),
-        *("        " + line for line in _for(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
-        "        largest = tl.where(joined & ~known, float('inf'), largest)",
-        *("        " + line for line in _for(
+        *("    " + line for line in _for(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
+        "    largest = tl.where(joined & ~known, float('inf'), largest)",
+        *("    " + line for line in _for(
             width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
         )),
+    ]  # fmt: skip
+    note = [
         "# What was found: of a lane the largest of its groups.",
         "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
         "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
@@ -364,12 +383,40 @@ def _join(width: int) -> str:
         "left = inside & ~(enough | floored)",
         "tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))",
     ]  # fmt: skip
+    kept = (("d", width + square + width), ("m", width + square + 2 * width))
+    lines = [
+        *_groups(width),
+        "live = inside & ~settled(found, passes, r, rows, inside)",
+        "largest = tl.zeros((GROUPS * LANES,), REAL)",
+        "missed = tl.zeros((GROUPS * LANES,), REAL)",
+        "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
+        "if tl.sum(live.to(tl.int32), 0) > 0:",
+        *("    " + line for line in [
+            *_in_part("PART <= 1", gather),
+            *_in_part("PART == 0", ["tl.debug_barrier()"]),
+            *_in_part("PART % 2 == 0", between),
+            *_in_part("PART == 2", [
+                *(f"tl.store(own + ({at} + {k}) * rows, {name}{k}, mask=live)" for name, at in kept for k in range(width)),
+                f"tl.store(own + {size - 1} * rows, largest, mask=live)",
+            ]),
+            *_in_part("PART == 3", [
+                *(f"{name}{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for name, at in kept for k in range(width)),
+                f"largest = tl.load(own + {size - 1} * rows, mask=live, other=0)",
+            ]),
+            *_in_part("PART % 3 == 0", spread),
+        ]),
+        *_in_part("PART % 3 == 0", note),
+    ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
         "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local",
     ]  # fmt: skip
     return _kernel(
-        "join", arguments, ["GROUPS", "LANES"], '"""Correct the starts of all chunks, and note by how much."""', lines
+        "join",
+        arguments,
+        ["PART", "GROUPS", "LANES"],
+        '"""Correct the starts of all chunks, and note by how much."""',
+        lines,
     )
 
 
@@ -389,7 +436,7 @@ def _sweep(program: Program) -> str:
     both = _Lines(program, [*maps, *terms, *pulled, *(value for _, value in of_reads)])
     pointers, strides = _leaf_arguments(program)
     outputs = [f"g{i}" for i in range(len(program.leaves))]
-    strides += [f"g{letter}{i}" for i in range(len(program.leaves)) for letter in ("s", "b", "c", "o")]
+    strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
     stepwise = [(at, read, value) for at, (read, value) in enumerate(of_reads) if program.leaves[read.leaf].per_step]
     shared = [(at, read, value) for at, (read, value) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
 
@@ -402,8 +449,8 @@ def _sweep(program: Program) -> str:
         *(_load(program, read, "active") for read in both.moving),
         *_for(width,
               "z{k} = tl.load(before + {k} * channels, mask=active & (l > 0), other=0).to(REAL)",
-              "o{k} = tl.load(initial + at + {k} * channels, mask=active & (l == 0), other=0).to(REAL)",
-              "z{k} = tl.where(l > 0, z{k}, o{k})",
+              "q{k} = tl.load(initial + at + {k} * channels, mask=active & (l == 0), other=0).to(REAL)",
+              "z{k} = tl.where(l > 0, z{k}, q{k})",
               "q{k} = tl.load(given + (l - 1) * given_step + at + {k} * channels, mask=active & (l > 0), other=0).to(REAL)"),
         "if MAP:",
         *("    " + line for line in as_map.body),
@@ -453,15 +500,13 @@ def _sweep(program: Program) -> str:
 def _output(program: Program, read: Read, index: str) -> str:
     """Where the cotangent of a number goes: of a step, or of a chunk's share."""
     i, offset = read.leaf, f" + {read.offset}" if read.offset else ""
-    channel = f" + c * gc{i}" if program.elementwise else ""
-    return f"g{i} + go{i} + {index} * gs{i} + b * gb{i}{channel}{offset}"
+    channel = f" + c * to_channel{i}" if program.elementwise else ""
+    return f"g{i} + to_offset{i} + {index} * to_step{i} + b * to_row{i}{channel}{offset}"
 
 
 def _chain(width: int) -> str:
-    square, size = width * width, width * width + 2 * width
-    lines = [
-        *_groups(width),
-        "live = inside",
+    square, size = width * width, map_size(width)
+    gather = [
         "# Groups count from the end, and so do the chunks of a group; before the first chunk nobody asks for a map.",
         *_for(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)"),
         *(f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
@@ -474,21 +519,23 @@ def _chain(width: int) -> str:
         *(f"    u{i}_{j} = {_row(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
         *("    " + line for line in _for(width, "t{k} = u{k}")),
         *("    " + line for line in _squares(width, "j{i}_{j} = u{i}_{j}")),
-        *_for(width, "tl.store(maps + {k} * rows, t{k}, mask=live)"),
-        *_squares(width, f"tl.store(maps + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
-        "tl.debug_barrier()",
+        *_for(width, "tl.store(own + {k} * rows, t{k}, mask=live)"),
+        *_squares(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
+    ]  # fmt: skip
+    between = [
         "b = r // channels",
         "c = r % channels",
         f"last = given + (steps - 1) * given_step + b * ({width} * channels) + c",
         *_for(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
-        f"maps -= g * {size} * rows",
         "for e in range(0, groups):",
         "    ok = live & (e < g)",
-        *("    " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(maps + ({width} + {{at}}) * rows, mask=ok, other=0)")),
-        *("    " + line for line in _for(width, "t{k} = tl.load(maps + {k} * rows, mask=ok, other=0)")),
+        *("    " + line for line in _squares(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
+        *("    " + line for line in _for(width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)")),
         *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
         *("    " + line for line in _for(width, "d{k} = tl.where(ok, u{k}, d{k})")),
-        f"    maps += {size} * rows",
+        f"    each += {size} * rows",
+    ]  # fmt: skip
+    spread = [
         "for q in range(0, group_chunks):",
         "    n = chunks - 1 - (g * group_chunks + q)",
         "    ok = live & (n >= 0)",
@@ -500,8 +547,19 @@ def _chain(width: int) -> str:
         *(f"    u{i} = {_row(i, width, 'p{i}_{k}', 'd{k}')} + f{i}" for i in range(width)),
         *("    " + line for line in _for(width, "d{k} = tl.where(ok, u{k}, d{k})")),
     ]  # fmt: skip
+    at = width + square + width
+    lines = [
+        *_groups(width),
+        "live = inside",
+        *_in_part("PART <= 1", gather),
+        *_in_part("PART == 0", ["tl.debug_barrier()"]),
+        *_in_part("PART % 2 == 0", between),
+        *_in_part("PART == 2", [f"tl.store(own + ({at} + {k}) * rows, d{k}, mask=live)" for k in range(width)]),
+        *_in_part("PART == 3", [f"d{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for k in range(width)]),
+        *_in_part("PART % 3 == 0", spread),
+    ]  # fmt: skip
     arguments = [
         "products", "adjoints", "given", "maps", "given_step", "rows", "channels", "steps", "chunks", "groups", "group_chunks",
     ]  # fmt: skip
     doc = '"""From the maps\' terms in ``adjoints`` to the cotangents behind every chunk, in their place."""'
-    return _kernel("chain", arguments, ["GROUPS", "LANES"], doc, lines)
+    return _kernel("chain", arguments, ["PART", "GROUPS", "LANES"], doc, lines)

@@ -7,6 +7,7 @@ taken out of it. PyTorch differentiates the graph of the rest, so that its rules
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from ..sequence.layout import Layout
 from .expressions import NotCovered
 from .operations import DECOMPOSITIONS, check_dtypes, is_pointwise
 
+#: Of whoever traces or writes code, one at a time: PyTorch keeps the table of decompositions in a global variable.
+TRACING = threading.RLock()
 #: So many inputs and closures with as many rows as the state may be tried in every combination.
 _MOST_TRIED = 8
 #: In a narrow step, tensors of so many numbers that do not depend on the state are computed in the kernel; larger ones before it.

@@ -1,0 +1,471 @@
+"""A solve by a solver that is given: the ways, what the step itself says of the states that were found, and what to do where Newton
+failed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import iteration
+from .convergence import UpdateTest
+from .fused import Call, covers, solve_fused
+from .gradient import Adjoint, Gradient, Implicit, refuse_gradients
+from .graphs.cache import captured_solves, may_capture
+from .graphs.straight import run_unseen
+from .guess import Guess, RepeatInitial, as_guess
+from .iteration import Outcome
+from .newton import Loop, Newton
+from .runtime import declares, is_capturing, version_of
+from .sequence import Rowwise, Sequence
+from .sequence.evaluate import StepError
+from .sequence.layout import Layout
+from .sequence.purity import changes_in_place
+from .sequence.trace import coarser_products
+from .solution import (
+    ConvergenceWarning,
+    Plan,
+    Result,
+    Solution,
+    first_not_finite,
+    loop_on,
+    settle,
+    worst_of,
+    worst_rows,
+)
+from .tolerance import Tolerance, measure
+
+#: Results of a parallel solve that nobody has to be warned of.
+_GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
+
+
+def solve_by(
+    step: Any,
+    z0: Any,
+    xs: Any,
+    length: int | None,
+    batch_dims: int | None,
+    solver: Newton | Loop,
+    guess: Any,
+    gradient: Gradient,
+    on_failure: str,
+) -> Solution:
+    capturing = any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0))
+    if capturing:
+        _refuse_capture(step, solver, gradient, on_failure)
+    sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
+    if isinstance(solver, Loop):
+        if solver.by == "python":
+            return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+        if solver.by == "kernel":
+            return _loop_in_kernel(Call(step, z0, xs, length, batch_dims), gradient)
+        sequence = sequence_of(traced=True)
+        with _watched(sequence):
+            return _by_graph(sequence, gradient)
+    call = Call(step, z0, xs, length, batch_dims)
+    fused = _by_kernels(call, solver, guess, gradient, on_failure, capturing)
+    if isinstance(fused, Solution):
+        return fused
+    through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
+    captured = not capturing and not through and may_capture(solver, z0)
+    sequence, plan = sequence_of(traced=captured), Plan()
+    if fused is not None:
+        plan.note(f"not by kernels: {fused}")
+    with _watched(sequence):
+        start = as_guess(guess, z0, xs)
+        if capturing:
+            return _unseen(sequence, start, solver, gradient, plan)
+        found = _replayed(sequence, start, solver, gradient, plan) if captured else None
+        return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+
+
+@contextmanager
+def _watched(sequence: Sequence) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        sequence.check_purity(error)  # which may know better what is wrong
+        raise
+    sequence.stop_watching()
+
+
+def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_failure: str) -> None:
+    """Raise where a solve would ask the host, while the caller captures a CUDA graph."""
+    one_step = not isinstance(step, (Rowwise, list, tuple, nn.ModuleList))
+    if (
+        not (isinstance(solver, Newton) and solver.stop.fixed is not None and solver.quadratic)
+        or not declares(solver.jacobian, "asks_nothing")
+        or gradient.goes_through(solver.stop)
+        or not (one_step and on_failure != "raise")
+    ):
+        raise RuntimeError(
+            "deeppcr.solve looks at values, and while a CUDA graph is captured there are none. What can be captured: one step function "
+            "by Newton(stop=FixedIterations(n)) with DenseJacobian() or an exact GivenJacobian, gradient=Implicit(), and rows that fail "
+            "come out as NaN. Outside of a capture, solves that repeat become CUDA graphs by themselves"
+        )
+
+
+# The ways of a solve.
+
+
+def _by_loop(sequence: Sequence) -> Solution:
+    state = sequence.first
+    assert state is not None
+    states = [state]  # no step is taken twice: it may keep what it likes
+    for index in range(1, sequence.length):
+        version = version_of(state)
+        after = sequence.step(index, state)
+        if version_of(state) != version:  # which has been kept, or is the caller's
+            raise StepError(changes_in_place("its state"))
+        state = after
+        states.append(state)
+    outcome = _outcome_of_loop(sequence, torch.stack(states))
+    return _solution(sequence, outcome, Plan(), _nothing(sequence))
+
+
+def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
+    """One step after the other by a CUDA graph; as autograd sees none of it, gradients are those of a parallel solve."""
+    outcome, plan = _outcome_of_loop(sequence, captured_solves.loop(sequence)), Plan()
+    plan.note("one step after the other, by a graph")
+    if not (torch.is_grad_enabled() and sequence.needs_gradients):
+        return _solution(sequence, outcome, plan, _nothing(sequence))
+    judged = _judge(sequence, outcome, Newton())
+    if judged.results != outcome.results:
+        raise _differs(sequence)
+    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+
+
+def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
+    found = call.make()
+    if not isinstance(found, str):
+        found = solve_fused(call, Newton(), None, loop=True)
+    if isinstance(found, str) or not isinstance(gradient, Implicit):
+        why = found if isinstance(found, str) else "its gradients are those of Implicit()"
+        raise ValueError(f'solver: Loop(by="kernel"): there is no kernel for this step: {why}. Loop() takes any step')
+    found.plan.note("one step after the other, by a kernel")
+    if found.result is Result.NON_FINITE:
+        warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+    return found
+
+
+def _by_kernels(
+    call: Call, newton: Newton, guess: Any, gradient: Gradient, on_failure: str, capturing: bool
+) -> Solution | str | None:
+    """By the kernels of the step where there are some, or are worth making; else why not, or None where nobody would expect them."""
+    if call.refusal is not None or not isinstance(gradient, Implicit) or not isinstance(guess, RepeatInitial):
+        return None
+    fixed = newton.stop.fixed if capturing else None
+    if not covers(newton if fixed is None else replace(newton, stop=UpdateTest())):
+        return None
+    fused = call.fused
+    if fused is None and not capturing:
+        fused = call.make() if call.comes_again() else "the first of its kind"
+    if fused is None or isinstance(fused, str):
+        return fused
+    found = solve_fused(call, newton, None, fixed=fixed)
+    if isinstance(found, str) or found.result in _GOOD:
+        return found
+    if on_failure != "loop":
+        return "the chunks did not join"
+    if found.result is Result.LOOP:
+        found.plan.note("one step after the other: in an earlier solve of this kind the chunks did not join")
+        found = found.told_as(Result.FINISHED_BY_LOOP)
+    warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+    return found
+
+
+def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
+    """Of states [L, B, D] that a loop found; warns where they are not finite."""
+    rows, device = sequence.layout.rows, sequence.layout.device
+    outcome = Outcome(
+        states=states,
+        results=[Result.LOOP] * rows,
+        iterations=torch.zeros(rows, dtype=torch.long, device=device),
+        exact_steps=torch.full((rows,), sequence.length, device=device),
+        updates=torch.zeros(0, rows, device=device),
+    )
+    outcome = _mark_non_finite(outcome, Result.LOOP)
+    if Result.NON_FINITE in outcome.results:
+        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=5)
+    return outcome
+
+
+def _nothing(sequence: Sequence) -> Tensor:
+    """The residual [B] of a loop."""
+    return torch.zeros_like(sequence.initial.detach()[:, 0])
+
+
+def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution:
+    """While the caller captures a CUDA graph: a fixed number of iterations, and nothing that asks the host."""
+    outcome = run_unseen(solver, sequence, start, plan)
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
+    judged = _judge(sequence, outcome, solver)
+    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+
+
+def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution | None:
+    """By CUDA graphs of an earlier solve of its kind; None where there are none, or the step is no longer what they hold."""
+    replayed = Plan()
+    found = captured_solves.solve(solver, sequence, start, replayed)
+    if found is None:
+        for note in replayed.notes:
+            plan.note(note)
+        return None
+    outcome, residual = found  # which has been checked
+    judged = _Judged(outcome, residual, None)
+    if torch.is_grad_enabled() and sequence.needs_gradients:
+        # These values come from the step as it is now: what a trace cannot see shows here.
+        judged = _judge(sequence, outcome, solver)
+        if judged.results != outcome.results or not _is_no_worse(judged.residual, residual, outcome.states, solver):
+            plan.note("not captured: the step gives another result than when it was recorded")
+            return None
+        if _determined(judged, solver, Plan()) is not judged:
+            return None
+    return _solution(
+        sequence, _differentiable(judged, gradient), replayed, residual, solver.promised(sequence.layout.dtype)
+    )
+
+
+def _in_parallel(
+    sequence: Sequence,
+    start: Guess,
+    solver: Newton,
+    gradient: Gradient,
+    on_failure: str,
+    plan: Plan,
+    *,
+    through: bool,
+) -> Solution:
+    """By Newton's iteration.
+
+    Args:
+        through: the iterations themselves are differentiated
+    """
+    with torch.set_grad_enabled(through):
+        outcome = iteration.run(solver, sequence, start, plan)
+    sequence.check_purity()  # before it is judged what came out
+    plan.derivative = solver.jacobian.name or sequence.derivative
+    judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
+    if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
+        if on_failure != "loop":
+            judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))
+        judged = settle(
+            judged,
+            on_failure,
+            lambda failed: _finished_by_loop(sequence, failed.outcome, solver),
+            lambda failed: _describe(sequence, failed.outcome),
+            stacklevel=5,
+        )
+    failed = on_failure == "return" and any(result.failed for result in judged.results)
+    outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)
+    return _solution(sequence, outcome, plan, judged.residual, solver.promised(sequence.layout.dtype))
+
+
+# What the step itself says of the states that were found.
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
+
+    Attributes:
+        residual: [B], of the states as they are
+        adjoint: what a backward pass needs; None where there can be none
+    """
+
+    outcome: Outcome
+    residual: Tensor
+    adjoint: Adjoint | None
+
+    @property
+    def results(self) -> list[Result]:
+        return self.outcome.results
+
+
+def _judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> _Judged:
+    """One evaluation of all steps, with a graph where a gradient may be asked for."""
+    adjoint = None
+    if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
+        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        values = adjoint.values
+    else:
+        # As far as the first step tells nothing needs a gradient; whether the others do shows here.
+        with torch.set_grad_enabled(differentiated and torch.is_grad_enabled()):
+            previous = torch.cat([sequence.initial.detach().unsqueeze(0), outcome.states[:-1].detach()])
+            values = sequence.values(previous, range(sequence.length))
+        if values.requires_grad:
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+            values = adjoint.values
+    return _measured(sequence, outcome, solver, adjoint, values.detach())
+
+
+@torch.no_grad()
+def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> _Judged:
+    states, layout = outcome.states.detach(), sequence.layout
+    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
+    if solver.stop.promises:
+        outcome = _without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+    return _Judged(outcome, residual, adjoint)
+
+
+def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
+    """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
+    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
+    results = [
+        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
+    ]
+    exact = torch.where(lost, exact_steps, outcome.exact_steps)
+    return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
+
+
+def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
+    """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
+    outcome, adjoint = judged.outcome, judged.adjoint
+    kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
+    if adjoint is None or not solver.stop.promises or not kept.any():
+        return judged
+    tolerance = solver.tolerance(outcome.states.dtype)
+    adjoint.promised = tolerance.rtol
+    determined = adjoint.determined(outcome.states.detach(), tolerance, kept)
+    exact = torch.minimum(determined, outcome.exact_steps)
+    lost = kept & (determined < outcome.states.shape[0])
+    if not lost.any():
+        return judged
+    reason = (
+        "gave up on states that have died out below the tolerance: the derivative of the step depends on their signs (as that of a "
+        'ReLU does), which a tolerance says nothing of; Newton(scale="local") asks for digits of every state'
+    )
+    plan.note(reason)
+    return replace(judged, outcome=_without_claim(outcome, lost, exact, reason))
+
+
+def _differentiable(judged: _Judged, gradient: Gradient) -> Outcome:
+    """The outcome, its states differentiable where a backward pass may come."""
+    outcome = judged.outcome
+    if judged.adjoint is None:
+        return outcome
+    return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
+
+
+def _refused(sequence: Sequence, judged: _Judged) -> Outcome:
+    """The outcome, rows of which failed; a backward pass through its states raises."""
+    outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
+    states = refuse_gradients(outcome.states, _describe(sequence, outcome), *depends_on)
+    return replace(outcome, states=states)
+
+
+def _differs(sequence: Sequence) -> StepError:
+    """Said of a step that gives another result when all steps are evaluated at once than one after the other."""
+    what = "step: gives another result when all steps are evaluated at once than one after the other: "
+    dtype, first = sequence.layout.dtype, sequence.initial.detach()
+    coarse = coarser_products(lambda: sequence.step(0, first), dtype)
+    if coarse is not None:
+        rounding = 2 * torch.finfo(coarse).eps
+        return StepError(
+            f"{what}it multiplies in {coarse}, while its state is {dtype}. Have it compute in that precision, or loosen the "
+            f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
+        )
+    return StepError(
+        f"{what}it is random, keeps a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
+    )
+
+
+def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:
+    """Whether a residual [B], measured anew, is what it was, but for rounding."""
+    tolerance = solver.tolerance(states.dtype)
+    allowed = 2 * residual + tolerance.atol + tolerance.rtol * states.abs().amax((0, 2))
+    return bool((measured <= allowed).all())
+
+
+# Where Newton failed.
+
+
+def _finished_by_loop(sequence: Sequence, outcome: Outcome, solver: Newton) -> _Judged:
+    failed = torch.tensor([result.failed for result in outcome.results], device=sequence.layout.device)
+    exact = torch.where(failed, outcome.exact_steps, sequence.length)
+    states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
+    outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
+    judged = _judge(sequence, outcome, solver)
+    if judged.results != outcome.results:
+        raise _differs(sequence)
+    return judged
+
+
+def _mark_non_finite(outcome: Outcome, otherwise: Result) -> Outcome:
+    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not."""
+    at = first_not_finite(outcome.states)
+    results = [
+        result if not result.failed and result is not otherwise else Result.NON_FINITE if index >= 0 else otherwise
+        for result, index in zip(outcome.results, at.tolist(), strict=True)
+    ]
+    return replace(outcome, results=results, exact_steps=torch.where(at >= 0, at, outcome.exact_steps))
+
+
+def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outcome:
+    """Newton knows in which chunk a value stopped being finite; the steps of that chunk tell which it was."""
+    rows = torch.tensor([r is Result.NON_FINITE for r in outcome.results], device=sequence.layout.device)
+    if not rows.any():
+        return outcome
+    stop = min(int(outcome.exact_steps[rows].max()) + chunk, sequence.length)
+    exact = torch.where(rows, outcome.exact_steps, sequence.length)
+    at = first_not_finite(loop_on(sequence.step, sequence.initial, outcome.states, exact, stop))
+    return replace(outcome, exact_steps=torch.where(rows & (at >= 0), at, outcome.exact_steps))
+
+
+def _describe(sequence: Sequence, outcome: Outcome) -> str:
+    """The worst result in words, with the step where it happened and why Newton gave up."""
+    worst = worst_of(outcome.results)
+    if worst.severity <= Result.PRECISION_FLOOR.severity:
+        return worst.value
+    row, exact, count = worst_rows(outcome.results, outcome.exact_steps)
+    step = exact + 1 if worst is Result.NON_FINITE else exact
+    text = worst.value.format(step=step)
+    if worst is Result.NON_FINITE and _has_nan(sequence.inputs(step - 1), sequence.layout, row):
+        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
+    if len(outcome.results) > 1:
+        text += f" (row {row}; {count} of {len(outcome.results)} rows)"
+    return "; ".join([text, *outcome.reasons])
+
+
+def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
+    """Whether a step's inputs hold NaN, in their part for a row where they have one. Infinities may be masks."""
+    batch = layout.batch_shape
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if leaf.shape[: len(batch)] == batch:
+                leaf = leaf.reshape(layout.rows, -1)[row]
+            if torch.isnan(leaf).any():
+                return True
+    return False
+
+
+def _solution(
+    sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor, tolerance: Tolerance | None = None
+) -> Solution:
+    """``tolerance``: that the states were found within; None where it is asked of none."""
+    layout = sequence.layout
+    plan.evaluation = sequence.evaluation
+    for note in sequence.all_notes:
+        plan.note(note)
+    batch = layout.batch_shape
+    return Solution(
+        states=layout.unpack(outcome.states),
+        iterations=outcome.iterations.reshape(batch),
+        residual=residual.reshape(batch),
+        result=worst_of(outcome.results),
+        results=tuple(outcome.results),
+        exact_steps=outcome.exact_steps.reshape(batch),
+        updates=outcome.updates.reshape(-1, *batch),
+        plan=plan,
+        description=_describe(sequence, outcome),
+        z0=layout.unpack(sequence.initial.detach()),
+        tolerance=tolerance,
+    )

@@ -1,0 +1,349 @@
+"""The kernels of a step, interpreted or compiled: states and all gradients against the bare loop, in float64.
+
+Shapes: L steps in chunks of C, B rows, D numbers of the state.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from deeppcr import Newton
+from deeppcr.fuse.run import Kind, first_chunk, pull_back
+from fuse.loops import Fused, by_loop
+from kernel_support import error, misaligned, offset, strided, thorough
+
+# Of the interpreter, where iterates stray, or nothing is divided by nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def normal(*shape, device, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, device=device)
+
+
+def elementwise(leaves, device, rows=3, length=13, channels=4):
+    """A step of so many leaves that closes over a tensor of channels, one of rows and a number."""
+    weight, shift = normal(channels, device=device), normal(rows, channels, device=device)
+    gain = torch.tensor(0.6, dtype=torch.float64)  # on the CPU wherever the state is
+
+    def step(z, x):
+        z = (z,) if leaves == 1 else z
+        total = sum(z[1:], z[0])
+        found = tuple(gain * torch.sin(weight * h + 0.3 * i * total) + x for i, h in enumerate(z))
+        found = (found[0] + 0.1 * shift, *found[1:])
+        return found[0] if leaves == 1 else found
+
+    z0 = tuple(normal(rows, channels, device=device) for _ in range(leaves))
+    xs = normal(length, rows, channels, device=device)
+    return step, z0[0] if leaves == 1 else z0, xs, [weight, shift, gain]
+
+
+def narrow(width, device, rows=3, length=13):
+    """A step that mixes so many numbers, by a matrix that it closes over and one of every step that rows share."""
+    weight, shift = normal(width, width, device=device) / (1 + width), normal(rows, width, device=device)
+
+    def step(z, x):
+        of_row, of_all = x
+        return torch.tanh(z @ weight + 0.3 * (z @ of_all)) + of_row * shift
+
+    xs = normal(length, rows, width, device=device), normal(length, width, width, device=device) / (1 + width)
+    return step, normal(rows, width, device=device), xs, [weight, shift]
+
+
+def compare(step, z0, xs, closures, chunk, rtol=1e-9, **options):
+    """States, and gradients of z0, xs and closures, are those of the loop."""
+    given = [*pytree.tree_leaves(z0), *pytree.tree_leaves(xs), *closures]
+    given = [tensor for tensor in given if tensor.is_floating_point()]
+    for tensor in given:
+        tensor.requires_grad_()
+    fused = Fused(step, z0, xs)
+    ours, theirs = fused.states(chunk, **options), by_loop(step, z0, xs)
+    assert pytree.tree_structure(ours) == pytree.tree_structure(theirs)
+    losses = []
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        assert a.shape == b.shape
+        assert error(a, b) < rtol
+        weights = torch.randn_like(b)
+        losses.append(((a * weights).sum(), (b * weights).sum()))
+    ours, theirs = (torch.autograd.grad(sum(loss), given) for loss in zip(*losses, strict=True))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape
+        assert a.device == b.device
+        assert error(a, b) < rtol
+    return fused
+
+
+@pytest.mark.parametrize("leaves", [2, *thorough(1, 3)])
+@pytest.mark.parametrize(
+    ("length", "rows"), [(13, 3), *thorough((1, 1), (2, 33), (3, 3), (63, 1), (64, 3), (65, 3), (130, 33))]
+)
+def test_elementwise_steps(leaves, length, rows, device):
+    fused = compare(*elementwise(leaves, device, rows, length), chunk=4)
+    assert fused.program.elementwise
+    assert fused.program.width == leaves
+
+
+@pytest.mark.parametrize("width", [3, *thorough(1, 2, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize(
+    ("length", "rows"), [(13, 3), *thorough((1, 1), (2, 33), (3, 3), (63, 1), (64, 3), (65, 3), (130, 33))]
+)
+def test_narrow_steps(width, length, rows, device):
+    fused = compare(*narrow(width, device, rows, length), chunk=4)
+    assert fused.program.width == (1 if width == 1 and fused.program.elementwise else width)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 65])
+def test_awkward_lengths(length, device):
+    compare(*elementwise(1, device, 2, length, 3), chunk=16)
+
+
+#: How xs may lie in memory.
+LAYOUTS = {
+    "strided": strided,
+    "offset": offset,
+    "misaligned": misaligned,
+    "expanded over rows": lambda xs: xs[:, :1].expand_as(xs),
+    "expanded over steps": lambda xs: xs[:1].expand_as(xs),
+    "expanded over channels": lambda xs: xs[..., :1].expand_as(xs),
+    "backwards": lambda xs: xs.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "every other step": lambda xs: xs.repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_xs_may_lie_anyhow(how, device):
+    step, z0, xs, closures = elementwise(1, device, 3, 9, 3)
+    xs = LAYOUTS[how](xs)
+    leaf = xs.detach() if xs.is_contiguous() or xs._is_view() else xs
+    compare(step, strided(z0), leaf, [*closures[1:]], chunk=4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_xs_of_a_step_that_mixes_may_lie_anyhow(how, device):
+    step, z0, (of_row, of_all), closures = narrow(3, device, 3, 9)
+    compare(step, strided(z0), (LAYOUTS[how](of_row).detach(), strided(of_all)), closures, chunk=4)
+
+
+def test_integers_and_booleans_in_xs(device):
+    xs = {
+        "on": torch.rand(9, 3, 4, device=device) > 0.5,
+        "by": torch.randint(-2, 3, (9, 4), device=device),
+        "in": normal(9, 3, 4, device=device),
+    }
+    compare(
+        lambda z, x: torch.where(x["on"], torch.sin(z) * x["by"], x["in"] - 0.3 * z),
+        normal(3, 4, device=device),
+        xs,
+        [],
+        chunk=4,
+    )
+
+
+@pytest.mark.parametrize("rtol", [None, 1e-3])
+def test_float32(rtol, device):
+    """Within its tolerance of the same loop in float64; and gradients are those of the loop, too."""
+    step, z0, xs, closures = elementwise(2, device)
+    reference = by_loop(step, z0, xs)
+    for tensor in closures:
+        tensor.data = tensor.data.float()
+    fused = Fused(step, tuple(h.float() for h in z0), xs.float())
+    newton = Newton() if rtol is None else Newton(rtol=rtol)
+    for ours, right in zip(fused.states(4, newton=newton), reference, strict=True):
+        assert ours.dtype == torch.float32
+        assert error(ours, right) < (1e-6 if rtol is None else rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_storage(dtype, device):
+    """States are kept in it, and computed in float32: gradients too."""
+    weight = torch.rand(4, device=device).to(dtype).requires_grad_()
+    z0, xs = (
+        normal(3, 4, device=device, dtype=dtype).requires_grad_(),
+        normal(9, 3, 4, device=device, dtype=dtype).requires_grad_(),
+    )
+    step = lambda z, x: 0.5 * torch.sin(weight * z) + x  # noqa: E731
+    given = [weight, z0, xs]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    ours = Fused(step, z0, xs).states(4)
+    right = by_loop(lambda z, x: 0.5 * torch.sin(wide[0] * z) + x, wide[1], wide[2])
+    assert ours.dtype == dtype
+    rounding = torch.finfo(dtype).eps
+    assert error(ours, right) < rounding
+    for a, b in zip(torch.autograd.grad(ours.sum(), given), torch.autograd.grad(right.sum(), wide), strict=True):
+        assert a.dtype == dtype
+        assert error(a, b) < 2 * rounding
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_unwritten_memory_is_not_read(mixing, device, poisoned_memory):
+    """With lanes, steps and chunks that do not fill what is launched for them."""
+    compare(*(narrow(2, device, 3, 11) if mixing else elementwise(2, device, 3, 11, 5)), chunk=4)
+
+
+def test_a_pass_changes_nothing_that_is_settled(device):
+    """Twice the same bits, whatever memory holds."""
+    fused = Fused(*elementwise(1, device)[:3])
+    first, second = fused.solve(4), fused.solve(4)
+    assert torch.equal(first.states, second.states)
+    assert first.passes == second.passes
+    assert not first.left
+
+
+@pytest.mark.parametrize("rolls", [0, 1, 2])
+def test_a_guess_is_where_it_starts(rolls, device):
+    """The solution itself needs two passes to be known as such, and a wild one does no harm."""
+    step, z0, xs, _ = elementwise(1, device)
+    fused, right = Fused(step, z0, xs), by_loop(step, z0, xs)
+    found = fused.solve(4, guess=fused.layout.pack(right, 1).contiguous(), rolls=rolls)
+    assert found.passes == 2
+    assert error(found.states, fused.layout.pack(right, 1)) < 1e-12
+    wild = fused.solve(4, guess=100 * torch.randn_like(fused.layout.pack(right, 1)), rolls=rolls)
+    assert error(wild.states, fused.layout.pack(right, 1)) < 1e-10
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_the_loop_in_one_kernel(mixing, device):
+    """Its chunk is the whole length; nothing is solved, and gradients are the same."""
+    step, z0, xs, closures = narrow(2, device, 3, 7) if mixing else elementwise(2, device, 3, 7)
+    fused = compare(step, z0, xs, closures, chunk=7, rtol=1e-13)
+    found = fused.solve(7)
+    assert found.passes == 0
+    assert found.left == 0
+    assert not found.notes.memory.any()
+
+
+def test_chunks_grow_where_they_do_not_join(device):
+    """A loop that amplifies errors: after rolls, larger chunks, and then the loop, from what is exact on."""
+    step = lambda z: 3.9 * z * (1 - z)  # noqa: E731
+    z0 = torch.tensor([[0.3, 0.31]], dtype=torch.float64, device=device)
+    fused, right = Fused(step, z0, length=120), by_loop(step, z0, length=120)
+    found = fused.solve(2)
+    assert found.left == 2
+    assert fused.kind.chunk == 120  # the next time it is the loop at once
+    assert found.chunk > 2
+    assert error(found.states, right) < 1e-6 or torch.allclose(
+        found.states[1:], step(found.states[:-1]), rtol=1e-12, atol=0
+    )
+    again = fused.run().in_parallel(fused.kind, Newton().tolerance(torch.float64))
+    assert again.passes == 0
+
+
+def test_what_is_tried_before_the_loop():
+    kind = Kind(length=4096, chunk=64)
+    tried = []
+    while kind.try_harder(width=1):
+        tried.append((kind.chunk, kind.rolls))
+    assert tried == [(64, 8), (256, 0), (256, 8)]
+    assert kind.chunk == 4096
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 63, 1000, 10**6])
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_a_chunk_is_no_longer_than_the_loop(length, rows, elementwise):
+    assert 1 <= first_chunk(length, rows, elementwise) <= length
+
+
+def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
+    """A chaotic row beside one that contracts: of that nothing is computed again."""
+    rate = torch.tensor([[3.9], [1.5]], dtype=torch.float64, device=device)
+    z0 = torch.tensor([[0.3], [0.4]], dtype=torch.float64, device=device)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    fused = Fused(step, z0, length=120)
+    found = fused.solve(2)
+    assert found.left == 1
+    assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=1e-11, atol=0)
+    assert error(found.states[:, 1], by_loop(step, z0, length=120)[:, 1]) < 1e-9
+
+
+def test_cotangents_of_tensors_that_leaves_share(device):
+    """Overlapping views of one input, of one row and of all: their cotangents add up."""
+
+    def step(z, x):
+        return torch.sin(z) * x[..., :3] + 0.2 * x[..., 1:] + x[..., 1:2]
+
+    compare(step, normal(2, 3, device=device), normal(9, 2, 4, device=device), [], chunk=4)
+    compare(step, normal(2, 3, device=device), normal(9, 4, device=device), [], chunk=4)
+
+
+def test_a_part_of_what_is_read_gets_zeros(device):
+    """What no lane reads of an input has a gradient of 0, not of whatever memory held."""
+    compare(
+        lambda z, x: torch.sin(z) * x[..., 1:3],
+        normal(2, 2, device=device),
+        normal(9, 2, 5, device=device),
+        [],
+        chunk=4,
+    )
+
+
+def test_gradients_of_what_needs_none_are_not_asked_for(device):
+    """Only z0, only a closure, or nothing at all."""
+    step, z0, xs, closures = elementwise(1, device)
+    for some in ([z0], [closures[0]], [xs]):
+        for tensor in (z0, xs, *closures):
+            tensor.requires_grad_(any(tensor is each for each in some))
+        ours, theirs = Fused(step, z0, xs).states(4), by_loop(step, z0, xs)
+        (a,), (b,) = (torch.autograd.grad((states**2).sum(), some) for states in (ours, theirs))
+        assert error(a, b) < 1e-10
+
+
+def test_a_backward_pass_takes_any_cotangent(device):
+    """Of the last state only, expanded, and not contiguous."""
+    step, z0, xs, _ = elementwise(1, device)
+    z0.requires_grad_()
+    fused = Fused(step, z0, xs)
+    theirs = by_loop(step, z0, xs)
+    for loss in (lambda s: s[-1].sum(), lambda s: s.sum(), lambda s: (s.mT * 2).square().sum()):
+        (a,), (b,) = (torch.autograd.grad(loss(states), z0, retain_graph=True) for states in (fused.states(4), theirs))
+        assert error(a, b) < 1e-10
+
+
+def test_changed_tensors_are_told_in_the_backward_pass(device):
+    """As autograd does: what a backward pass needs must not be written to before it."""
+    for which in range(4):
+        step, z0, xs, closures = elementwise(1, device)
+        given = [z0, xs, *closures[:2]]
+        for tensor in given:
+            tensor.requires_grad_()
+        states = Fused(step, z0, xs).states(4)
+        with torch.no_grad():
+            given[which].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            states.sum().backward()
+
+
+def test_pulling_back_by_any_chunk_gives_the_same(device):
+    step, z0, xs, _ = narrow(2, device)
+    fused = Fused(step, z0, xs)
+    found, run = fused.solve(4), fused.run()
+    given = torch.randn_like(found.states)
+    expected = pull_back(run, found.states, given, 13)
+    for chunk in (1, 5, 40):
+        initial, bases = pull_back(run, found.states, given, chunk)
+        assert error(initial, expected[0]) < 1e-12
+        for a, b in zip(bases, expected[1], strict=True):
+            assert error(a, b) < 1e-12
+
+
+def test_launches_are_repeated_for_tensors_that_lie_alike_only(device, compiled):
+    """Kernels are compiled for what is told of their arguments: other lengths, rows and places in memory must not be mixed up."""
+    z0, xs = normal(3, 3, device=device), normal(9, 3, 3, device=device)
+    fused = Fused(lambda z, x: 0.5 * torch.sin(z) + x, z0, xs)
+
+    def found(z0, xs):
+        fused.z0, fused.inputs, fused.length = z0, [xs], len(xs)
+        fused.layout = replace(fused.layout, batch_shape=z0.shape[:1])
+        return fused.states(4)
+
+    for _ in range(2):
+        for how in (torch.clone, misaligned, strided, offset):
+            for z, x in ((z0, xs), (z0, xs[:8]), (z0[:1], xs[:, :1])):
+                z, x = how(z).detach().requires_grad_(), how(x).detach().requires_grad_()
+                ours, theirs = found(z, x), by_loop(lambda z, x: 0.5 * torch.sin(z) + x, z, x)
+                assert error(ours, theirs) < 1e-12
+                for a, b in zip(*(torch.autograd.grad(s.sum(), [z, x]) for s in (ours, theirs)), strict=True):
+                    assert error(a, b) < 1e-12
+    assert device.type == "cuda" or compiled() > 0

@@ -1,0 +1,493 @@
+"""Solves by kernels, through the public call: what changes is seen, what is wrong is noticed, and results tell how they were found."""
+
+import copy
+import dataclasses
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import deeppcr
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime
+from fuse.loops import by_loop
+from kernel_support import error
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+#: Chunks that keep the interpreter's time short.
+NEWTON = Newton(chunk=4)
+
+
+@pytest.fixture(autouse=True)
+def kernels(device, monkeypatch):
+    """Kernels on the device, whichever it is, and nothing known of any step."""
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
+    fused.forget_kernels()
+    plan.forget_records()
+    yield
+    fused.forget_kernels()
+    plan.forget_records()
+
+
+def normal(*shape, device):
+    return torch.randn(*shape, dtype=torch.float64, device=device)
+
+
+def solve(*arguments, solver=NEWTON, again=True, **options):
+    """A solve by kernels, which come with the second solve of a kind."""
+    found = deeppcr.solve(*arguments, solver=solver, **options)
+    return deeppcr.solve(*arguments, solver=solver, **options) if again and not by_kernels(found) else found
+
+
+def by_kernels(solution):
+    return solution.plan.evaluation.startswith("fused kernels")
+
+
+def test_kernels_are_made_for_kinds_that_come_again(device):
+    step, z0 = lambda z, x: 0.5 * torch.sin(z) + x, normal(2, 3, device=device)
+    first, second = (deeppcr.solve(step, z0, xs, solver=NEWTON) for xs in normal(2, 9, 2, 3, device=device))
+    assert not by_kernels(first)
+    assert any("the first of its kind" in note for note in first.plan.notes)
+    assert by_kernels(second)
+    assert second.result is Result.CONVERGED
+    # Another length of a step that has kernels needs no others.
+    third = deeppcr.solve(step, z0, normal(7, 2, 3, device=device), solver=NEWTON)
+    assert by_kernels(third)
+    assert third.plan.chunk == 4
+    # Another number of rows does.
+    assert not by_kernels(deeppcr.solve(step, z0[:1], normal(7, 1, 3, device=device), solver=NEWTON))
+
+
+class Changing:
+    """Everything that a step may depend on beside its arguments."""
+
+    def __init__(self, device):
+        self.device = device
+        self.weight, self.number, self.held = normal(3, device=device), 0.5, [normal(3, device=device), 0.1]
+        self.module = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh()).to(device)
+        self.switch = nn.Identity()
+        self.of = {"gain": normal((), device=torch.device("cpu"))}
+
+    def step(self, z, x):
+        z = self.module(z) * self.weight + self.number * self.held[0] + self.held[1] * x
+        return z * self.of["gain"] if self.switch.training else z * 0.5
+
+
+#: Each changes one thing; all must be seen by the next solve.
+CHANGES = {
+    "values in place": lambda it: it.weight.mul_(-0.5),
+    "another tensor": lambda it: setattr(it, "weight", normal(3, device=it.device)),
+    "a tensor of rows": lambda it: setattr(it, "weight", normal(2, 3, device=it.device)),
+    "a number": lambda it: setattr(it, "number", 0.9),
+    "an entry of a list": lambda it: it.held.__setitem__(0, normal(3, device=it.device)),
+    "a number in a list": lambda it: it.held.__setitem__(1, 0.7),
+    "a value in a dictionary": lambda it: it.of.update(gain=torch.tensor(0.2, dtype=torch.float64)),
+    "a single number in place": lambda it: it.of["gain"].fill_(0.4),
+    "parameters": lambda it: [each.data.mul_(0.5) for each in it.module.parameters()],
+    "another parameter": lambda it: setattr(it.module[0], "weight", nn.Parameter(normal(3, 3, device=it.device))),
+    "another module": lambda it: it.module.__setitem__(1, nn.Sigmoid()),
+    "a mode": lambda it: it.switch.eval(),
+    "a tensor of another shape": lambda it: setattr(it, "weight", normal((), device=it.device)),
+}
+
+
+def test_changes_are_seen(device):
+    it = Changing(device)
+    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    right = None
+    for name, change in {"nothing": lambda it: None, **CHANGES}.items():
+        with torch.no_grad():
+            change(it)
+            was, right = right, by_loop(it.step, z0, xs)
+            assert was is None or error(was, right) > 1e-3, name
+            for _ in range(2):
+                found = deeppcr.solve(it.step, z0, xs, solver=NEWTON)
+                assert error(found.states, right) < 1e-9, name
+        assert by_kernels(found), name
+
+
+GLOBAL = 0.5
+
+
+def test_changed_globals_are_seen(device, monkeypatch):
+    step = lambda z: GLOBAL * torch.sin(z) + 0.1  # noqa: E731
+    z0 = normal(2, 3, device=device)
+    for value in (0.5, 0.8, torch.tensor(0.3, dtype=torch.float64)):
+        monkeypatch.setitem(globals(), "GLOBAL", value)
+        found = solve(step, z0, length=9)
+        assert by_kernels(found)
+        assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+def test_training_takes_the_loops_steps(device):
+    """Some steps of an optimiser, on changing batches: parameters end as those of the loop do."""
+    torch.manual_seed(1)
+    cell = nn.Linear(2, 2, dtype=torch.float64, device=device)
+    other = copy.deepcopy(cell)
+
+    def train(cell, run):
+        optimiser, losses = torch.optim.Adam(cell.parameters(), lr=0.05), []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            xs = torch.randn(9, 3, 2, dtype=torch.float64, generator=generator).to(device)
+            states = run(lambda z, x: torch.tanh(cell(z)) + 0.5 * x, xs.new_zeros(3, 2), xs)
+            loss = (states - 0.3).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    ways = []
+
+    def by_solve(*arguments):
+        found = deeppcr.solve(*arguments, solver=NEWTON)
+        ways.append(by_kernels(found))
+        return found.states
+
+    ours, theirs = train(cell, by_solve), train(other, by_loop)
+    assert ways == [False, True, True, True]
+    assert ours == pytest.approx(theirs, rel=1e-10)
+    for a, b in zip(cell.parameters(), other.parameters(), strict=True):
+        assert error(a, b) < 1e-9
+
+
+def spoil(monkeypatch, kernels):
+    """Break emitted source: 0.3 becomes something else."""
+    numbers = kernels.numbers
+
+    def spoiled(self, device):
+        return numbers(self, device) * 1.01
+
+    monkeypatch.setattr(kernels, "numbers", spoiled)
+
+
+def test_kernels_that_compute_something_else_are_noticed_at_once(device, monkeypatch):
+    from deeppcr.fuse.compiled import Kernels
+
+    step, z0 = lambda z: 0.3 * torch.sin(z) + 0.7, normal(2, 3, device=device)
+    spoil(monkeypatch, Kernels)
+    found = solve(step, z0, length=9)
+    assert not by_kernels(found)
+    assert any("another result than the step itself" in note for note in found.plan.notes)
+    assert found.result is Result.CONVERGED
+    assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+    with pytest.raises(ValueError, match="another result than the step itself"):
+        solve(step, z0, length=9, solver=Loop(by="kernel"))
+
+
+def test_kernels_that_go_wrong_later_are_noticed(device, monkeypatch):
+    """By the second solve with kernels, the fourth, the eighth ..."""
+    from deeppcr.fuse.compiled import Kernels
+
+    step, z0 = lambda z: 0.3 * torch.sin(z) + 0.7, normal(2, 3, device=device)
+    assert by_kernels(solve(step, z0, length=9))
+    spoil(monkeypatch, Kernels)
+    found = solve(step, z0, length=9)
+    assert not by_kernels(found)
+    assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+def test_a_step_that_knows_how_many_rows_there_are_is_not_trusted_to_kernels(device):
+    """Of one row nothing tells that it is one of several."""
+    z0 = normal(3, 2, device=device)
+    for step in (
+        lambda z: torch.sin(z) * (1 + torch.arange(len(z), device=z.device)).unsqueeze(-1) / 4,
+        lambda z: torch.sin(z) / len(z),
+    ):
+        found = solve(step, z0, length=9)
+        assert not by_kernels(found)
+        assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+def test_what_is_not_covered_stands_in_the_plan(device):
+    step, z0 = lambda z: 0.5 * z.sort(-1).values, normal(2, 3, device=device)
+    found = solve(step, z0, length=9)
+    assert "not by kernels: aten.sort is not covered" in found.plan.notes
+    with pytest.raises(ValueError, match=r"no kernel for this step: aten.sort is not covered. Loop\(\) takes any step"):
+        deeppcr.solve(step, z0, length=9, solver=Loop(by="kernel"))
+
+
+def test_the_loop_in_one_kernel(device):
+    weight, z0, xs = normal(3, device=device), normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    given = [tensor.requires_grad_() for tensor in (weight, z0, xs)]
+    step = lambda z, x: torch.sin(z * weight) + x  # noqa: E731
+    found, right = deeppcr.solve(step, z0, xs, solver=Loop(by="kernel")), by_loop(step, z0, xs)
+    assert by_kernels(found)
+    assert found.result is Result.LOOP
+    assert "one step after the other, by a kernel" in found.plan.notes
+    assert not found.iterations.any()
+    assert not found.residual.any()
+    assert found.updates.shape == (0, 2)
+    assert found.exact_steps.tolist() == [9, 9]
+    assert error(found.states, right) < 1e-14
+    for a, b in zip(*(torch.autograd.grad(s.sum(), given) for s in (found.states, right)), strict=True):
+        assert error(a, b) < 1e-12
+
+
+def test_only_implicit_gradients_of_the_loop_in_one_kernel(device):
+    with pytest.raises(ValueError, match=r"its gradients are those of Implicit\(\)"):
+        deeppcr.solve(
+            torch.cos, normal(2, device=device), length=9, solver=Loop(by="kernel"), gradient=deeppcr.Unrolled()
+        )
+
+
+def test_a_loop_of_one_chunk_is_solved_by_rolling_it_out(device):
+    """Nothing failed, and nobody is warned."""
+    z0, xs = normal(2, 3, device=device), normal(5, 2, 3, device=device)
+    step = lambda z, x: 0.5 * torch.sin(z) + x  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        found = solve(step, z0, xs, solver=Newton())
+    assert by_kernels(found)
+    assert found.result is Result.CONVERGED
+    assert found.plan.chunk == 5
+    assert error(found.states, by_loop(step, z0, xs)) < 1e-14
+
+
+def test_one_bad_solve_does_not_change_how_later_ones_go(device):
+    """Whoever met NaN once is solved in parallel the next time."""
+    step, z0, xs = lambda z, x: 0.5 * torch.sin(z) + x, normal(2, 3, device=device), normal(40, 2, 3, device=device)
+    good = solve(step, z0, xs)
+    bad = xs.clone()
+    bad[3] = float("nan")
+    with pytest.warns(ConvergenceWarning, match="step 4"):
+        assert deeppcr.solve(step, z0, bad, solver=NEWTON).result is Result.NON_FINITE
+    again = deeppcr.solve(step, z0, xs, solver=NEWTON)
+    assert again.result is Result.CONVERGED
+    assert again.plan.chunk == good.plan.chunk
+
+
+def chaotic(z):
+    return 3.9 * z * (1 - z)
+
+
+def test_a_chaotic_loop_is_finished_by_the_loop_and_told(device):
+    """Each time, although later ones go there at once."""
+    z0 = torch.tensor([[0.3], [0.4]], dtype=torch.float64, device=device)
+    assert not by_kernels(deeppcr.solve(chaotic, z0, length=90, solver=NEWTON))
+    for _ in range(2):
+        with pytest.warns(ConvergenceWarning, match="one step at a time"):
+            found = deeppcr.solve(chaotic, z0, length=90, solver=NEWTON)
+        assert by_kernels(found)
+        assert found.result is Result.FINISHED_BY_LOOP
+        assert found.results == (Result.FINISHED_BY_LOOP,) * 2
+        previous = torch.cat([z0[None], found.states[:-1]])
+        assert torch.allclose(found.states, chaotic(previous), rtol=1e-12, atol=0)
+
+
+def test_on_failure_is_honoured(device):
+    """What is not to be finished by the loop goes the usual way, where there is a failure to be raised or returned."""
+    z0, few = torch.tensor([[0.3]], dtype=torch.float64, device=device), Newton(chunk=4, max_iterations=3)
+    for _ in range(3):
+        with pytest.raises(ConvergenceError):
+            deeppcr.solve(chaotic, z0, length=90, solver=few, on_failure="raise")
+    with pytest.warns(ConvergenceWarning):
+        found = deeppcr.solve(chaotic, z0, length=90, solver=few, on_failure="return")
+    assert found.result is Result.NOT_CONVERGED
+
+
+@pytest.mark.parametrize("length", [6, 21])  # of two chunks, and of more than there are passes
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_told_with_its_step(value, length, device):
+    z0, xs = normal(2, 3, device=device), normal(length, 2, 3, device=device)
+    step = lambda z, x: 0.5 * torch.sin(z) + 1 / x  # noqa: E731
+    solve(step, z0, xs)
+    xs[5, 1, 2] = 0 if value == float("inf") else value
+    with pytest.warns(ConvergenceWarning, match="step 6 produced a value that is not finite"):
+        found = deeppcr.solve(step, z0, xs, solver=NEWTON)
+    assert found.result is Result.NON_FINITE
+    assert found.results[1] is Result.NON_FINITE
+    assert found.results[0] in (Result.CONVERGED, Result.FINISHED_BY_LOOP)
+    assert found.exact_steps.tolist()[1] == 5
+    torch.testing.assert_close(found.states, by_loop(step, z0, xs), equal_nan=True)
+
+
+def test_overflow_is_told_with_its_step(device):
+    """By every way, and the same states."""
+    step = lambda z: z * z  # noqa: E731
+    z0 = torch.tensor([[1.5, 0.5], [0.9, 0.1]], dtype=torch.float64, device=device)
+    for _ in range(3):
+        with pytest.warns(ConvergenceWarning, match="step 11 produced a value that is not finite"):
+            found = deeppcr.solve(step, z0, length=20, solver=NEWTON)
+        assert found.results[0] is Result.NON_FINITE
+        assert found.exact_steps[0] == 10
+        torch.testing.assert_close(found.states[:10], by_loop(step, z0, length=20)[:10])
+    assert by_kernels(found)
+    with pytest.warns(ConvergenceWarning, match="step 11"):
+        assert deeppcr.solve(step, z0, length=20, solver=Loop(by="kernel")).result is Result.NON_FINITE
+
+
+def test_an_initial_state_that_is_not_finite_is_refused(device):
+    """As by every other way."""
+    step = lambda z: 0.5 * torch.sin(z)  # noqa: E731
+    z0 = normal(2, 3, device=device)
+    solve(step, z0, length=9)
+    z0[1, 1] = float("nan")
+    for solver in (NEWTON, Loop(by="kernel"), None):
+        with pytest.raises(ValueError, match="z0: holds values that are not finite"):
+            deeppcr.solve(step, z0, length=9, solver=solver)
+
+
+@pytest.mark.parametrize(
+    "newton", [Newton(chunk=3, rtol=1e-3), Newton(chunk=5, atol=1e-2, rtol=0.0), Newton(chunk=2, scale="local")]
+)
+def test_settings_are_honoured(newton, device):
+    step, z0, xs = lambda z, x: 0.5 * torch.sin(3 * z) + x, normal(2, 3, device=device), normal(20, 2, 3, device=device)
+    solve(step, z0, xs)  # with others
+    found = solve(step, z0, xs, solver=newton)
+    assert by_kernels(found)
+    assert found.result is Result.CONVERGED
+    assert found.plan.chunk == newton.chunk
+    assert found.tolerance == newton.tolerance(torch.float64)
+    allowed = (newton.atol or 0) + found.tolerance.rtol * 5
+    assert (found.states - by_loop(step, z0, xs)).abs().max() <= allowed
+    assert found.iterations.max() <= solve(step, z0, xs, solver=Newton(chunk=newton.chunk)).iterations.max() + 2 * (
+        newton.scale == "local"
+    )
+
+
+def test_what_kernels_do_not_do_goes_the_usual_way(device):
+    z0 = normal(2, 3, device=device)
+    for options in (
+        {"solver": Newton(chunk=1)},
+        {"solver": Newton(jacobian=deeppcr.DiagonalJacobian())},
+        {"solver": Newton(stop=deeppcr.PaperTest())},
+        {"gradient": deeppcr.Unrolled()},
+        {"guess": deeppcr.Zeros()},
+    ):
+        found = solve(torch.cos, z0, length=9, **options)
+        assert not by_kernels(found)
+
+
+def states_that_die_out(device):
+    return solve(lambda z: 0.01 * z, torch.ones(2, 3, dtype=torch.float64, device=device), length=30)
+
+
+def test_a_solution_tells_what_it_is_asked_late(device):
+    step, z0, xs = lambda z, x: 0.5 * torch.sin(z) + x, normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    found = solve(step, z0, xs)
+    assert {"iterations", "residual", "updates", "exact_steps"}.isdisjoint(vars(found))
+    assert found.iterations.shape == found.residual.shape == found.exact_steps.shape == (2,)
+    assert found.iterations.dtype == torch.int64
+    assert (found.iterations >= 2).all()
+    assert found.updates.shape == (int(found.iterations.max()), 2)
+    assert (found.residual <= 1e-10 * xs.abs().max()).all()
+    assert found.exact_steps.tolist() == [9, 9]
+    assert found.known_steps.tolist() == [9, 9]
+    assert "iterations" in vars(found)
+    assert repr(found).startswith("Solution(CONVERGED, iterations=")
+    assert not hasattr(found, "nothing_of_the_kind")
+    assert "died out" in states_that_die_out(device).message
+
+
+@pytest.mark.parametrize("nest", [False, True])
+def test_a_solution_can_be_copied_pickled_and_replaced(nest, device):
+    step = (lambda z: {"a": 0.5 * torch.sin(z["b"]), "b": z["a"]}) if nest else (lambda z: 0.5 * torch.sin(z))
+    z0 = {name: normal(2, 3, device=device) for name in "ab"} if nest else normal(2, 3, device=device)
+    found = solve(step, z0, length=9)
+    assert by_kernels(found)
+    leaf = lambda solution: solution.states["a"] if nest else solution.states  # noqa: E731
+    for other in (
+        copy.copy(found),
+        copy.deepcopy(found),
+        pickle.loads(pickle.dumps(found)),
+        dataclasses.replace(found),
+    ):
+        assert isinstance(other, deeppcr.Solution)
+        assert torch.equal(leaf(other), leaf(found))
+        assert torch.equal(other.iterations, found.iterations)
+        assert torch.equal(other.residual, found.residual)
+        assert other.result is found.result
+        assert repr(other) == repr(found)
+    replaced = dataclasses.replace(found, description="another", iterations=found.iterations + 1)
+    assert replaced.message == "another"
+    assert torch.equal(replaced.iterations, found.iterations + 1)
+    assert torch.equal(replaced.updates, found.updates)
+    assert {field.name for field in dataclasses.fields(found)} <= vars(dataclasses.replace(found)).keys()
+
+
+def test_a_solution_is_a_guess_for_the_next_solve(device):
+    step, z0 = lambda z: 0.5 * torch.sin(z) + 0.3, normal(2, 3, device=device)
+    found = solve(step, z0, length=9)
+    again = deeppcr.solve(step, z0, length=9, solver=NEWTON, guess=found)
+    assert error(again.states, found.states) < 1e-10
+
+
+def test_gradients_are_those_of_the_loop_where_a_signal_dies_out(device):
+    """A gradient asks for digits of every state."""
+    z0 = torch.ones(1, 2, dtype=torch.float64, device=device).requires_grad_()
+    step = lambda z: torch.relu(0.1 * z) - 0.05 * z  # noqa: E731
+    for _ in range(2):
+        states = deeppcr.solve(step, z0, length=20, solver=NEWTON).states
+    right = by_loop(step, z0, length=20)
+    (a,), (b,) = (torch.autograd.grad(each[-1].sum() * 1e20, z0) for each in (states, right))
+    assert error(states, right) < 1e-10
+    assert error(a, b) < 1e-10
+
+
+def test_second_derivatives_and_batched_gradients_are_refused(device):
+    """They are not silently wrong."""
+    z0 = normal(2, 3, device=device).requires_grad_()
+    states = solve(torch.cos, z0, length=9).states
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(states.sum(), z0, create_graph=True)
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(states, z0, torch.ones(4, *states.shape).to(states), is_grads_batched=True)
+
+
+def test_gradients_switched_off(device):
+    z0 = normal(2, 3, device=device).requires_grad_()
+    with torch.no_grad():
+        found = solve(torch.cos, z0, length=9)
+    assert by_kernels(found)
+    assert not found.states.requires_grad
+    assert solve(torch.cos, z0, length=9).states.requires_grad
+    with torch.inference_mode():
+        assert error(solve(torch.cos, z0, length=9).states, found.states) < 1e-9
+
+
+def test_a_state_of_one_number(device):
+    found = solve(torch.cos, torch.tensor(0.3, dtype=torch.float64, device=device), length=9)
+    assert by_kernels(found)
+    assert found.states.shape == (9,)
+    assert found.iterations.shape == ()
+
+
+def test_threads_solve_side_by_side(gpu):
+    """Kernels of one step, of several lengths, made and used by many at once."""
+    z0, wrong = normal(64, 3, device=gpu), []
+    step = lambda z, x: 0.5 * torch.sin(z.roll(1, -1)) + x  # noqa: E731
+
+    def work(seed):
+        try:
+            generator = torch.Generator(gpu).manual_seed(seed)
+            for turn in range(6):
+                xs = torch.randn(100 + 40 * (turn % 3), 64, 3, dtype=torch.float64, device=gpu, generator=generator)
+                found = deeppcr.solve(step, z0, xs, solver=Newton())
+                if not error(found.states, by_loop(step, z0, xs)) < 1e-9:
+                    wrong.append((seed, turn, found.plan.evaluation))
+        except Exception as failure:
+            wrong.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_nobody_is_warned_who_did_not_ask_for_a_parallel_solve(device, monkeypatch):
+    """A chaotic loop by default: the plan and the result say how it went."""
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", 0.0)
+    z0 = torch.tensor([[0.3]], dtype=torch.float64, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        found = [deeppcr.solve(chaotic, z0, length=90) for _ in range(3)]
+    assert found[0].result is Result.LOOP
+    assert [by_kernels(each) for each in found] == [False, True, True]
+    for each in found:
+        assert torch.allclose(each.states[1:], chaotic(each.states[:-1]), rtol=1e-12, atol=0)
