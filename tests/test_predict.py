@@ -118,6 +118,7 @@ def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
         deeppcr.clear_caches()
         assert deeppcr.predict(*arguments).basis["loop"] == "expected"
         monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 1e-6, "cuda": 1e-6})
+        monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
         long = deeppcr.predict(*arguments)
         assert long.way == "newton"
         assert "is tried" in long.why

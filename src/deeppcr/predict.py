@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fused import Call
 from .jacobian import block_bytes
-from .linear.cost import expected as linear_seconds
 from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
 from .sequence import Sequence
 from .solution import Plan
+from .solve import can_be_planned
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
 _MOST_STEPS, _MOST_SECONDS, _MOST_OF_LOOP = 256, 0.3, 0.01
@@ -32,8 +32,6 @@ _TIMED = 8
 _WORTH_TRACING, _WORTH_IMPORTING = 5.0, 150.0
 #: Newton's iterations: so many, and this for every chunk that an error lives. Fitted by eye to networks and a pendulum.
 _ITERATIONS, _ITERATIONS_PER_CHUNK = 4, 0.7
-#: An iteration by PyTorch takes so many steps for each step of a chunk, and seconds for each number of the blocks: on a GPU, on a CPU.
-_PUSHED, _OF_NUMBER = 30, (5e-12, 5e-9)
 #: Iterations after which Newton gives up.
 _PATIENCE = 12
 #: By less than the exponential of this errors do not grow or die out over a whole loop. (Of the probe's steps 1 is enough to tell.)
@@ -157,7 +155,7 @@ def predict(
     expected: dict[str, float | str] = {
         "loop": loop,
         "graph": _graph_seconds(sequence),
-        "newton": _newton_seconds(sequence, chunk, iterations, step_seconds),
+        "newton": _newton_seconds(record, loop, -(-steps // chunk), iterations),
         **_by_kernels(call, probe, loop),
     }
     sequence.stop_watching()
@@ -252,18 +250,13 @@ def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(growths[::-1]).double()
 
 
-def _newton_seconds(sequence: Sequence, chunk: int, iterations: int | None, step: float) -> float | str:
-    """Of a solve by PyTorch, where a step takes so many."""
+def _newton_seconds(record: Record, loop: float, chunks: int, iterations: int | None) -> float | str:
+    """Of a solve by PyTorch, where the loop takes so many."""
     if iterations is None:
         return "the iterations are not known"
-    layout, chunks = sequence.layout, -(-sequence.length // chunk)
-    on_cpu = layout.device.type == "cpu"
-    *linear, _ = linear_seconds(chunks, layout.width, layout.rows, layout.rows, on_cpu)
-    numbers = chunks * layout.rows * layout.width**2
-    of_one = chunk * (_PUSHED * step + numbers * _OF_NUMBER[on_cpu]) + min(linear)
     if iterations > max(_PATIENCE, chunks // 2):
-        return _PATIENCE * of_one + sequence.length * step  # it gives up, and the loop does it
-    return iterations * of_one
+        return loop + record.expected_newton(loop, _PATIENCE)  # it gives up, and the loop does it
+    return record.expected_newton(loop, iterations)
 
 
 def _graph_seconds(sequence: Sequence) -> float | str:
@@ -316,7 +309,7 @@ def _chunk_of_kernels(call: Call) -> int:
     assert fused is not None
     assert not isinstance(fused, str)
     assert length is not None
-    return fused.kind(length, (Newton().tolerance(fused.layout.dtype), "auto", True)).chunk
+    return fused.kind(length, "auto", (Newton().tolerance(fused.layout.dtype), True))[1].chunk
 
 
 def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
@@ -326,8 +319,8 @@ def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, 
         record: of solves of this kind, with what the loop is expected to take
         known: the same, without
     """
-    if isinstance(step, (list, tuple, nn.ModuleList)):
-        return "newton", "a list of steps is solved in parallel"
+    if not can_be_planned(call, step):
+        return "newton", "a list of steps, or one that looks further back, is solved in parallel"
     if call.has_kernels:
         return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds
