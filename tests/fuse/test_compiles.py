@@ -1,0 +1,109 @@
+"""Emitted kernels compile: for a GPU that need not be there. The interpreter takes what the compiler does not, such as a name that
+changes its type in a loop."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deeppcr.fuse.compiled import Kernels
+from deeppcr.fuse.program import Program
+from deeppcr.fuse.templates import parts_of
+from deeppcr.fuse.trace import one_row
+from deeppcr.sequence.layout import Layout
+
+triton = pytest.importorskip("triton")
+
+
+def elementwise():
+    gain = torch.linspace(0.1, 0.9, 6).reshape(2, 3)
+
+    def step(h, gates):
+        r, n = gates.chunk(2, -1)
+        r = torch.sigmoid(r + gain[0] * h)
+        return r * h + (1 - r) * torch.tanh(n + gain[1] * h)
+
+    return step, torch.zeros(2, 3), torch.zeros(2, 6)
+
+
+def narrow():
+    def step(z):
+        angle, speed = z.unbind(-1)
+        return z + 0.01 * torch.stack([speed, -torch.sin(angle) - 0.3 * speed], -1)
+
+    return step, torch.zeros(2, 2, dtype=torch.float64), None
+
+
+def wide():
+    weights = torch.eye(5) + 0.1
+    return lambda z, x: z - 0.1 * (torch.tanh(z) @ weights) + x, torch.zeros(2, 5), torch.zeros(2, 5)
+
+
+STEPS = {"elementwise": elementwise, "narrow": narrow, "wide": wide}
+#: Arguments that point to something else than the numbers of the kernel.
+POINTERS = {"unsettled": "*i32", "taken": "*i32", "found": "*fp32", "residual": "*fp32"}
+
+
+def compile_all(name: str) -> None:
+    """Compile every kernel of a step for an H100."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    step, z0, x = STEPS[name]()
+    layout = Layout.of(z0, None)
+    kernels = Kernels(Program(one_row(step, layout, x), layout))
+    program = kernels.program
+    real = "fp64" if program.dtype == torch.float64 else "fp32"
+    sizes = {"atol": "fp32", "rtol": "fp32"}
+
+    def kind_of(argument: str) -> str:
+        pointed = (
+            "initial",
+            "numbers",
+            "guess",
+            "states",
+            "starts",
+            "ends",
+            "products",
+            "sizes",
+            "maps",
+            "given",
+            "adjoints",
+            "of_initial",
+        )
+        if argument in pointed or (argument[0] in "pg" and argument[1:].isdigit()):
+            return "*" + real
+        return POINTERS.get(argument) or sizes.get(argument, "i32")
+
+    block = {"BLOCK": 32, "STAGES": 4}
+    asked = [
+        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, **block}) for product, whole in ((True, False), (False, True), (False, False))),
+        *((kernels.sweep, {"MAP": as_map, **block}) for as_map in (True, False)),
+        *((kernel, {"PART": part, "GROUPS": 8, "LANES": 4})
+          for kernel in (kernels.joints.join, kernels.joints.chain) for part in parts_of(program.width)),
+    ]  # fmt: skip
+    for kernel, constants in asked:
+        names = kernel.arg_names
+        signature = {each: "constexpr" if each in constants else kind_of(each) for each in names}
+        values = {(names.index(each),): value for each, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+
+
+@pytest.mark.parametrize(
+    "name", ["elementwise", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("narrow", "wide"))]
+)
+def test_every_kernel_compiles(name):
+    # In a process of its own: in this one Triton interprets.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, name], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])
