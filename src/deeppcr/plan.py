@@ -23,10 +23,10 @@ PROBED, _WARM = 6, 2
 #: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device; and the seconds that an
 #: operation takes in a loop, in a parallel solve, and for each number of it.
 _WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
-_OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 5e-6, 1e-9)}
+_OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
 #: A parallel solve is tried where it is expected to take this part of the loop's time: it may not converge.
-_PAYS = 0.2
-#: Iterations that are expected, each of which takes so many dependent evaluations of a step, values and tangents.
+_PAYS = 0.7
+#: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
 _EXPECTED, _EVALUATIONS = 6, 32
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
 _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
@@ -79,12 +79,13 @@ class Record:
             ways.append("graph")
         return [way for way in ways if way not in self.barred]
 
-    def expected_newton(self, loop: float) -> float:
+    def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
         """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many."""
         in_loop, at_once, each_number = _OPERATION.get(self.device, _OPERATION["cpu"])
         length, rows, width = self.sizes
         numbers = length * rows * width * (1 + width) / 16
-        return loop * _EXPECTED * _EVALUATIONS * (at_once + numbers * each_number) / (length * in_loop)
+        evaluations = min(_EVALUATIONS, length**0.5)  # chunks of short loops are shorter
+        return loop * iterations * evaluations * (at_once + numbers * each_number) / (length * in_loop)
 
     def is_worth_kernels(self, again: bool) -> bool:
         """Whether to make kernels for a kind that has come ``again``, or for the first time."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fused import Call
 from .jacobian import block_bytes
-from .linear.cost import expected as linear_seconds
 from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
 from .sequence import Sequence
 from .solution import Plan
+from .solve import can_be_planned
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
 _MOST_STEPS, _MOST_SECONDS, _MOST_OF_LOOP = 256, 0.3, 0.01
@@ -31,8 +32,6 @@ _TIMED = 8
 _WORTH_TRACING, _WORTH_IMPORTING = 5.0, 150.0
 #: Newton's iterations: so many, and this for every chunk that an error lives. Fitted by eye to networks and a pendulum.
 _ITERATIONS, _ITERATIONS_PER_CHUNK = 4, 0.7
-#: An iteration by PyTorch takes so many steps for each step of a chunk, and seconds for each number of the blocks: on a GPU, on a CPU.
-_PUSHED, _OF_NUMBER = 30, (5e-12, 5e-9)
 #: Iterations after which Newton gives up.
 _PATIENCE = 12
 #: By less than the exponential of this errors do not grow or die out over a whole loop. (Of the probe's steps 1 is enough to tell.)
@@ -101,8 +100,8 @@ class Prediction:
             f"{'memory':26}{_in_bytes(self.state_bytes)} of states, {_in_bytes(self.block_bytes)} of blocks",
         ]
         for way, name in WAYS.items():
-            time = written(self.seconds[way]) if way in self.seconds else "-"
-            lines.append(f"{name:26}{time:>8}  {self.basis[way]}")
+            taken = written(self.seconds[way]) if way in self.seconds else "-"
+            lines.append(f"{name:26}{taken:>8}  {self.basis[way]}")
         lines.append(f"{'solve would take':26}{WAYS[self.way]}: {self.why}")
         return "\n".join(lines)
 
@@ -125,6 +124,7 @@ def predict(
 
     Raises:
         StepError: the step is not fit for a parallel solve; ``Loop()`` may take it
+        RuntimeError: in ``torch.inference_mode``, where nothing can be differentiated
 
     >>> import torch, deeppcr
     >>> weights = torch.randn(500, 8, 8) / 6
@@ -141,6 +141,8 @@ def predict(
     in parallel, by kernels   ...
     solve would take          loop, by Python: the loop takes ... ms, and nothing else is worth a try
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
@@ -153,7 +155,7 @@ def predict(
     expected: dict[str, float | str] = {
         "loop": loop,
         "graph": _graph_seconds(sequence),
-        "newton": _newton_seconds(sequence, chunk, iterations, step_seconds),
+        "newton": _newton_seconds(record, loop, -(-steps // chunk), iterations),
         **_by_kernels(call, probe, loop),
     }
     sequence.stop_watching()
@@ -172,13 +174,12 @@ def predict(
 
 def _time_of_step(sequence: Sequence) -> float:
     """Seconds of a step as the loop takes it: by some steps, twice, the lesser."""
-    device, state, times = sequence.layout.device, sequence.initial, []
-    count = max(1, min(_TIMED, sequence.length // 2))
-    for turn in range(2 if sequence.length > 1 else 1):
-        begin = now(device)
-        for index in range(turn * count, (turn + 1) * count):
-            state = sequence.step(index, state)
-        times.append((now(device) - begin) / count)
+    device, state, times, index = sequence.layout.device, sequence.initial, [], 0
+    while len(times) < 2 and index < sequence.length:
+        first, begin = index, now(device)
+        while index < min(first + _TIMED, sequence.length) and time.perf_counter() - begin < _MOST_SECONDS / 3:
+            state, index = sequence.step(index, state), index + 1
+        times.append((now(device) - begin) / (index - first))
         if times[-1] > _MOST_SECONDS:
             break
     return min(times)
@@ -249,18 +250,13 @@ def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(growths[::-1]).double()
 
 
-def _newton_seconds(sequence: Sequence, chunk: int, iterations: int | None, step: float) -> float | str:
-    """Of a solve by PyTorch, where a step takes so many."""
+def _newton_seconds(record: Record, loop: float, chunks: int, iterations: int | None) -> float | str:
+    """Of a solve by PyTorch, where the loop takes so many."""
     if iterations is None:
         return "the iterations are not known"
-    layout, chunks = sequence.layout, -(-sequence.length // chunk)
-    on_cpu = layout.device.type == "cpu"
-    *linear, _ = linear_seconds(chunks, layout.width, layout.rows, layout.rows, on_cpu)
-    numbers = chunks * layout.rows * layout.width**2
-    of_one = chunk * (_PUSHED * step + numbers * _OF_NUMBER[on_cpu]) + min(linear)
     if iterations > max(_PATIENCE, chunks // 2):
-        return _PATIENCE * of_one + sequence.length * step  # it gives up, and the loop does it
-    return iterations * of_one
+        return loop + record.expected_newton(loop, _PATIENCE)  # it gives up, and the loop does it
+    return record.expected_newton(loop, iterations)
 
 
 def _graph_seconds(sequence: Sequence) -> float | str:
@@ -296,16 +292,24 @@ def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str
     if isinstance(fused, str):
         return dict.fromkeys(("loop kernel", "kernels"), fused)
     assert call.length is not None
-    in_turn = _OF_CALL + _OF_STEP * call.length
-    kind = fused.kind(call.length, (Newton().tolerance(fused.layout.dtype), "auto", True))
-    passes = probe.iterations(kind.chunk)
-    if kind.chunk == call.length:
-        in_parallel = "the chunks of such a solve did not join"
+    in_turn, chunk = _OF_CALL + _OF_STEP * call.length, _chunk_of_kernels(call)
+    passes = probe.iterations(chunk)
+    if chunk == call.length:
+        in_parallel = "so few steps are one chunk, or earlier chunks did not join"
     elif passes is None:
         in_parallel = "the passes are not known"
     else:
         in_parallel = _OF_CALL + _OF_PASS * passes
     return {"loop kernel": in_turn, "kernels": in_parallel}
+
+
+def _chunk_of_kernels(call: Call) -> int:
+    """Steps of a chunk in a solve by kernels, which there are, without gradients; all of them where it would be a loop."""
+    fused, length = call.fused, call.length
+    assert fused is not None
+    assert not isinstance(fused, str)
+    assert length is not None
+    return fused.kind(length, "auto", (Newton().tolerance(fused.layout.dtype), True))[1].chunk
 
 
 def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
@@ -315,10 +319,10 @@ def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, 
         record: of solves of this kind, with what the loop is expected to take
         known: the same, without
     """
-    if isinstance(step, (list, tuple, nn.ModuleList)):
-        return "newton", "a list of steps is solved in parallel"
+    if not can_be_planned(call, step):
+        return "newton", "a list of steps, or one that looks further back, is solved in parallel"
     if call.has_kernels:
-        return "kernels", "the step has kernels"
+        return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds
     if call.fused is None and record.is_worth_kernels(again):
         return "kernels", f"the loop takes {written(record.seconds['loop'])}; kernels are made, if they cover the step"

@@ -89,7 +89,7 @@ def _solve(
         return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
     call = Call(step, z0, xs, length, batch_dims)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
-    if not plain or not _can_be_planned(call, step):
+    if not plain or not can_be_planned(call, step):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure)
     return _Planned(call, step, length).solve()
@@ -108,7 +108,7 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
         )
 
 
-def _can_be_planned(call: Call, step: Any) -> bool:
+def can_be_planned(call: Call, step: Any) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
     first = call.states[0] if call.states else None
     return (

@@ -1,0 +1,186 @@
+"""What a solve is expected to take, and which way it would go."""
+
+import math
+import time
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import plan
+from deeppcr.predict import _operations
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known():
+    deeppcr.clear_caches()
+    yield
+    deeppcr.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [100, 1000])
+def test_the_exponent_of_a_matrix_is_that_of_its_largest_eigenvalue(dtype, length, device):
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    for largest, errors in ((0.8, "errors die out"), (1.2, "errors grow")):
+        eigenvalues = torch.tensor([largest, -0.5, 0.1], dtype=torch.float64)
+        matrix = (basis * eigenvalues @ basis.T).to(device, dtype)
+        found = deeppcr.predict(
+            lambda z, m=matrix: z @ m.mT, torch.ones(2, 3, dtype=dtype, device=device), length=length
+        )
+        assert found.exponent == pytest.approx(math.log(largest), abs=1e-3)
+        assert found.errors == errors
+        assert found.probed == min(length, 256)
+
+
+def test_the_exponent_is_that_of_the_states_on_the_way(device):
+    """Of z(1 - z) times 4 it is the logarithm of 2; by inputs that differ from step to step, the mean."""
+    chaotic = deeppcr.predict(
+        lambda z: 4 * z * (1 - z), torch.rand(50, 1, dtype=torch.float64, device=device), length=300
+    )
+    assert chaotic.exponent == pytest.approx(math.log(2), abs=0.05)
+    assert chaotic.errors == "errors grow"
+    factors = torch.linspace(0.4, 0.9, 64, device=device).unsqueeze(-1)
+    driven = deeppcr.predict(lambda z, x: x * z + 1, torch.ones(1, device=device), factors)
+    assert driven.exponent == pytest.approx(float(factors[:48].log().mean()), abs=1e-4)
+
+
+def test_units_do_not_matter(device):
+    def in_metres(z):
+        return torch.sin(z) * 0.7 + z.roll(1, -1) * 0.1
+
+    units = torch.tensor([1.0, 1e9, 1e-9], dtype=torch.float64, device=device)
+    z0 = torch.rand(2, 3, dtype=torch.float64, device=device)
+    metres = deeppcr.predict(in_metres, z0, length=400)
+    others = deeppcr.predict(lambda z: in_metres(z / units) * units, z0 * units, length=400)
+    assert others.exponent == pytest.approx(
+        metres.exponent, abs=0.2
+    )  # apart from the first steps, by the units themselves
+    assert others.errors == metres.errors == "errors die out"
+
+
+@pytest.mark.parametrize(
+    ("step", "exponent", "errors"),
+    [
+        (lambda z: torch.ones_like(z), -math.inf, "errors die out"),
+        (lambda z: z.detach() * 0.5, -math.inf, "errors die out"),
+        (lambda z: z * math.inf, math.nan, "states or derivatives are not finite"),
+        (lambda z: z + 0.001 * torch.cos(z), 0.0, "errors stay"),
+    ],
+)
+def test_steps_that_are_out_of_the_ordinary(step, exponent, errors, device):
+    found = deeppcr.predict(step, torch.ones(3, device=device), length=100)
+    assert found.exponent == pytest.approx(exponent, abs=1e-3, nan_ok=True)
+    assert found.errors == errors
+    assert (found.iterations is None) == ("newton" not in found.seconds) == math.isnan(exponent)
+
+
+def test_what_so_few_steps_do_not_tell_is_not_told(device):
+    found = deeppcr.predict(lambda z: z - 1e-4 * torch.sin(z), torch.ones(3, device=device), length=100_000)
+    assert "do not tell" in found.errors
+    assert found.iterations is None
+    assert found.basis["newton"] == "the iterations are not known"
+    assert "newton" not in found.seconds
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_loops(length, device):
+    found = deeppcr.predict(torch.cos, torch.ones(2, device=device), length=length)
+    assert found.length == found.probed == length
+    assert 0 < found.seconds["loop"] < 1
+    assert str(found).startswith(f"{length} step")
+
+
+def test_a_state_of_several_tensors_and_rows(device):
+    def spring(state, force):
+        position, velocity = state
+        return position + 0.1 * velocity, 0.5 * velocity - 0.1 * position + force
+
+    start = torch.rand(6, 1, device=device), torch.zeros(6, 2, device=device)[:, :1]
+    found = deeppcr.predict(spring, start, torch.rand(50, 6, 1, device=device))
+    assert (found.length, found.rows, found.width) == (50, 6, 2)
+    assert found.state_bytes == 50 * 6 * 2 * 4
+    assert found.block_bytes == 4 * math.ceil(50 / found.chunk) * 6 * 2 * 2 * 4
+
+
+def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
+    def step(z, x):
+        return 0.5 * torch.sin(z) + x
+
+    arguments = step, torch.zeros(3, device=device), torch.rand(100, 3, device=device)
+    with torch.no_grad():
+        short = deeppcr.predict(*arguments)
+        assert short.way == "loop"
+        assert short.basis["loop"] == "expected"
+        assert deeppcr.solve(*arguments).result is deeppcr.Result.LOOP
+        assert deeppcr.predict(*arguments).basis["loop"] == "measured"
+        deeppcr.clear_caches()
+        assert deeppcr.predict(*arguments).basis["loop"] == "expected"
+        monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 1e-6, "cuda": 1e-6})
+        monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
+        long = deeppcr.predict(*arguments)
+        assert long.way == "newton"
+        assert "is tried" in long.why
+        assert deeppcr.solve(*arguments).result is deeppcr.Result.CONVERGED
+        measured = deeppcr.predict(*arguments)
+        assert measured.basis["newton"] == "measured"
+        assert measured.seconds["newton"] == plan._records.values()[-1].seconds["newton"]
+    assert deeppcr.predict(*arguments).basis["newton"] == "expected"  # with a graph for gradients it is another kind
+
+
+def test_a_list_of_steps_is_solved_in_parallel(device):
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(20)).to(device)
+    found = deeppcr.predict(layers, torch.ones(2, 3, device=device))
+    assert found.way == "newton"
+    assert deeppcr.solve(layers, torch.ones(2, 3, device=device)).result is deeppcr.Result.CONVERGED
+
+
+def test_nothing_of_the_callers_is_touched(device):
+    net = torch.nn.Linear(3, 3).to(device)
+    z0 = torch.ones(2, 3, device=device, requires_grad=True)
+    before, drawn = z0.detach().clone(), torch.get_rng_state()
+    deeppcr.predict(lambda z: torch.tanh(net(z)), z0, length=50)
+    assert torch.equal(z0, before)
+    assert z0.grad is None
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_slow_steps_are_few(device):
+    calls = []
+
+    def slow(z):
+        calls.append(time.sleep(0.05))
+        return 0.5 * z
+
+    begin = time.perf_counter()
+    found = deeppcr.predict(slow, torch.ones(2, device=device), length=1000)
+    assert time.perf_counter() - begin < 2
+    assert len(calls) < (20 if device.type == "cpu" else 60)  # on a GPU it is traced, too
+    assert found.seconds["loop"] == pytest.approx(50, rel=0.2)
+
+
+def test_the_table(device):
+    found = deeppcr.predict(lambda z: 0.5 * torch.cos(z), torch.ones(3, device=device), length=1000)
+    lines = str(found).splitlines()
+    assert lines[0] == "1,000 steps, 1 row of 3 numbers"
+    assert f"{found.exponent:+.2g} a step, by 256 steps: errors die out" in lines[1]
+    assert lines[3].endswith("11.7 KiB of states, 8.86 KiB of blocks")
+    assert len(lines) == 4 + 5 + 1
+    assert all(line[25] == " " and line[34:36] == "  " for line in lines[4:9])
+    if device.type == "cpu":
+        assert "needs a CUDA device" in lines[5]
+        assert "kernels need a CUDA device, Triton and NumPy" in lines[6]
+
+
+def test_bad_input_is_named(device):
+    with pytest.raises(ValueError, match="length"):
+        deeppcr.predict(torch.cos, torch.ones(2, device=device))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        deeppcr.predict(torch.cos, torch.ones(2, device=device), length=3)
+
+
+def test_operations_are_counted_without_views():
+    z = torch.ones(4, 4)
+    assert _operations(lambda: torch.tanh(z.mT[1:] @ z).unsqueeze(0) + 1) == 3
