@@ -132,4 +132,4 @@ def forget_records() -> None:
 
 
 def _written(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.2g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -174,6 +174,7 @@ def _planned(
         if not isinstance(found, str):
             if found.result is Result.LOOP:
                 found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
+            _tell_not_finite(found)
             return found
     record = record_of((call.key, call.length, torch.is_grad_enabled()), first.device)
     way, why = record.choose()
@@ -210,10 +211,17 @@ def _planned(
             # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
             warnings.simplefilter("ignore", ConvergenceWarning)
             found = record.timed("newton", lambda: by(Newton()))
-        if found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
+        _tell_not_finite(found)
+        if found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR, Result.NON_FINITE):
             record.barred["newton"] = found.description
     found.plan.note(why)
     return found
+
+
+def _tell_not_finite(found: Solution) -> None:
+    """Warn as the loop does."""
+    if found.result is Result.NON_FINITE:
+        warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
 
 
 @contextmanager
@@ -296,8 +304,7 @@ def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
         why = found if isinstance(found, str) else "its gradients are those of Implicit()"
         raise ValueError(f'solver: Loop(by="kernel"): there is no kernel for this step: {why}. Loop() takes any step')
     found.plan.note("one step after the other, by a kernel")
-    if found.result is Result.NON_FINITE:
-        warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+    _tell_not_finite(found)
     return found
 
 
