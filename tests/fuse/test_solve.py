@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime, ways
 from fuse.loops import by_loop
 from kernel_support import error
 
@@ -491,3 +491,16 @@ def test_nobody_is_warned_who_did_not_ask_for_a_parallel_solve(device, monkeypat
     assert [by_kernels(each) for each in found] == [False, True, True]
     for each in found:
         assert torch.allclose(each.states[1:], chaotic(each.states[:-1]), rtol=1e-12, atol=0)
+
+
+def test_where_newton_gives_up_a_kernel_finishes_long_loops(device, monkeypatch):
+    monkeypatch.setattr(ways, "_WORTH_A_KERNEL", 20)
+    z0 = torch.tensor([[0.3], [0.6]], dtype=torch.float64, device=device)
+    rates = torch.tensor([[3.99], [0.5]], dtype=torch.float64, device=device)  # one row is chaotic, the other dies out
+    step = lambda z: rates * z * (1 - z)  # noqa: E731
+    with pytest.warns(ConvergenceWarning):
+        found = deeppcr.solve(step, z0, length=200, solver=Newton())
+    assert found.results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
+    assert "the rest was computed one step after the other by a kernel" in found.plan.notes
+    previous = torch.cat([z0.unsqueeze(0), found.states[:-1]])
+    assert error(found.states[:, :1], step(previous)[:, :1]) < 1e-14

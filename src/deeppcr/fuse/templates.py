@@ -15,6 +15,7 @@ then what is inside.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -148,7 +149,7 @@ def _product_scalars(program: Program) -> list[Scalar]:
             for i in range(width) for k in range(width)]  # fmt: skip
 
 
-def _inner(program: Program, row: list[Scalar], column: list[Scalar]) -> Scalar:
+def _inner(program: Program, row: Sequence[Scalar], column: Sequence[Scalar]) -> Scalar:
     total: Scalar = 0.0
     for a, b in zip(row, column, strict=True):
         total = program.code.add(total, program.code.mul(a, b))
