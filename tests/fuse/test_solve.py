@@ -13,7 +13,7 @@ from torch import nn
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime, ways
 from fuse.loops import by_loop
-from kernel_support import error
+from kernel_support import error, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 #: Chunks that keep the interpreter's time short.
@@ -93,13 +93,16 @@ CHANGES = {
 }
 
 
-def test_changes_are_seen(device):
+@pytest.mark.parametrize(
+    "names", [("values in place", "another tensor", "a number", "parameters", "a mode"), *thorough((tuple(CHANGES),))]
+)
+def test_changes_are_seen(names, device):
     it = Changing(device)
-    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    z0, xs = normal(2, 3, device=device), normal(5, 2, 3, device=device)
     right = None
-    for name, change in {"nothing": lambda it: None, **CHANGES}.items():
+    for name in ("nothing", *names):
         with torch.no_grad():
-            change(it)
+            CHANGES.get(name, lambda it: None)(it)
             was, right = right, by_loop(it.step, z0, xs)
             assert was is None or error(was, right) > 1e-3, name
             for _ in range(2):
@@ -119,6 +122,24 @@ def test_changed_globals_are_seen(device, monkeypatch):
         found = solve(step, z0, length=9)
         assert by_kernels(found)
         assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+def test_modes_that_a_step_asks_for_are_seen(device):
+    """However many solves in another one went well before. (Stand-ins need no gradients: such a step is not trusted to kernels.)"""
+    weight, z0 = normal(3, device=device), normal(2, 3, device=device)
+
+    def step(z):
+        factor = 0.3 if torch.is_inference_mode_enabled() else 0.5
+        return torch.sin(weight * z) * (0.7 if weight.requires_grad else factor)
+
+    for mode, differentiated in ((False, False), (True, False), (False, True)):
+        weight.requires_grad_(differentiated)
+        with torch.inference_mode(mode):
+            right = by_loop(step, z0, length=5)
+            for _ in range(4):
+                found = deeppcr.solve(step, z0, length=5, solver=NEWTON)
+                assert error(found.states, right) < 1e-9
+        assert by_kernels(found) is not differentiated
 
 
 def test_training_takes_the_loops_steps(device):
@@ -289,8 +310,10 @@ def test_on_failure_is_honoured(device):
     assert found.result is Result.NOT_CONVERGED
 
 
-@pytest.mark.parametrize("length", [6, 21])  # of two chunks, and of more than there are passes
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "length"),  # of two chunks, and of more than there are passes
+    [(float("nan"), 6), (float("inf"), 21), *thorough((float("nan"), 21), (float("inf"), 6))],
+)
 def test_what_is_not_finite_is_told_with_its_step(value, length, device):
     z0, xs = normal(2, 3, device=device), normal(length, 2, 3, device=device)
     step = lambda z, x: 0.5 * torch.sin(z) + 1 / x  # noqa: E731
@@ -383,7 +406,7 @@ def test_a_solution_tells_what_it_is_asked_late(device):
     assert "died out" in states_that_die_out(device).message
 
 
-@pytest.mark.parametrize("nest", [False, True])
+@pytest.mark.parametrize("nest", [True, *thorough(False)])
 def test_a_solution_can_be_copied_pickled_and_replaced(nest, device):
     step = (lambda z: {"a": 0.5 * torch.sin(z["b"]), "b": z["a"]}) if nest else (lambda z: 0.5 * torch.sin(z))
     z0 = {name: normal(2, 3, device=device) for name in "ab"} if nest else normal(2, 3, device=device)

@@ -167,7 +167,8 @@ def problem(name):
 ALIKE = {
     "one row", "a single number", "two leaves", "keys in another order", "method", "as many rows as numbers, xs shared", "product",
     "no rows, mixing", "projected, xs shared", "closure with one row", "matrix", "a number for every row", "a nest of kinds", "gates",
-    "product with xs", "xs are the states", "softmax", "closure of one number", "product, as many rows", "default and partial",
+    "product with xs", "widest", "two dimensions of rows", "no rows", "rows of single numbers", "global", "booleans", "layer norm",
+    "as many rows as numbers", "chunk, cat and roll", "constant", "no xs", "detached", "list", "pendulum", "xs are the states", "softmax", "closure of one number", "product, as many rows", "default and partial",
 }  # fmt: skip
 
 
