@@ -24,6 +24,8 @@ PROBED, _WARM = 6, 2
 #: operation takes in a loop, in a parallel solve, and for each number of it.
 _WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
 _OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
+#: A parallel solve is tried where it is expected to take this part of the loop's time: it may not converge.
+_PAYS = 0.7
 #: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
 _EXPECTED, _EVALUATIONS = 6, 32
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
@@ -72,7 +74,7 @@ class Record:
         """The ways that are worth trying beside a loop of so many seconds."""
         if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
             return []
-        ways: list[Way] = ["newton"] if self.expected_newton(loop) < loop or "newton" in self.seconds else []
+        ways: list[Way] = ["newton"] if self.expected_newton(loop) < _PAYS * loop or "newton" in self.seconds else []
         if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
         return [way for way in ways if way not in self.barred]

@@ -180,7 +180,9 @@ class _Planned:
             # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
             warnings.simplefilter("ignore", ConvergenceWarning)
             found = self.record.timed("newton", lambda: self._by(_USUAL))
-        if found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
+        if found.result is Result.NON_FINITE:  # as the loop would have told
+            warnings.warn(found.description, ConvergenceWarning, stacklevel=6)
+        elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
             self.record.barred["newton"] = found.description
         return found
 

@@ -58,7 +58,8 @@ class FusedStep:
         """
         with TRACING:
             row = one_row(step, layout, inputs)
-            program = Program(row, layout)
+            # What is kept of a step is not to keep its tensors, which the next call may have replaced.
+            program = Program(replace(row, closures=()), layout)
         where = {id(tensor): place for place, tensor in enumerate(reached)}
         if any(id(tensor) not in where for tensor in row.closures):
             raise NotCovered("a tensor that the step closes over cannot be found again")

@@ -1,0 +1,224 @@
+"""Which way a solve goes where nobody says it: what records choose, and that every way gives the loop's states and gradients."""
+
+import warnings
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import ConvergenceWarning, Newton, Result, fused, plan, runtime
+from deeppcr.plan import PROBED, Probe, Record
+
+
+def known(device="cpu", **seconds):
+    """A record of ways that were taken once each."""
+    record = Record(device)
+    for way, taken in seconds.items():
+        record.took(way, taken)
+    return record
+
+
+def test_what_was_never_seen_begins_as_the_loop():
+    way, why = Record("cpu").choose()
+    assert way == "loop"
+    assert "the first of its kind" in why
+
+
+@pytest.mark.parametrize(("device", "enough"), [("cpu", 0.1), ("cuda", 0.05)])
+def test_short_loops_stay_loops(device, enough):
+    assert known(device, loop=0.9 * enough).choose()[0] == "loop"
+    way, why = known(device, loop=1.1 * enough).choose()
+    assert way == "newton"
+    assert "this is tried" in why
+
+
+def test_a_way_is_tried_some_times_and_then_judged_by_its_best():
+    record, chosen = known(loop=1.0), []
+    for seconds in (4.0, 3.0, 0.5):
+        chosen.append(record.choose()[0])
+        record.took("newton", seconds)
+    assert chosen == ["newton"] * 3
+    way, why = record.choose()
+    assert way == "newton"
+    assert why == "of this kind loop took 1 s, newton took 500 ms"
+    slower = known(loop=1.0)
+    for seconds in (4.0, 3.0, 2.0):
+        slower.took("newton", seconds)
+    assert slower.choose()[0] == "loop"
+
+
+def test_what_is_far_slower_is_tried_once():
+    assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
+
+
+def test_what_did_not_work_is_not_tried_again():
+    record = known(loop=1.0, newton=0.1)
+    record.barred["newton"] = "it did not converge"
+    assert record.choose()[0] == "loop"
+    record = known("cuda", loop=1.0, newton=0.1)
+    record.barred["newton"] = "it did not converge"
+    assert record.choose()[0] == "graph"
+    record.barred["graph"] = "it cannot be recorded"
+    assert record.choose()[0] == "loop"
+
+
+def test_kernels_are_made_for_what_comes_again_or_is_long():
+    assert not Record("cuda").is_worth_kernels(again=True)
+    assert not known(loop=0.001).is_worth_kernels(again=True)
+    assert known(loop=0.01).is_worth_kernels(again=True)
+    assert not known(loop=0.01).is_worth_kernels(again=False)
+    assert known(loop=10.0).is_worth_kernels(again=False)
+
+
+@pytest.mark.parametrize(("length", "asked"), [(2 * PROBED, []), (100, [25.0])])
+def test_a_probe_looks_once_and_not_at_short_loops(length, asked, monkeypatch):
+    """After the first steps, which warm up, one takes a quarter of a second here."""
+    now, seen, record = iter([0.0, (PROBED - 2) * 0.25]), [], Record("cpu")
+    monkeypatch.setattr(Probe, "_now", lambda self: next(now))
+    probe = Probe(record, length, torch.device("cpu"), lambda seconds: seen.append(seconds) or True)
+    gave_up = [probe.gives_up(index) for index in range(1, length)]
+    assert seen == asked
+    assert gave_up.count(True) == len(asked)
+    assert record.seconds == ({"loop": 25.0} if asked else {})
+
+
+# Through the public call, without kernels; those are in fuse/test_solve.py.
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch):
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+    plan.forget_records()
+    fused.forget_kernels()
+    yield
+    plan.forget_records()
+    fused.forget_kernels()
+
+
+@pytest.fixture
+def impatient(monkeypatch, device):
+    """Every loop is long enough to try other ways."""
+    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
+
+
+def problem(device, length=40):
+    z0, xs = (torch.randn(*shape, dtype=torch.float64, device=device) for shape in ((2, 3), (length, 2, 3)))
+    weight = torch.randn(3, 3, dtype=torch.float64, device=device) / 3
+    return (lambda z, x: torch.tanh(z @ weight) + x), z0.requires_grad_(), xs, weight.requires_grad_()
+
+
+def by_loop(step, z, xs):
+    states = []
+    for x in xs:
+        z = step(z, x)
+        states.append(z)
+    return torch.stack(states)
+
+
+def check(solution, step, z0, xs, *given):
+    right = by_loop(step, z0, xs)
+    torch.testing.assert_close(solution.states, right, rtol=1e-9, atol=1e-9)
+    ours, theirs = (torch.autograd.grad(states.square().sum(), [z0, *given]) for states in (solution.states, right))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_a_short_loop_is_a_loop(device):
+    step, z0, xs, weight = problem(device)
+    for _ in range(2):
+        found = deeppcr.solve(step, z0, xs)
+        assert found.result is Result.LOOP
+        check(found, step, z0, xs, weight)
+
+
+def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, impatient):
+    step, z0, xs, weight = problem(device)
+    for turn in range(3):
+        found = deeppcr.solve(step, z0, xs)
+        assert found.result is Result.CONVERGED
+        assert any("this is tried" in note for note in found.plan.notes)
+        (record,) = plan._records.values()
+        assert record.tries == {"newton": turn + 1}
+        record.seconds["loop"] = 1e9  # a probe is all that is known of it
+    check(found, step, z0, xs, weight)
+    for quicker, expected in (("loop", Result.LOOP), ("newton", Result.CONVERGED)):
+        record.seconds.update({"loop": 2.0, "newton": 2.0, quicker: 1e-9})
+        found = deeppcr.solve(step, z0, xs)
+        assert found.result is expected
+        assert any("of this kind loop took" in note for note in found.plan.notes)
+        check(found, step, z0, xs, weight)
+
+
+def test_kinds_are_told_apart(device):
+    """By their length, their step, their shapes, and by whether gradients are on."""
+    step, z0, xs, _ = problem(device)
+    deeppcr.solve(step, z0, xs)
+    deeppcr.solve(step, z0, xs.clone())
+    assert len(plan._records) == 1
+    deeppcr.solve(step, z0, xs[:-1])
+    deeppcr.solve(step, z0[:1], xs[:, :1])
+    deeppcr.solve(lambda z, x: torch.sin(z) + x, z0, xs)
+    with torch.no_grad():
+        deeppcr.solve(step, z0, xs)
+    assert len(plan._records) == 5
+
+
+def chaotic(z, x):
+    return 3.9 * z * (1 - z) + 0 * x
+
+
+def test_what_does_not_converge_is_told_to_nobody_who_did_not_ask(device, impatient):
+    """The result says it; the next time it is a loop."""
+    z0, xs = torch.full((1, 1), 0.3, dtype=torch.float64, device=device), torch.zeros(600, 1, 1, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        first = deeppcr.solve(chaotic, z0, xs.double())
+        assert first.result is Result.FINISHED_BY_LOOP
+        if device.type == "cpu":
+            assert deeppcr.solve(chaotic, z0, xs.double()).result is Result.LOOP
+    torch.testing.assert_close(first.states[1:], chaotic(first.states[:-1], 0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_what_is_not_finite_is_told_whichever_way(long, device, request):
+    """The caller's loop does so too, and he is told as by Loop()."""
+    if long:
+        request.getfixturevalue("impatient")
+    step, z0, xs, _ = problem(device)
+    xs[20, 1, 1] = float("nan")
+    with pytest.warns(ConvergenceWarning, match="step 21 produced a value that is not finite"):
+        assert deeppcr.solve(step, z0, xs).result is Result.NON_FINITE
+    # Of numbers that are none, nothing is to be learned.
+    assert deeppcr.solve(step, z0, xs.nan_to_num()).result is (Result.CONVERGED if long else Result.LOOP)
+
+
+def test_who_has_wishes_gets_the_iteration(device):
+    step, z0, xs, _ = problem(device)
+    for options in (
+        {"guess": deeppcr.Zeros()},
+        {"gradient": deeppcr.Unrolled()},
+        {"on_failure": "raise"},
+        {"on_failure": "return"},
+        {"solver": Newton()},
+    ):
+        assert deeppcr.solve(step, z0, xs, **options).result is Result.CONVERGED
+    layers = [lambda z, i=i: torch.cos(z + i) for i in range(8)]
+    assert deeppcr.solve(layers, z0).result is Result.CONVERGED
+    assert len(plan._records) == 0
+
+
+def test_what_is_wrong_is_named(device):
+    step, z0, xs, _ = problem(device)
+    with pytest.raises(ValueError, match="length"):
+        deeppcr.solve(lambda z: z, z0)
+    with pytest.raises(TypeError, match="z0"):
+        deeppcr.solve(step, 3.0, xs)
+    with pytest.raises(Exception, match="shape"):
+        deeppcr.solve(lambda z, x: z[:1], z0, xs)
+
+
+def test_records_are_bounded(device):
+    step, z0, xs, _ = problem(device, length=3)
+    assert plan._records.most == 1024
+    deeppcr.solve(step, z0, xs)
+    plan.forget_records()
+    assert len(plan._records) == 0
