@@ -206,9 +206,8 @@ class _Probe:
             taken.append((before, after))
             state = after.detach()
         self.steps = len(taken)
-        growths = _growths(taken)[
-            : self.steps - self.steps // 4
-        ]  # after that the cotangent turns to where it grows most
+        settled = self.steps - self.steps // 4  # in the last steps the cotangent turns to where it grows most
+        growths = _growths(taken)[:settled]
         self.exponent = float(growths.mean())
         over_all = self.exponent * self._length
         self.is_clear = True
