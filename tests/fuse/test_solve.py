@@ -299,6 +299,61 @@ def test_a_chaotic_loop_is_finished_by_the_loop_and_told(device):
         assert torch.allclose(found.states, chaotic(previous), rtol=1e-12, atol=0)
 
 
+def test_rows_end_each_in_its_own_way(device):
+    """One that is finished by the loop beside one that is as exact as it gets."""
+    rate = torch.tensor([[3.9], [1.5]], dtype=torch.float64, device=device)
+    z0 = torch.tensor([[0.3], [0.4]], dtype=torch.float64, device=device)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ConvergenceWarning)
+            found = deeppcr.solve(step, z0, length=60, solver=Newton(chunk=2))
+    assert any("one step at a time" in str(each.message) for each in told)
+    assert by_kernels(found)
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert found.results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
+    assert 0 < found.exact_steps[0] < 60
+    assert found.exact_steps[1] == 60
+    assert f"up to step {found.exact_steps[0]} exact" in found.message
+
+
+def test_the_floor_of_rounding_is_told(device):
+    """Sums have the rounding of their largest term: below that nothing is to be had, and nothing failed."""
+    z0, xs = normal(1, 2, device=device).float(), normal(24, 1, 2, device=device).float()
+    step = lambda z, x: z + x  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        found = solve(step, z0, xs, solver=Newton(chunk=4, rtol=1e-9))
+    assert by_kernels(found)
+    assert found.result is Result.PRECISION_FLOOR
+    assert error(found.states, by_loop(step, z0.double(), xs.double())) < 1e-6
+
+
+def test_a_fixed_number_of_passes_asks_nobody(device, poisoned_memory):
+    """As inside a CUDA graph: after as many passes as there are chunks the states are those of the loop."""
+    step = lambda z, x: 0.5 * torch.sin(z) + x  # noqa: E731
+    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    assert by_kernels(solve(step, z0, xs))
+    call = fused.Call(step, z0, xs, None, None)
+    for passes in (1, 3):
+        found = fused.solve_fused(call, NEWTON, None, fixed=passes)
+        assert found.result is Result.ITERATIONS_DONE
+        assert found.states.isfinite().all()
+        assert found.updates.shape == (passes, 2)
+    assert error(found.states, by_loop(step, z0, xs)) < 1e-13
+
+
+def test_half_precision(device):
+    """Kept in it, computed in float32: rounded once, however many steps there are. (The interpreter cuts digits off.)"""
+    z0, xs = normal(2, 3, device=device).bfloat16(), normal(12, 2, 3, device=device).bfloat16()
+    step = lambda z, x: 0.5 * torch.sin(z) + x  # noqa: E731
+    found = solve(step, z0, xs)
+    assert by_kernels(found)
+    assert found.states.dtype == torch.bfloat16
+    rounding = torch.finfo(torch.bfloat16).eps / (2 if device.type == "cuda" else 1)
+    assert error(found.states, by_loop(step, z0.double(), xs.double())) < rounding
+
+
 def test_on_failure_is_honoured(device):
     """What is not to be finished by the loop goes the usual way, where there is a failure to be raised or returned."""
     z0, few = torch.tensor([[0.3]], dtype=torch.float64, device=device), Newton(chunk=4, max_iterations=3)
