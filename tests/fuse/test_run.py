@@ -130,6 +130,7 @@ def test_xs_of_a_step_that_mixes_may_lie_anyhow(how, device):
     compare(step, strided(z0), (LAYOUTS[how](of_row).detach(), strided(of_all)), closures, chunk=4)
 
 
+@pytest.mark.thorough
 def test_integers_and_booleans_in_xs(device):
     xs = {
         "on": torch.rand(9, 3, 4, device=device) > 0.5,
@@ -269,7 +270,7 @@ def test_cotangents_of_tensors_that_leaves_share(device):
     compare(step, normal(2, 3, device=device), normal(9, 4, device=device), [], chunk=4)
 
 
-def test_a_part_of_what_is_read_gets_zeros(device):
+def test_a_part_of_what_is_read_gets_zeros(device, poisoned_memory):
     """What no lane reads of an input has a gradient of 0, not of whatever memory held."""
     compare(
         lambda z, x: torch.sin(z) * x[..., 1:3],
@@ -280,6 +281,7 @@ def test_a_part_of_what_is_read_gets_zeros(device):
     )
 
 
+@pytest.mark.thorough
 def test_gradients_of_what_needs_none_are_not_asked_for(device):
     """Only z0, only a closure, or nothing at all."""
     step, z0, xs, closures = elementwise(1, device)
@@ -291,6 +293,7 @@ def test_gradients_of_what_needs_none_are_not_asked_for(device):
         assert error(a, b) < 1e-10
 
 
+@pytest.mark.thorough
 def test_a_backward_pass_takes_any_cotangent(device):
     """Of the last state only, expanded, and not contiguous."""
     step, z0, xs, _ = elementwise(1, device)
@@ -316,6 +319,7 @@ def test_changed_tensors_are_told_in_the_backward_pass(device):
             states.sum().backward()
 
 
+@pytest.mark.thorough
 def test_pulling_back_by_any_chunk_gives_the_same(device):
     step, z0, xs, _ = narrow(2, device)
     fused = Fused(step, z0, xs)

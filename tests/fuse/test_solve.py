@@ -124,6 +124,7 @@ def test_changed_globals_are_seen(device, monkeypatch):
         assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
 
 
+@pytest.mark.thorough
 def test_modes_that_a_step_asks_for_are_seen(device):
     """However many solves in another one went well before. (Stand-ins need no gradients: such a step is not trusted to kernels.)"""
     weight, z0 = normal(3, device=device), normal(2, 3, device=device)
@@ -410,7 +411,8 @@ def test_an_initial_state_that_is_not_finite_is_refused(device):
 
 
 @pytest.mark.parametrize(
-    "newton", [Newton(chunk=3, rtol=1e-3), Newton(chunk=5, atol=1e-2, rtol=0.0), Newton(chunk=2, scale="local")]
+    "newton",
+    [Newton(chunk=3, rtol=1e-3), *thorough(Newton(chunk=5, atol=1e-2, rtol=0.0), Newton(chunk=2, scale="local"))],
 )
 def test_settings_are_honoured(newton, device):
     step, z0, xs = lambda z, x: 0.5 * torch.sin(3 * z) + x, normal(2, 3, device=device), normal(20, 2, 3, device=device)
@@ -427,6 +429,7 @@ def test_settings_are_honoured(newton, device):
     )
 
 
+@pytest.mark.thorough
 def test_what_kernels_do_not_do_goes_the_usual_way(device):
     z0 = normal(2, 3, device=device)
     for options in (
@@ -494,6 +497,7 @@ def test_a_solution_is_a_guess_for_the_next_solve(device):
     assert error(again.states, found.states) < 1e-10
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_loop_where_a_signal_dies_out(device):
     """A gradient asks for digits of every state."""
     z0 = torch.ones(1, 2, dtype=torch.float64, device=device).requires_grad_()

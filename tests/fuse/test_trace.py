@@ -168,7 +168,7 @@ def problem(name):
 ALIKE = {
     "one row", "a single number", "two leaves", "keys in another order", "method", "as many rows as numbers, xs shared", "product",
     "no rows, mixing", "projected, xs shared", "closure with one row", "matrix", "a number for every row", "a nest of kinds", "gates",
-    "product with xs", "widest", "two dimensions of rows", "no rows", "rows of single numbers", "global", "booleans", "layer norm",
+    "product with xs", "einsum", "module", "three leaves, a nest", "integers", "as it is", "widest", "two dimensions of rows", "no rows", "rows of single numbers", "global", "booleans", "layer norm",
     "as many rows as numbers", "chunk, cat and roll", "constant", "no xs", "detached", "list", "pendulum", "xs are the states", "softmax", "closure of one number", "product, as many rows", "default and partial",
 }  # fmt: skip
 
@@ -331,6 +331,7 @@ def test_nothing_is_left_behind_by_tracing():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.thorough
 def test_threads_write_what_one_does():
     """PyTorch traces with global settings; code is written line by line. Each step by itself, then all at once."""
     makers = [
