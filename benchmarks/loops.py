@@ -288,7 +288,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny loops, in seconds: a dry run")
-    parser.add_argument("--alone", action="store_true", help="of the table the public call alone, without what it is held against")
+    parser.add_argument(
+        "--alone", action="store_true", help="of the table the public call alone, without what it is held against"
+    )
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"

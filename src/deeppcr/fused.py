@@ -63,7 +63,7 @@ class Call:
         if self._key is None:
             structure, self.reached = structure_of(self.step)
             self._key = _Key((
-                structure, self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(),
+                structure, self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
                 *[(leaf.shape, leaf.dtype, leaf.device) for leaf in self.states],
                 *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
             ))  # fmt: skip

@@ -42,6 +42,8 @@ from .solution import (
 )
 from .tolerance import Tolerance, measure
 
+#: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
+_WORTH_A_KERNEL = 10_000
 #: Results of a parallel solve that nobody has to be warned of.
 _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
 
@@ -83,7 +85,7 @@ def solve_by(
         if capturing:
             return _unseen(sequence, start, solver, gradient, plan)
         found = _replayed(sequence, start, solver, gradient, plan) if captured else None
-        return found or _in_parallel(sequence, start, solver, gradient, on_failure, plan, through=through)
+        return found or _in_parallel(call, sequence, start, solver, gradient, on_failure, plan, through=through)
 
 
 @contextmanager
@@ -235,6 +237,7 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
 
 
 def _in_parallel(
+    call: Call,
     sequence: Sequence,
     start: Guess,
     solver: Newton,
@@ -260,7 +263,7 @@ def _in_parallel(
         judged = settle(
             judged,
             on_failure,
-            lambda failed: _finished_by_loop(sequence, failed.outcome, solver),
+            lambda failed: _finished_by_loop(call, sequence, failed.outcome, solver, plan),
             lambda failed: _describe(sequence, failed.outcome),
             stacklevel=5,
         )
@@ -388,15 +391,34 @@ def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: New
 # Where Newton failed.
 
 
-def _finished_by_loop(sequence: Sequence, outcome: Outcome, solver: Newton) -> _Judged:
+def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: Newton, plan: Plan) -> _Judged:
     failed = torch.tensor([result.failed for result in outcome.results], device=sequence.layout.device)
     exact = torch.where(failed, outcome.exact_steps, sequence.length)
-    states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
+    states = None
+    if sequence.length - int(exact.min()) >= _WORTH_A_KERNEL:
+        states = _finished_by_kernel(call, outcome.states, failed)
+    if states is None:
+        states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
+    else:
+        plan.note("the rest was computed one step after the other by a kernel")
     outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
     judged = _judge(sequence, outcome, solver)
     if judged.results != outcome.results:
         raise _differs(sequence)
     return judged
+
+
+@torch.no_grad()
+def _finished_by_kernel(call: Call, states: Tensor, failed: Tensor) -> Tensor | None:
+    """States [L, B, D] whose failed rows come from one kernel, from the first step on, which takes it no time; None where there is none."""
+    found = call.make()
+    if not isinstance(found, str):
+        found = solve_fused(call, Newton(), None, loop=True)
+    if isinstance(found, str):
+        return None
+    packed = pytree.tree_leaves(found.states)
+    packed = torch.cat([leaf.reshape(*states.shape[:2], -1) for leaf in packed], -1)
+    return torch.where(failed.unsqueeze(-1), packed, states)
 
 
 def _mark_non_finite(outcome: Outcome, otherwise: Result) -> Outcome:

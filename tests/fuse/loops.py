@@ -11,7 +11,7 @@ from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
 from deeppcr.fuse.program import Program
 from deeppcr.fuse.run import Apply, Kind, Run, solve
-from deeppcr.fuse.trace import one_row
+from deeppcr.fuse.trace import TRACING, one_row
 from deeppcr.sequence.layout import Layout
 from fuse.emitted import NumPyLanguage
 
@@ -34,8 +34,9 @@ class Fused:
         self.inputs = [] if xs is None else pytree.tree_leaves(xs)
         self.length = length or len(self.inputs[0])
         first = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
-        self.row = one_row(step, self.layout, first)
-        self.program = Program(self.row, self.layout)
+        with TRACING:
+            self.row = one_row(step, self.layout, first)
+            self.program = Program(self.row, self.layout)
         self.kernels = Kernels(self.program)
 
     def bases(self):

@@ -93,7 +93,7 @@ def test_narrow_steps(width, length, rows, device):
     assert fused.program.width == (1 if width == 1 and fused.program.elementwise else width)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 65])
+@pytest.mark.parametrize("length", [1, 17, *thorough(2, 3, 65)])
 def test_awkward_lengths(length, device):
     compare(*elementwise(1, device, 2, length, 3), chunk=16)
 
@@ -111,7 +111,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
+#: of which the others are of a kind
+FEW = ["strided", "expanded over rows", "misaligned"]
+
+
+@pytest.mark.parametrize("how", [*FEW, *thorough(*(how for how in LAYOUTS if how not in FEW))])
 def test_xs_may_lie_anyhow(how, device):
     step, z0, xs, closures = elementwise(1, device, 3, 9, 3)
     xs = LAYOUTS[how](xs)
@@ -141,7 +145,7 @@ def test_integers_and_booleans_in_xs(device):
     )
 
 
-@pytest.mark.parametrize("rtol", [None, 1e-3])
+@pytest.mark.parametrize("rtol", [None, *thorough(1e-3)])
 def test_float32(rtol, device):
     """Within its tolerance of the same loop in float64; and gradients are those of the loop, too."""
     step, z0, xs, closures = elementwise(2, device)
@@ -155,7 +159,7 @@ def test_float32(rtol, device):
         assert error(ours, right) < (1e-6 if rtol is None else rtol)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *thorough(torch.float16)])
 def test_half_precision_is_storage(dtype, device):
     """States are kept in it, and computed in float32: gradients too."""
     weight = torch.rand(4, device=device).to(dtype).requires_grad_()
@@ -191,7 +195,7 @@ def test_a_pass_changes_nothing_that_is_settled(device):
     assert not first.left
 
 
-@pytest.mark.parametrize("rolls", [0, 1, 2])
+@pytest.mark.parametrize("rolls", [1, *thorough(0, 2)])
 def test_a_guess_is_where_it_starts(rolls, device):
     """The solution itself needs two passes to be known as such, and a wild one does no harm."""
     step, z0, xs, _ = elementwise(1, device)
@@ -203,7 +207,7 @@ def test_a_guess_is_where_it_starts(rolls, device):
     assert error(wild.states, fused.layout.pack(right, 1)) < 1e-10
 
 
-@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize("mixing", [True, *thorough(False)])
 def test_the_loop_in_one_kernel(mixing, device):
     """Its chunk is the whole length; nothing is solved, and gradients are the same."""
     step, z0, xs, closures = narrow(2, device, 3, 7) if mixing else elementwise(2, device, 3, 7)
@@ -214,20 +218,15 @@ def test_the_loop_in_one_kernel(mixing, device):
     assert not found.notes.memory.any()
 
 
+@pytest.mark.thorough
 def test_chunks_grow_where_they_do_not_join(device):
-    """A loop that amplifies errors: after rolls, larger chunks, and then the loop, from what is exact on."""
+    """A loop that amplifies errors: after rolls, larger chunks; and the next solve of the kind begins with those."""
     step = lambda z: 3.9 * z * (1 - z)  # noqa: E731
-    z0 = torch.tensor([[0.3, 0.31]], dtype=torch.float64, device=device)
-    fused, right = Fused(step, z0, length=120), by_loop(step, z0, length=120)
+    fused = Fused(step, torch.tensor([[0.3, 0.31]], dtype=torch.float64, device=device), length=70)
     found = fused.solve(2)
-    assert found.left == 2
-    assert fused.kind.chunk == 120  # the next time it is the loop at once
-    assert found.chunk > 2
-    assert error(found.states, right) < 1e-6 or torch.allclose(
-        found.states[1:], step(found.states[:-1]), rtol=1e-12, atol=0
-    )
-    again = fused.run().in_parallel(fused.kind, Newton().tolerance(torch.float64))
-    assert again.passes == 0
+    assert not found.left
+    assert found.chunk == fused.kind.chunk == 8
+    assert torch.allclose(found.states[1:], step(found.states[:-1]), rtol=1e-12, atol=0)
 
 
 def test_what_is_tried_before_the_loop():
@@ -251,11 +250,13 @@ def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
     rate = torch.tensor([[3.9], [1.5]], dtype=torch.float64, device=device)
     z0 = torch.tensor([[0.3], [0.4]], dtype=torch.float64, device=device)
     step = lambda z: rate * z * (1 - z)  # noqa: E731
-    fused = Fused(step, z0, length=120)
+    fused = Fused(step, z0, length=60)
     found = fused.solve(2)
     assert found.left == 1
     assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=1e-11, atol=0)
-    assert error(found.states[:, 1], by_loop(step, z0, length=120)[:, 1]) < 1e-9
+    assert error(found.states[:, 1], by_loop(step, z0, length=60)[:, 1]) < 1e-9
+    assert fused.kind.gave_up  # the next time it is the loop at once
+    assert fused.run().in_parallel(fused.kind, Newton().tolerance(torch.float64)).passes == 0
 
 
 def test_cotangents_of_tensors_that_leaves_share(device):
@@ -282,7 +283,7 @@ def test_a_part_of_what_is_read_gets_zeros(device):
 def test_gradients_of_what_needs_none_are_not_asked_for(device):
     """Only z0, only a closure, or nothing at all."""
     step, z0, xs, closures = elementwise(1, device)
-    for some in ([z0], [closures[0]], [xs]):
+    for some in ([closures[0]], [xs]):
         for tensor in (z0, xs, *closures):
             tensor.requires_grad_(any(tensor is each for each in some))
         ours, theirs = Fused(step, z0, xs).states(4), by_loop(step, z0, xs)
@@ -296,14 +297,14 @@ def test_a_backward_pass_takes_any_cotangent(device):
     z0.requires_grad_()
     fused = Fused(step, z0, xs)
     theirs = by_loop(step, z0, xs)
-    for loss in (lambda s: s[-1].sum(), lambda s: s.sum(), lambda s: (s.mT * 2).square().sum()):
+    for loss in (lambda s: s[-1].sum(), lambda s: (s.mT * 2).square().sum()):
         (a,), (b,) = (torch.autograd.grad(loss(states), z0, retain_graph=True) for states in (fused.states(4), theirs))
         assert error(a, b) < 1e-10
 
 
 def test_changed_tensors_are_told_in_the_backward_pass(device):
     """As autograd does: what a backward pass needs must not be written to before it."""
-    for which in range(4):
+    for which in (0, 1, 2):
         step, z0, xs, closures = elementwise(1, device)
         given = [z0, xs, *closures[:2]]
         for tensor in given:
@@ -321,7 +322,7 @@ def test_pulling_back_by_any_chunk_gives_the_same(device):
     found, run = fused.solve(4), fused.run()
     given = torch.randn_like(found.states)
     expected = pull_back(run, found.states, given, 13)
-    for chunk in (1, 5, 40):
+    for chunk in (1, 5):
         initial, bases = pull_back(run, found.states, given, chunk)
         assert error(initial, expected[0]) < 1e-12
         for a, b in zip(bases, expected[1], strict=True):
@@ -339,7 +340,7 @@ def test_launches_are_repeated_for_tensors_that_lie_alike_only(device, compiled)
         return fused.states(4)
 
     for _ in range(2):
-        for how in (torch.clone, misaligned, strided, offset):
+        for how in (torch.clone, misaligned):
             for z, x in ((z0, xs), (z0, xs[:8]), (z0[:1], xs[:, :1])):
                 z, x = how(z).detach().requires_grad_(), how(x).detach().requires_grad_()
                 ours, theirs = found(z, x), by_loop(lambda z, x: 0.5 * torch.sin(z) + x, z, x)

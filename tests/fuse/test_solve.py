@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime, ways
 from fuse.loops import by_loop
-from kernel_support import error
+from kernel_support import error, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 #: Chunks that keep the interpreter's time short.
@@ -93,13 +93,16 @@ CHANGES = {
 }
 
 
-def test_changes_are_seen(device):
+@pytest.mark.parametrize(
+    "names", [("values in place", "another tensor", "a number", "parameters", "a mode"), *thorough((tuple(CHANGES),))]
+)
+def test_changes_are_seen(names, device):
     it = Changing(device)
-    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    z0, xs = normal(2, 3, device=device), normal(5, 2, 3, device=device)
     right = None
-    for name, change in {"nothing": lambda it: None, **CHANGES}.items():
+    for name in ("nothing", *names):
         with torch.no_grad():
-            change(it)
+            CHANGES.get(name, lambda it: None)(it)
             was, right = right, by_loop(it.step, z0, xs)
             assert was is None or error(was, right) > 1e-3, name
             for _ in range(2):
@@ -119,6 +122,24 @@ def test_changed_globals_are_seen(device, monkeypatch):
         found = solve(step, z0, length=9)
         assert by_kernels(found)
         assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+def test_modes_that_a_step_asks_for_are_seen(device):
+    """However many solves in another one went well before. (Stand-ins need no gradients: such a step is not trusted to kernels.)"""
+    weight, z0 = normal(3, device=device), normal(2, 3, device=device)
+
+    def step(z):
+        factor = 0.3 if torch.is_inference_mode_enabled() else 0.5
+        return torch.sin(weight * z) * (0.7 if weight.requires_grad else factor)
+
+    for mode, differentiated in ((False, False), (True, False), (False, True)):
+        weight.requires_grad_(differentiated)
+        with torch.inference_mode(mode):
+            right = by_loop(step, z0, length=5)
+            for _ in range(4):
+                found = deeppcr.solve(step, z0, length=5, solver=NEWTON)
+                assert error(found.states, right) < 1e-9
+        assert by_kernels(found) is not differentiated
 
 
 def test_training_takes_the_loops_steps(device):
@@ -278,6 +299,61 @@ def test_a_chaotic_loop_is_finished_by_the_loop_and_told(device):
         assert torch.allclose(found.states, chaotic(previous), rtol=1e-12, atol=0)
 
 
+def test_rows_end_each_in_its_own_way(device):
+    """One that is finished by the loop beside one that is as exact as it gets."""
+    rate = torch.tensor([[3.9], [1.5]], dtype=torch.float64, device=device)
+    z0 = torch.tensor([[0.3], [0.4]], dtype=torch.float64, device=device)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ConvergenceWarning)
+            found = deeppcr.solve(step, z0, length=60, solver=Newton(chunk=2))
+    assert any("one step at a time" in str(each.message) for each in told)
+    assert by_kernels(found)
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert found.results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
+    assert 0 < found.exact_steps[0] < 60
+    assert found.exact_steps[1] == 60
+    assert f"up to step {found.exact_steps[0]} exact" in found.message
+
+
+def test_the_floor_of_rounding_is_told(device):
+    """Sums have the rounding of their largest term: below that nothing is to be had, and nothing failed."""
+    z0, xs = normal(1, 2, device=device).float(), normal(24, 1, 2, device=device).float()
+    step = lambda z, x: z + x  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        found = solve(step, z0, xs, solver=Newton(chunk=4, rtol=1e-9))
+    assert by_kernels(found)
+    assert found.result is Result.PRECISION_FLOOR
+    assert error(found.states, by_loop(step, z0.double(), xs.double())) < 1e-6
+
+
+def test_a_fixed_number_of_passes_asks_nobody(device, poisoned_memory):
+    """As inside a CUDA graph: after as many passes as there are chunks the states are those of the loop."""
+    step = lambda z, x: 0.5 * torch.sin(z) + x  # noqa: E731
+    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    assert by_kernels(solve(step, z0, xs))
+    call = fused.Call(step, z0, xs, None, None)
+    for passes in (1, 3):
+        found = fused.solve_fused(call, NEWTON, None, fixed=passes)
+        assert found.result is Result.ITERATIONS_DONE
+        assert found.states.isfinite().all()
+        assert found.updates.shape == (passes, 2)
+    assert error(found.states, by_loop(step, z0, xs)) < 1e-13
+
+
+def test_half_precision(device):
+    """Kept in it, computed in float32: rounded once, however many steps there are. (The interpreter cuts digits off.)"""
+    z0, xs = normal(2, 3, device=device).bfloat16(), normal(12, 2, 3, device=device).bfloat16()
+    step = lambda z, x: 0.5 * torch.sin(z) + x  # noqa: E731
+    found = solve(step, z0, xs)
+    assert by_kernels(found)
+    assert found.states.dtype == torch.bfloat16
+    rounding = torch.finfo(torch.bfloat16).eps / (2 if device.type == "cuda" else 1)
+    assert error(found.states, by_loop(step, z0.double(), xs.double())) < rounding
+
+
 def test_on_failure_is_honoured(device):
     """What is not to be finished by the loop goes the usual way, where there is a failure to be raised or returned."""
     z0, few = torch.tensor([[0.3]], dtype=torch.float64, device=device), Newton(chunk=4, max_iterations=3)
@@ -289,8 +365,10 @@ def test_on_failure_is_honoured(device):
     assert found.result is Result.NOT_CONVERGED
 
 
-@pytest.mark.parametrize("length", [6, 21])  # of two chunks, and of more than there are passes
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "length"),  # of two chunks, and of more than there are passes
+    [(float("nan"), 6), (float("inf"), 21), *thorough((float("nan"), 21), (float("inf"), 6))],
+)
 def test_what_is_not_finite_is_told_with_its_step(value, length, device):
     z0, xs = normal(2, 3, device=device), normal(length, 2, 3, device=device)
     step = lambda z, x: 0.5 * torch.sin(z) + 1 / x  # noqa: E731
@@ -383,7 +461,7 @@ def test_a_solution_tells_what_it_is_asked_late(device):
     assert "died out" in states_that_die_out(device).message
 
 
-@pytest.mark.parametrize("nest", [False, True])
+@pytest.mark.parametrize("nest", [True, *thorough(False)])
 def test_a_solution_can_be_copied_pickled_and_replaced(nest, device):
     step = (lambda z: {"a": 0.5 * torch.sin(z["b"]), "b": z["a"]}) if nest else (lambda z: 0.5 * torch.sin(z))
     z0 = {name: normal(2, 3, device=device) for name in "ab"} if nest else normal(2, 3, device=device)
@@ -491,3 +569,16 @@ def test_nobody_is_warned_who_did_not_ask_for_a_parallel_solve(device, monkeypat
     assert [by_kernels(each) for each in found] == [False, True, True]
     for each in found:
         assert torch.allclose(each.states[1:], chaotic(each.states[:-1]), rtol=1e-12, atol=0)
+
+
+def test_where_newton_gives_up_a_kernel_finishes_long_loops(device, monkeypatch):
+    monkeypatch.setattr(ways, "_WORTH_A_KERNEL", 20)
+    z0 = torch.tensor([[0.3], [0.6]], dtype=torch.float64, device=device)
+    rates = torch.tensor([[3.99], [0.5]], dtype=torch.float64, device=device)  # one row is chaotic, the other dies out
+    step = lambda z: rates * z * (1 - z)  # noqa: E731
+    with pytest.warns(ConvergenceWarning):
+        found = deeppcr.solve(step, z0, length=200, solver=Newton())
+    assert found.results == (Result.FINISHED_BY_LOOP, Result.CONVERGED)
+    assert "the rest was computed one step after the other by a kernel" in found.plan.notes
+    previous = torch.cat([z0.unsqueeze(0), found.states[:-1]])
+    assert error(found.states[:, :1], step(previous)[:, :1]) < 1e-14

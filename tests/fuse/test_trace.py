@@ -5,6 +5,7 @@ Shapes: B rows, D numbers of the state, L steps. ``CASES`` make a step, z0, xs a
 
 import functools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ def problem(name):
 ALIKE = {
     "one row", "a single number", "two leaves", "keys in another order", "method", "as many rows as numbers, xs shared", "product",
     "no rows, mixing", "projected, xs shared", "closure with one row", "matrix", "a number for every row", "a nest of kinds", "gates",
-    "product with xs", "xs are the states", "softmax", "closure of one number", "product, as many rows", "default and partial",
+    "product with xs", "widest", "two dimensions of rows", "no rows", "rows of single numbers", "global", "booleans", "layer norm",
+    "as many rows as numbers", "chunk, cat and roll", "constant", "no xs", "detached", "list", "pendulum", "xs are the states", "softmax", "closure of one number", "product, as many rows", "default and partial",
 }  # fmt: skip
 
 
@@ -327,3 +329,25 @@ def test_nothing_is_left_behind_by_tracing():
         assert value._version == kept[name][1]
     assert all(each.grad is None for each in cell.parameters())
     assert torch.is_grad_enabled()
+
+
+def test_threads_write_what_one_does():
+    """PyTorch traces with global settings; code is written line by line. Each step by itself, then all at once."""
+    makers = [
+        lambda: Fused(pendulum, normal(3, 2), normal(5, 3, 1)),
+        lambda: Fused(lambda z, x: F.softmax(z * x, -1) - 0.3, normal(2, 4), normal(5, 4)),
+        lambda: Fused(elementwise_gru, normal(2, 4), normal(5, 2, 12)),
+    ]
+    alone = [(fused.kernels.backward_source, fused.kernels.forward_source) for fused in (make() for make in makers)]
+    found, shared = [None] * 6, makers[1]()
+
+    def work(place):
+        fused = makers[place]() if place < 3 else shared
+        found[place] = fused.kernels.backward_source, fused.kernels.forward_source
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [*alone, *[alone[1]] * 3]

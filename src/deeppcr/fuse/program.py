@@ -143,7 +143,7 @@ class Program:
 
         if not self.elementwise:
             return evaluate(graph.graph, [*state, *self._leaf_arrays], constants, self.code)
-        return _evaluate_channel(graph, [array[()] for array in (*state, *self._leaf_arrays)], self.code)
+        return _evaluate_channel(graph, [array.item() for array in (*state, *self._leaf_arrays)], self.code)
 
     def _check_kinds(self, scalars: list[Scalar]) -> None:
         if any(isinstance(each, Value) and each.kind != "real" for each in scalars):

@@ -15,6 +15,7 @@ then what is inside.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -96,7 +97,14 @@ def _load(program: Program, read: Read, mask: str) -> str:
     value, leaf = read.value, read.leaf
     offset = f" + {read.offset}" if read.offset else ""
     cast = {"real": ".to(REAL)", "int": ".to(tl.int64)", "bool": " != 0"}[value.kind]
-    return f"{value.name} = tl.load(a{leaf}{offset}, mask={mask}, other=0){cast}"
+    masked = "" if _is_one_for_all(program, leaf) else f", mask={mask}, other=0"
+    return f"{value.name} = tl.load(a{leaf}{offset}{masked}){cast}"
+
+
+def _is_one_for_all(program: Program, leaf: int) -> bool:
+    """Whether a leaf is the same for all lanes, which then load it once: the compiler's time grows with what lanes load themselves."""
+    each = program.leaves[leaf]
+    return not (program.elementwise or each.per_step or each.per_row)
 
 
 def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
@@ -108,11 +116,17 @@ def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
 
 def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
     used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
-    channel = " + c * channel{i}" if program.elementwise else ""
-    return [
-        (f"a{{i}} = p{{i}} + offset{{i}} + b * row{{i}}{channel}" + (f" + {begin} * step{{i}}" if program.leaves[i].per_step else "")).format(i=i)
-        for i in used
-    ]  # fmt: skip
+    found = []
+    for i in used:
+        text = f"a{i} = p{i} + offset{i}"
+        if not _is_one_for_all(program, i):
+            text += f" + b * row{i}"
+        if program.elementwise:
+            text += f" + c * channel{i}"
+        if program.leaves[i].per_step:
+            text += f" + {begin} * step{i}"
+        found.append(text)
+    return found
 
 
 def _advance(program: Program, lines: _Lines, sign: str) -> list[str]:
@@ -148,7 +162,7 @@ def _product_scalars(program: Program) -> list[Scalar]:
             for i in range(width) for k in range(width)]  # fmt: skip
 
 
-def _inner(program: Program, row: list[Scalar], column: list[Scalar]) -> Scalar:
+def _inner(program: Program, row: Sequence[Scalar], column: Sequence[Scalar]) -> Scalar:
     total: Scalar = 0.0
     for a, b in zip(row, column, strict=True):
         total = program.code.add(total, program.code.mul(a, b))

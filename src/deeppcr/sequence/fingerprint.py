@@ -59,7 +59,7 @@ def structure_of(function: Callable) -> tuple[Hashable, list[Tensor]]:
         number = numbers.setdefault(id(tensor), len(numbers))
         if number == len(tensors):
             tensors.append(tensor)
-        return number, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+        return number, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
     return tuple(_marks(function, place)), tensors
 
