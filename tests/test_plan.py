@@ -11,8 +11,8 @@ from deeppcr.plan import PROBED, Probe, Record
 
 
 def known(device="cpu", **seconds):
-    """A record of ways that were taken once each."""
-    record = Record(device)
+    """A record of ways that were taken once each, by a loop of so many steps that a parallel solve may pay."""
+    record = Record(device, (100_000, 1, 1))
     for way, taken in seconds.items():
         record.took(way, taken)
     return record
@@ -74,7 +74,7 @@ def test_kernels_are_made_for_what_comes_again_or_is_long():
 def test_a_probe_looks_once_and_not_at_short_loops(length, asked, monkeypatch):
     """After the first steps, which warm up, one takes a quarter of a second here."""
     now, seen, record = iter([0.0, (PROBED - 2) * 0.25]), [], Record("cpu")
-    monkeypatch.setattr(Probe, "_now", lambda self: next(now))
+    monkeypatch.setattr(plan, "now", lambda device: next(now))
     probe = Probe(record, length, torch.device("cpu"), lambda seconds: seen.append(seconds) or True)
     gave_up = [probe.gives_up(index) for index in range(1, length)]
     assert seen == asked
@@ -97,8 +97,9 @@ def nothing_is_known(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch, device):
-    """Every loop is long enough to try other ways."""
+    """Every loop is long enough to try other ways, and a parallel solve is expected to pay."""
     monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
+    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
 
 
 def problem(device, length=40):

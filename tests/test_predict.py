@@ -1,6 +1,7 @@
 """What a solve is expected to take, and which way it would go."""
 
 import math
+import sys
 import time
 
 import pytest
@@ -18,6 +19,13 @@ def nothing_is_known():
     deeppcr.clear_caches()
 
 
+@pytest.fixture
+def unhurried(monkeypatch):
+    """As many steps as there may be, also on a machine that is busy."""
+    monkeypatch.setattr(sys.modules["deeppcr.predict"], "_MOST_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [100, 1000])
 def test_the_exponent_of_a_matrix_is_that_of_its_largest_eigenvalue(dtype, length, device):
@@ -34,6 +42,7 @@ def test_the_exponent_of_a_matrix_is_that_of_its_largest_eigenvalue(dtype, lengt
         assert found.probed == min(length, 256)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_the_exponent_is_that_of_the_states_on_the_way(device):
     """Of z(1 - z) times 4 it is the logarithm of 2; by inputs that differ from step to step, the mean."""
     chaotic = deeppcr.predict(
@@ -46,6 +55,7 @@ def test_the_exponent_is_that_of_the_states_on_the_way(device):
     assert driven.exponent == pytest.approx(float(factors[:48].log().mean()), abs=1e-4)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_units_do_not_matter(device):
     def in_metres(z):
         return torch.sin(z) * 0.7 + z.roll(1, -1) * 0.1
@@ -88,6 +98,7 @@ def test_what_so_few_steps_do_not_tell_is_not_told(device):
     assert "newton" not in found.seconds
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_short_loops(length, device):
     found = deeppcr.predict(torch.cos, torch.ones(2, device=device), length=length)
@@ -165,6 +176,7 @@ def test_slow_steps_are_few(device):
     assert 50 <= found.seconds["loop"] < 100
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_the_table(device):
     found = deeppcr.predict(lambda z: 0.5 * torch.cos(z), torch.ones(3, device=device), length=1000)
     lines = str(found).splitlines()
@@ -190,6 +202,7 @@ def test_operations_are_counted_without_views():
     assert _operations(lambda: torch.tanh(z.mT[1:] @ z).unsqueeze(0) + 1) == 3
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_iterations_follow_from_how_long_errors_live(device):
     """In chunks of 16: errors that live for 6 of them, for less than one, for all of 63."""
     z0 = torch.ones(2, device=device)

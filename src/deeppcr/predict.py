@@ -131,7 +131,7 @@ def predict(
     >>> prediction = deeppcr.predict(lambda z, w: torch.tanh(z @ w.mT), torch.randn(4, 8), weights)
     >>> print(prediction)
     500 steps, 4 rows of 8 numbers
-    exponent                  ... a step, by 256 steps: errors die out
+    exponent                  ... a step, by ... steps: errors die out
     iterations                about 4, in chunks of 8
     memory                    62.5 KiB of states, 252 KiB of blocks
     loop, by Python           ...
