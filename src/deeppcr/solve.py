@@ -166,7 +166,7 @@ class _Planned:
         if found.result is Result.LOOP:
             found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
         elif found.result is Result.NON_FINITE:
-            warnings.warn(found.description, ConvergenceWarning, stacklevel=6)
+            warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
         return found
 
     def _by(self, solver: Newton | Loop) -> Solution:
@@ -181,7 +181,7 @@ class _Planned:
             warnings.simplefilter("ignore", ConvergenceWarning)
             found = self.record.timed("newton", lambda: self._by(_USUAL))
         if found.result is Result.NON_FINITE:  # as the loop would have told
-            warnings.warn(found.description, ConvergenceWarning, stacklevel=6)
+            warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
             self.record.barred["newton"] = found.description
         return found

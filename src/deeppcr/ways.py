@@ -195,7 +195,7 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
     )
     outcome = _mark_non_finite(outcome, Result.LOOP)
     if Result.NON_FINITE in outcome.results:
-        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=5)
+        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=6)
     return outcome
 
 
