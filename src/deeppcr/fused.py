@@ -199,7 +199,7 @@ def solve_fused(
         found = run.in_parallel(kind, wanted, guess, most=fixed)
     else:
         found = solve(run, kind, wanted, guess)
-    if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance):
+    if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
@@ -213,13 +213,26 @@ def solve_fused(
     return solution
 
 
-def _is_trusted(call: Call, fused: FusedStep, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
-    """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ..."""
-    fused.solves += 1
-    if fused.solves & (fused.solves - 1):
-        return True
-    if fused.solves > 1:
-        return fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
+def _is_trusted(
+    call: Call, fused: FusedStep, initial: Tensor, states: Tensor, tolerance: Tolerance, differentiated: bool
+) -> bool:
+    """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ...
+
+    Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
+    """
+    solves = fused.solves[differentiated] + 1
+    if solves & (solves - 1):
+        trusted = True
+    elif solves > 1:
+        trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
+    else:
+        trusted = _bears_out(call, initial, states, tolerance)
+    fused.solves[differentiated] = solves  # who raised has to be asked again
+    return trusted
+
+
+def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
+    """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps."""
     sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
     with torch.no_grad():
         values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))

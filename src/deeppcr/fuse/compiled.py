@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime import is_capturing
 from .program import Program
 from .templates import backward_source, forward_source, joints_source
 from .trace import TRACING
@@ -66,14 +67,20 @@ class Kernels:
         if found is None or len(found) < len(wanted):
             found = torch.tensor(wanted or [0.0], dtype=self.program.dtype, device=device)
             self._numbers[device] = found
+        if is_capturing(device):
+            _captured[id(found)] = found
         return found
+
+
+#: Numbers that graphs of callers read whenever they are replayed, whatever becomes of the step.
+_captured: dict[int, Tensor] = {}
 
 
 @lru_cache(maxsize=_MOST_MODULES)
 def module_of(source: str) -> ModuleType:
-    """The module with this source."""
+    """The module with this source: of a process always the same one, as launches know a kernel by its ``id``."""
     name = "deeppcr_step_" + hashlib.sha256(source.encode()).hexdigest()[:24]
-    return _imported(name, _written(name, source))
+    return sys.modules.get(name) or _imported(name, _written(name, source))
 
 
 def _written(name: str, source: str) -> Path:

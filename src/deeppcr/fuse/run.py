@@ -181,9 +181,10 @@ class Run:
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
-        self.initial = aligned(initial.detach().contiguous())
+        # Kernels read memory as it is: what is stored as its negative is copied.
+        self.initial = aligned(initial.detach().resolve_neg().contiguous())
         self.bases = [
-            _side_by_side(tensor.detach(), base.per_step + base.per_row)
+            _side_by_side(tensor.detach().resolve_neg(), base.per_step + base.per_row)
             for tensor, base in zip(bases, program.parts.bases, strict=True)
         ]
         self.shape = Shape.of(kernels, self.initial, self.bases, length)
@@ -197,12 +198,12 @@ class Run:
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
-        homes, places = {}, []
+        homes, places = {}, []  # of every tensor which piece of memory it lies in, and where
         for tensor in (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors):
             home = tensor.untyped_storage().data_ptr()
-            first = homes.setdefault(home, tensor)
-            places.append(0 if first is tensor else tensor.data_ptr() - first.data_ptr())
-        repeat((self.shape, *key, *places), tuple(homes.values()), make)
+            number, first = homes.setdefault(home, (len(homes), tensor))
+            places += (number, tensor.data_ptr() - first.data_ptr())
+        repeat((self.shape, *key, *places), tuple([first for _, first in homes.values()]), make)
 
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
@@ -367,7 +368,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     sweeping, chain, real = run.kernels.sweep, run.kernels.joints.chain, program.dtype
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
-    given = aligned(given.contiguous())
+    given = aligned(given.resolve_neg().contiguous())
     outputs = _Outputs(run, chunks)
     of_initial = torch.empty_like(run.initial)
     step, batch = run.initial.numel(), rows // program.channels

@@ -36,14 +36,14 @@ class FusedStep:
         layout: of its state
         places: of the tensors that it closes over, where they stand among all that it reaches
         kinds: of solves, by length and rows
-        solves: how many there were
+        solves: how many there were, without gradients and with them
     """
 
     kernels: Kernels
     layout: Layout
     places: tuple[int, ...]
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
-    solves: int = 0
+    solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
     @staticmethod
     def of(step: Callable, layout: Layout, inputs: Any, reached: list[Tensor]) -> FusedStep:

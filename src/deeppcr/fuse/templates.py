@@ -258,7 +258,7 @@ def _kernel(name: str, arguments: list[str], constants: list[str], doc: str, lin
 def _groups(width: int) -> list[str]:
     return [
         "i = tl.arange(0, GROUPS * LANES)",
-        "g = i // LANES",
+        "g = (i // LANES).to(tl.int64)  # chunks times rows may be more than 32 bits hold",
         "r = tl.program_id(0).to(tl.int64) * LANES + i % LANES",
         "inside = r < rows",
         "each = maps + r  # of the first group, and then of others",
@@ -539,7 +539,7 @@ def _chain(width: int) -> str:
     between = [
         "b = r // channels",
         "c = r % channels",
-        f"last = given + (steps - 1) * given_step + b * ({width} * channels) + c",
+        f"last = given + (r * 0 + steps - 1) * given_step + b * ({width} * channels) + c  # in 64 bits, as r",
         *_for(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
         "for e in range(0, groups):",
         "    ok = live & (e < g)",

@@ -1,0 +1,73 @@
+"""What is easily mixed up: where tensors lie, what a first solve has shown, and who is asked whether a gradient is right."""
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Loop, Newton, StepError, fused, plan, runtime
+from fuse.loops import Fused, by_loop
+from kernel_support import error
+
+NEWTON = Newton(chunk=4)
+
+
+@pytest.fixture(autouse=True)
+def kernels(device, monkeypatch):
+    """Kernels on the device, whichever it is, and nothing known of any step."""
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
+    fused.forget_kernels()
+    plan.forget_records()
+    yield
+    fused.forget_kernels()
+    plan.forget_records()
+
+
+def normal(*shape, device):
+    return torch.randn(*shape, dtype=torch.float64, device=device)
+
+
+def by_kernels(solution):
+    return solution.plan.evaluation.startswith("fused kernels")
+
+
+def test_launches_tell_tensors_that_share_their_memory(device, compiled):
+    """One tensor given twice, and two parts of one or the other, are launches of their own."""
+
+    def step(z, x):
+        return 0.5 * torch.sin(z) * x[0] + x[1] - x[2]
+
+    z0, a, b, c = normal(2, 3, device=device), *(normal(18, 2, 3, device=device) for _ in range(3))
+    problem = Fused(step, z0, (a[:9], b[:9], c[:9]))
+    for xs in ((a[:9], a[:9], b[:9]), (a[:9], b[:9], c[:9]), (a[:9], b[:9], a[9:]), (a[:9], b[:9], b[9:])):
+        for _ in range(2):
+            problem.inputs = list(xs)
+            assert error(problem.solve(4).states.reshape(9, 2, 3), by_loop(step, z0, xs)) < 1e-12
+
+
+def test_tensors_stored_as_their_negatives(device):
+    def step(z, x):
+        return 0.5 * torch.sin(z) + x
+
+    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    problem = Fused(step, z0, xs)
+    problem.z0, problem.inputs = torch._neg_view(z0), [torch._neg_view(xs)]
+    assert error(problem.solve(4).states.reshape(9, 2, 3), by_loop(step, -z0, -xs)) < 1e-12
+
+
+@pytest.mark.parametrize("solver", [NEWTON, Loop(by="kernel")])
+def test_a_hook_on_gradients_is_refused_whatever_was_solved_before(solver, device):
+    """Kernels never call it: the gradient would be another, also where earlier solves needed none."""
+
+    def step(z, x):
+        y = torch.sin(z) * x
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 2 * gradient)
+        return 0.5 * y
+
+    z0, xs = normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    for _ in range(2):
+        found = deeppcr.solve(step, z0, xs, solver=solver)
+    assert by_kernels(found)
+    for _ in range(3):
+        with pytest.raises(StepError, match="hook"):
+            deeppcr.solve(step, z0.clone().requires_grad_(), xs, solver=solver)
