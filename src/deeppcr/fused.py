@@ -179,7 +179,8 @@ def solve_fused(
         loop: one step after the other, whatever is known of the kind
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
     """
-    from .fuse.run import Apply, Run, solve
+    from .fuse.back import Apply
+    from .fuse.run import Run, solve
 
     fused, length = call.fused, call.length
     assert fused is not None

@@ -7,10 +7,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton
+from deeppcr.fuse.back import Apply
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
 from deeppcr.fuse.program import Program
-from deeppcr.fuse.run import Apply, Kind, Run, solve
+from deeppcr.fuse.run import Kind, Run, solve
 from deeppcr.fuse.trace import TRACING, one_row
 from deeppcr.sequence.layout import Layout
 from fuse.emitted import NumPyLanguage

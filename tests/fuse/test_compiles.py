@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deeppcr.fuse.compiled import Kernels
+from deeppcr.fuse.joints import parts_of
 from deeppcr.fuse.program import Program
-from deeppcr.fuse.templates import parts_of
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 

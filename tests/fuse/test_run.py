@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton
-from deeppcr.fuse.run import Kind, first_chunk, pull_back
+from deeppcr.fuse.back import pull_back
+from deeppcr.fuse.run import Kind, first_chunk
 from fuse.loops import Fused, by_loop
 from kernel_support import error, misaligned, offset, strided, thorough
 

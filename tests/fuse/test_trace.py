@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from deeppcr.fuse.expressions import NotCovered
-from deeppcr.fuse.trace import one_row, take_apart
+from deeppcr.fuse.parts import take_apart
+from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 from fuse.loops import Fused
 from kernel_support import thorough

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..runtime import is_capturing
+from .joints import joints_source
 from .program import Program
-from .templates import backward_source, forward_source, joints_source
+from .templates import backward_source, forward_source
 from .trace import TRACING
 
 #: Modules of a process, by their source.

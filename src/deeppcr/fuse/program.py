@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from ..sequence.layout import Layout
 from .expressions import Code, NotCovered, Scalar, Value
 from .operations import evaluate, is_pointwise, kind_of_dtype, pointwise
-from .trace import Leaf, OneRow, Parts, cotangent_graph, take_apart, tangent_graph, values_graph
+from .parts import Leaf, Parts, cotangent_graph, take_apart, tangent_graph, values_graph
+from .trace import OneRow
 
 #: The widest state of a row that lies in the registers of a lane.
 NARROW = 8

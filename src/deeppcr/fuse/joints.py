@@ -1,0 +1,256 @@
+"""The source of the kernels that join chunks and chain their maps, whatever the step: see ``templates`` for shapes.
+
+``join`` and ``chain`` have G groups of chunks side by side in one program: every group as one map, what comes before each, and
+then what is inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .text import for_each, for_pairs, kernel_text, module_text, row_of
+
+
+def joints_source(width: int, dtype: torch.dtype) -> str:
+    """The module with ``join`` and ``chain``, which know nothing of the step: all steps of a width share it."""
+    return module_text(dtype, _join(width), _chain(width))
+
+
+def _groups(width: int) -> list[str]:
+    return [
+        "i = tl.arange(0, GROUPS * LANES)",
+        "g = (i // LANES).to(tl.int64)  # chunks times rows may be more than 32 bits hold",
+        "r = tl.program_id(0).to(tl.int64) * LANES + i % LANES",
+        "inside = r < rows",
+        "each = maps + r  # of the first group, and then of others",
+        f"own = each + g * {map_size(width)} * rows",
+    ]
+
+
+def map_size(width: int) -> int:
+    """Numbers of a group and lane: its term, its map, the size of its states; what comes before it, the size until there, and whether
+    that went beyond the numbers."""
+    return width * width + 4 * width + 1
+
+
+def parts_of(width: int) -> tuple[int, ...]:
+    """Wide kernels are compiled in three parts, launched one after the other: the time that it takes grows with the third power."""
+    return (0,) if width <= 3 else (1, 2, 3)
+
+
+def _in_part(condition: str, lines: list[str]) -> list[str]:
+    return [f"if {condition}:", *("    " + line for line in lines)]
+
+
+def _join(width: int) -> str:
+    square, size = width * width, map_size(width)
+    chunk_of = f"(n * {width} + {{k}}) * rows + r"
+    matrix = f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)"
+    gather = [
+        "# Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
+        *("" + line for line in for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
+        *("" + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
+        "for q in range(0, group_chunks):",
+        "    n = g * group_chunks + q",
+        "    ok = live & (n < chunks - 1)",
+        *("    " + line for line in for_pairs(width, matrix)),
+        *("    " + line for line in for_each(
+            width,
+            f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
+            f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok, other=0)",
+            f"m{{k}} = tl.maximum(m{{k}}, tl.load(sizes + {chunk_of}, mask=ok, other=0))",
+        )),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
+        *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
+        *("    " + line for line in for_each(width, "t{k} = u{k}")),
+        *("    " + line for line in for_pairs(width, "j{i}_{j} = u{i}_{j}")),
+        *("" + line for line in for_each(
+            width, "tl.store(own + {k} * rows, t{k}, mask=live)",
+            f"tl.store(own + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
+        )),
+        *("" + line for line in for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)")),
+    ]  # fmt: skip
+    between = [
+        "# The correction before the group, and how large the states have been so far.",
+        *("" + line for line in for_each(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
+                                         "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
+                                         "m{k} = z{k}")),
+        "for e in range(0, groups):",
+        "    ok = live & (e < g)",
+        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
+        *("    " + line for line in for_each(
+            width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)",
+            f"m{{k}} = tl.maximum(m{{k}}, tl.load(each + ({width + square} + {{k}}) * rows, mask=ok, other=0))",
+        )),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
+        *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
+                                             "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
+        f"    each += {size} * rows",
+    ]  # fmt: skip
+    spread = [
+        "# The chunks of the group.",
+        *("" + line for line in for_each(width, f"h{{k}} = tl.load(ends + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)")),
+        "for q in range(0, group_chunks):",
+        "    n = g * group_chunks + q",
+        "    ok = live & (n < chunks)",
+        "    joined = ok & (n > 0)",
+        *("    " + line for line in for_pairs(width, matrix)),
+        *("    " + line for line in for_each(
+            width,
+            f"z{{k}} = tl.load(starts + {chunk_of}, mask=ok, other=0)",
+            f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
+            # Behind the group it may be written by now, and nobody here asks for it.
+            f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1), other=0)",
+            f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
+            "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
+            "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})  # how far it may be off",
+            "w{k} = h{k} - z{k}  # the miss",
+            "y{k} = h{k} + (d{k} - w{k})",
+        )),
+        "    known = joined",
+        "    far = tl.zeros((GROUPS * LANES,), tl.int1)",
+        *("    " + line for line in for_each(
+            width,
+            "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
+            # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
+            "far = far | ~(tl.abs(y{k}) <= FAR * m{k} + atol)",
+            "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
+            "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * m{k}), 0.0))",
+        )),
+        "    exact = n <= passes + 1",
+        *("    " + line for line in for_each(
+            width,
+            "y{k} = tl.where(exact, h{k}, tl.where(far, tl.where(tl.abs(h{k}) < float('inf'), h{k}, z{k}), y{k}))",
+            "tl.store(starts + " + chunk_of + ", y{k}, mask=joined)",
+            "d{k} = tl.where(joined, y{k} - z{k}, 0.0)  # which is what the chunks that follow hear of",
+        )),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')}" for i in range(width)),
+        *("    " + line for line in for_each(
+            width,
+            # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
+            "largest = tl.maximum(largest, tl.where(ok, in_units(tl.abs(u{k}), s{k}), 0.0))",
+        )),
+        *("    " + line for line in for_each(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
+        "    largest = tl.where(joined & ~known, float('inf'), largest)",
+        *("    " + line for line in for_each(
+            width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
+        )),
+    ]  # fmt: skip
+    note = [
+        "# What was found: of a lane the largest of its groups.",
+        "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
+        "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
+        "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
+        "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
+        "inside = r < rows",
+        "alive = inside & ~settled(found, passes, r, rows, inside)",
+        "later = inside & (r * 0 + passes > 0)",
+        "before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)",
+        "enough = later & is_enough(before, largest)",
+        "# Where chunks join to the last digit, corrections are what rounding is amplified to: nothing better can be had.",
+        "floored = alive & later & ~enough & (rough <= ROUGH) & (largest < float('inf'))",
+        "tl.store(found + passes * rows + r, tl.where(floored, 0.0, largest), mask=inside)",
+        "passed = (r * 0 + passes + 1).to(tl.int32)",
+        "tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)",
+        "tl.store(residual + r, missed, mask=alive)",
+        "tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))",
+        "left = inside & ~(enough | floored)",
+        "tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))",
+    ]  # fmt: skip
+    kept = (("d", width + square + width), ("m", width + square + 2 * width))
+    lines = [
+        *_groups(width),
+        "live = inside & ~settled(found, passes, r, rows, inside)",
+        "largest = tl.zeros((GROUPS * LANES,), REAL)",
+        "missed = tl.zeros((GROUPS * LANES,), REAL)",
+        "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
+        "if tl.sum(live.to(tl.int32), 0) > 0:",
+        *("    " + line for line in [
+            *_in_part("PART <= 1", gather),
+            *_in_part("PART == 0", ["tl.debug_barrier()"]),
+            *_in_part("PART % 2 == 0", between),
+            *_in_part("PART == 2", [
+                *(f"tl.store(own + ({at} + {k}) * rows, {name}{k}, mask=live)" for name, at in kept for k in range(width)),
+                f"tl.store(own + {size - 1} * rows, largest, mask=live)",
+            ]),
+            *_in_part("PART == 3", [
+                *(f"{name}{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for name, at in kept for k in range(width)),
+                f"largest = tl.load(own + {size - 1} * rows, mask=live, other=0)",
+            ]),
+            *_in_part("PART % 3 == 0", spread),
+        ]),
+        *_in_part("PART % 3 == 0", note),
+    ]  # fmt: skip
+    arguments = [
+        "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
+        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local",
+    ]  # fmt: skip
+    return kernel_text(
+        "join",
+        arguments,
+        ["PART", "GROUPS", "LANES"],
+        '"""Correct the starts of all chunks, and note by how much."""',
+        lines,
+    )
+
+
+def _chain(width: int) -> str:
+    square, size = width * width, map_size(width)
+    gather = [
+        "# Groups count from the end, and so do the chunks of a group; before the first chunk nobody asks for a map.",
+        *for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)"),
+        *(f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
+        "for q in range(0, group_chunks):",
+        "    n = chunks - 1 - (g * group_chunks + q)",
+        "    ok = live & (n >= 0)",
+        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)")),
+        *("    " + line for line in for_each(width, f"f{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=ok, other=0)")),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + f{i}" for i in range(width)),
+        *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
+        *("    " + line for line in for_each(width, "t{k} = u{k}")),
+        *("    " + line for line in for_pairs(width, "j{i}_{j} = u{i}_{j}")),
+        *for_each(width, "tl.store(own + {k} * rows, t{k}, mask=live)"),
+        *for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
+    ]  # fmt: skip
+    between = [
+        "b = r // channels",
+        "c = r % channels",
+        f"last = given + (r * 0 + steps - 1) * given_step + b * ({width} * channels) + c  # in 64 bits, as r",
+        *for_each(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
+        "for e in range(0, groups):",
+        "    ok = live & (e < g)",
+        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
+        *("    " + line for line in for_each(width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)")),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
+        *("    " + line for line in for_each(width, "d{k} = tl.where(ok, u{k}, d{k})")),
+        f"    each += {size} * rows",
+    ]  # fmt: skip
+    spread = [
+        "for q in range(0, group_chunks):",
+        "    n = chunks - 1 - (g * group_chunks + q)",
+        "    ok = live & (n >= 0)",
+        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)")),
+        *("    " + line for line in for_each(
+            width, f"f{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=ok, other=0)",
+            f"tl.store(adjoints + (n * {width} + {{k}}) * rows + r, d{{k}}, mask=ok)",
+        )),
+        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + f{i}" for i in range(width)),
+        *("    " + line for line in for_each(width, "d{k} = tl.where(ok, u{k}, d{k})")),
+    ]  # fmt: skip
+    at = width + square + width
+    lines = [
+        *_groups(width),
+        "live = inside",
+        *_in_part("PART <= 1", gather),
+        *_in_part("PART == 0", ["tl.debug_barrier()"]),
+        *_in_part("PART % 2 == 0", between),
+        *_in_part("PART == 2", [f"tl.store(own + ({at} + {k}) * rows, d{k}, mask=live)" for k in range(width)]),
+        *_in_part("PART == 3", [f"d{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for k in range(width)]),
+        *_in_part("PART % 3 == 0", spread),
+    ]  # fmt: skip
+    arguments = [
+        "products", "adjoints", "given", "maps", "given_step", "rows", "channels", "steps", "chunks", "groups", "group_chunks",
+    ]  # fmt: skip
+    doc = '"""From the maps\' terms in ``adjoints`` to the cotangents behind every chunk, in their place."""'
+    return kernel_text("chain", arguments, ["PART", "GROUPS", "LANES"], doc, lines)

@@ -1,0 +1,66 @@
+"""Source as text: modules, kernels, and lines for all numbers of a lane."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from .expressions import FUNCTIONS
+
+#: What a kernel may take from ``support``.
+_SUPPORT = {"FAR", "ROUGH", "finite_or_zero", "in_units", "is_enough", "settled"}
+NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def module_text(dtype: torch.dtype, *kernels: str) -> str:
+    names = {name for text in kernels for name in NAME.findall(text)}
+    functions, support = sorted(names & set(FUNCTIONS)), sorted(names & _SUPPORT)
+    head = [
+        '"""A step and what runs it: made by deeppcr.fuse."""',
+        "",
+        "import triton",
+        "import triton.language as tl",
+        "",
+        *([f"from deeppcr.fuse.device import {', '.join(functions)}"] if functions else []),
+        *([f"from deeppcr.fuse.support import {', '.join(support)}"] if support else []),
+        "",
+        f"REAL = tl.constexpr(tl.{str(dtype).removeprefix('torch.')})",
+        *([f"EPS = tl.constexpr({torch.finfo(dtype).eps!r})"] if "EPS" in names else []),
+    ]
+    return "\n".join(head) + "".join("\n\n\n" + text for text in kernels) + "\n"
+
+
+def _indented(lines: list[str], depth: int) -> str:
+    return "\n".join("    " * depth + line if line else "" for line in lines)
+
+
+def for_each(width: int, *texts: str) -> list[str]:
+    """Lines for k = 0 ... width - 1; of each k all texts."""
+    return [text.format(k=k) for k in range(width) for text in texts]
+
+
+def for_pairs(width: int, text: str) -> list[str]:
+    return [text.format(i=i, j=j, at=i * width + j) for i in range(width) for j in range(width)]
+
+
+def row_of(i: int, width: int, left: str, right: str) -> str:
+    """Row i of a product of a matrix and a vector (or a column of a matrix), by names with {i} and {k}."""
+    return " + ".join(f"{left.format(i=i, k=k)} * {right.format(k=k)}" for k in range(width))
+
+
+#: Arguments that a kernel is not compiled for anew.
+_SIZES = re.compile(
+    r"(to_)?(step|row|channel|offset)\d+|guess_step|given_step|rows|channels|steps|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|atol|rtol"
+)
+
+
+def kernel_text(name: str, arguments: list[str], constants: list[str], doc: str, lines: list[str]) -> str:
+    sizes = ", ".join(f'"{each}"' for each in arguments if _SIZES.fullmatch(each))
+    constant = ", ".join(f"{each}: tl.constexpr" for each in constants)
+    return "\n".join([
+        f"@triton.jit(do_not_specialize=[{sizes}])",
+        f"def {name}({', '.join(arguments)}, {constant}):",
+        "    " + doc,
+        _indented(lines, 1),
+    ])  # fmt: skip
