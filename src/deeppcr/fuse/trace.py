@@ -33,6 +33,7 @@ TRACING = threading.RLock()
 _MOST_TRIED = 8
 #: In a narrow step, tensors of so many numbers that do not depend on the state are computed in the kernel; larger ones before it.
 _FEW = 64
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class _StandIns(TorchFunctionMode):
         if not torch.is_grad_enabled():  # which leaves no mark in a graph
             raise NotCovered("a step that switches gradients off is not covered")
         args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        # What ``tensor.data`` cuts off leaves no mark in a graph either, but can be said in a way that does.
+        return args[0].detach() if func == _DATA else func(*args, **kwargs)
 
     def _replace(self, tensor: Tensor) -> Tensor:
         known = self._known.get(id(tensor))
