@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: tho
 #: Steps that are remembered: their kernels, or why there are none.
 _MOST_STEPS = 256
 _steps = Bounded(_MOST_STEPS)
+#: No solve by kernels takes more passes: who allows for fewer iterations goes another way.
+_MOST_PASSES = 16
 #: Kinds of solves that have come, by hash: kernels are made for those that come again.
 _MOST_SEEN = 4096
 _seen = Bounded(_MOST_SEEN)
@@ -166,7 +168,8 @@ def _has_length(leaf: Any) -> bool:
 def covers(newton: Newton) -> bool:
     """Whether kernels do what these settings ask for."""
     plain = Newton(atol=newton.atol, rtol=newton.rtol, scale=newton.scale, capture=newton.capture)
-    return replace(newton, chunk="auto", max_iterations=plain.max_iterations) == plain and newton.chunk != 1
+    asks_for_more = replace(newton, chunk="auto", max_iterations=plain.max_iterations) != plain
+    return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 
 def solve_fused(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -224,38 +225,61 @@ class _Planned:
     def _bare_loop(self, layout: Layout, probe: Probe | None) -> list[Tensor] | None:
         """The states, one tensor [L, ...] for each leaf."""
         call, step = self.call, self.step
-        spec = None if call.xs is None else pytree.tree_structure(call.xs)
-        inputs = [leaf.unbind() for leaf in call.inputs]
-        z, leaves, trajectory = call.z0, call.states, []
-        for index in range(call.length or 0):
-            versions = [version_of(leaf) for leaf in leaves]
-            if spec is None:
-                z = step(z)
-            elif len(inputs) == 1 and isinstance(call.xs, Tensor):
-                z = step(z, inputs[0][index])
-            else:
-                z = step(z, pytree.tree_unflatten([leaf[index] for leaf in inputs], spec))
+        flat = _flattening(layout)
+        z, trajectory, versions = call.z0, [], []
+        before = [version_of(leaf) for leaf in call.states]
+        counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
+        for index, x in enumerate(_inputs_of_steps(call)):
+            z = step(z, *x)
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
-            before, leaves = leaves, [z] if isinstance(z, Tensor) else pytree.tree_leaves(layout.in_order(z))
-            if versions != [version_of(leaf) for leaf in before]:
-                raise ValueError("the step changes its state in place")
+            leaves = flat(z)
             trajectory.append(leaves)
+            if counted:
+                versions += [leaf._version for leaf in leaves]
             if probe is not None and probe.gives_up(index):
                 return None
+        # All at once, in the end: a state that a later step changed has been kept, or is the caller's.
+        after = [leaf._version for leaves in trajectory for leaf in leaves] if counted else []
+        if versions != after or before != [version_of(leaf) for leaf in call.states]:
+            raise ValueError("the step changes its state in place")
         return [torch.stack(each) for each in zip(*trajectory, strict=True)]
+
+
+def _inputs_of_steps(call: Call) -> Iterable[tuple]:
+    """Of each step what it takes beside its state."""
+    if call.xs is None:
+        return repeat((), call.length or 0)
+    inputs = zip(*[leaf.unbind() for leaf in call.inputs], strict=True)
+    if isinstance(call.xs, Tensor):
+        return inputs
+    if type(call.xs) is tuple and len(call.inputs) == len(call.xs):  # for which a nest takes as long as a step
+        return zip(inputs, strict=True)
+    spec = pytree.tree_structure(call.xs)
+    return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
+
+
+def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
+    """What gives the leaves of a state: for one tensor and for a tuple of them, in less time than a step takes."""
+    if layout.spec.is_leaf():
+        return lambda z: (z,)
+    plain = layout.spec.type is tuple and layout.spec.num_children == len(layout.shapes)
+    general = lambda z: pytree.tree_leaves(layout.in_order(z))  # noqa: E731
+    return (lambda z: z if type(z) is tuple else general(z)) if plain else general
 
 
 def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
     """What a loop found, and warned of where it is not finite."""
     rows, length, device, batch = layout.rows, len(states[0]), layout.device, layout.batch_shape
     packed = layout.pack(pytree.tree_unflatten([leaf.detach() for leaf in states], layout.spec), lead=1)
-    at = first_not_finite(packed)
-    places = at.tolist()
-    results = tuple(Result.LOOP if place < 0 else Result.NON_FINITE for place in places)
-    result = Result.NON_FINITE if Result.NON_FINITE in results else Result.LOOP
+    exact = torch.full((rows,), length, device=device)
+    result, results = Result.LOOP, (Result.LOOP,) * rows
     description = result.value
-    if result is Result.NON_FINITE:
+    if not torch.isfinite(packed).all():
+        at = first_not_finite(packed)
+        places = at.tolist()
+        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
+        exact = torch.where(at >= 0, at, exact)
         description = result.value.format(step=min(place for place in places if place >= 0) + 1)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
     return Solution(
@@ -264,9 +288,9 @@ def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
         residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
         result=result,
         results=results,
-        exact_steps=torch.where(at >= 0, at, length).reshape(batch),
+        exact_steps=exact.reshape(batch),
         updates=torch.zeros(0, *batch, device=device),
         plan=Plan(),
         description=description,
-        z0=call.z0,
+        z0=layout.unpack(layout.pack(call.z0).detach()),
     )

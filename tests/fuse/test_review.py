@@ -71,3 +71,15 @@ def test_a_hook_on_gradients_is_refused_whatever_was_solved_before(solver, devic
     for _ in range(3):
         with pytest.raises(StepError, match="hook"):
             deeppcr.solve(step, z0.clone().requires_grad_(), xs, solver=solver)
+
+
+def test_no_gradient_goes_through_data(device):
+    z0, xs, weight = (normal(*shape, device=device).requires_grad_() for shape in ((2, 3), (9, 2, 3), (3,)))
+
+    def step(z, x):
+        return 0.5 * torch.sin(z * weight.data + z.data) + x.data * weight
+
+    ours, theirs = deeppcr.solve(step, z0, xs, solver=Loop(by="kernel")).states, by_loop(step, z0, xs)
+    assert error(ours, theirs) < 1e-12
+    for a, b in zip(*(torch.autograd.grad((s**2).sum(), [z0, weight]) for s in (ours, theirs)), strict=True):
+        assert error(a, b) < 1e-12

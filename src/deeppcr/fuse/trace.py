@@ -29,6 +29,7 @@ from .operations import DECOMPOSITIONS, check_dtypes
 TRACING = threading.RLock()
 #: So many inputs and closures with as many rows as the state may be tried in every combination.
 _MOST_TRIED = 8
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class _StandIns(TorchFunctionMode):
         if not torch.is_grad_enabled():  # which leaves no mark in a graph
             raise NotCovered("a step that switches gradients off is not covered")
         args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        # What ``tensor.data`` cuts off leaves no mark in a graph either, but can be said in a way that does.
+        return args[0].detach() if func == _DATA else func(*args, **kwargs)
 
     def _replace(self, tensor: Tensor) -> Tensor:
         known = self._known.get(id(tensor))
