@@ -152,7 +152,7 @@ class Emitted:
 class NumPyLanguage:
     """What emitted lines use of ``triton.language``, on arrays of NumPy."""
 
-    int64 = np.int64
+    uint8, int8, int16, int32, int64 = np.uint8, np.int8, np.int16, np.int32, np.int64
     where = staticmethod(np.where)
     abs = staticmethod(np.abs)
     cast = staticmethod(lambda array, dtype: np.asarray(array).astype(dtype))

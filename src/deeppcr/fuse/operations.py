@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .arrays import ARRAYS, SUMS, each, filled
 from .decompositions import DECOMPOSITIONS
-from .expressions import Code, Kind, NotCovered, Scalar
+from .expressions import Code, Kind, NotCovered, Scalar, Value
 from .scalars import COPIES, POINTWISE
 
 __all__ = ["ARRAYS", "DECOMPOSITIONS", "POINTWISE", "check_dtypes", "evaluate", "is_pointwise", "pointwise"]
@@ -66,7 +66,18 @@ def pointwise(node: torch.fx.Node, arguments: list[Scalar | None], code: Code) -
     """
     rule = _rule(POINTWISE, node)
     assert rule is not None, node
-    return _cast(rule(code, *arguments, **_options(node)), node.meta["val"].dtype, code)
+    dtype = node.meta["val"].dtype
+    return _wrapped(_cast(rule(code, *arguments, **_options(node)), dtype, code), dtype, code)
+
+
+def _wrapped(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:
+    """An integer as it is in fewer bits than the code's 64: 100 + 100 is -56 in eight."""
+    if kind_of_dtype(dtype) != "int" or dtype == torch.int64:
+        return scalar
+    if not isinstance(scalar, Value):
+        return torch.tensor(scalar).to(dtype).item()
+    name = str(dtype).removeprefix("torch.")
+    return code.emit(f"tl.cast(tl.cast({scalar.name}, tl.{name}), tl.int64)", "int", scalar)
 
 
 def _cast(scalar: Scalar, dtype: torch.dtype, code: Code) -> Scalar:

@@ -136,12 +136,22 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
 
     with _quietly():
         has_rows = _which_have_rows(lambda rows: function(*state, *stand_ins(rows)), state, outside, batch)
-    traced = make_fx(
-        torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS, tracing_mode="fake"
-    )(*state, *stand_ins(has_rows))
+    traced = _without_mutations(function, *state, *stand_ins(has_rows))
+    if any(_is_mutation(node) for node in traced.graph.nodes):
+        # Of PyTorch's own formulas some (of a GRU's cell) change tensors in place, which shows once they are taken apart.
+        traced = _without_mutations(traced, *state, *stand_ins(has_rows))
     _tidy(traced)
     check_dtypes(traced.graph)
     return OneRow(traced, len(state), len(given), tuple(closures), has_rows, len(batch))
+
+
+def _without_mutations(function: Callable, *stand_ins: Tensor) -> fx.GraphModule:
+    functional = torch.func.functionalize(function, remove="mutations")
+    return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*stand_ins)
+
+
+def _is_mutation(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _which_have_rows(
