@@ -223,3 +223,19 @@ def test_records_are_bounded(device):
     deeppcr.solve(step, z0, xs)
     plan.forget_records()
     assert len(plan._records) == 0
+
+
+@pytest.mark.parametrize("length", [10, 30])
+def test_a_length_that_is_not_that_of_xs_is_named(length):
+    with pytest.raises(ValueError, match="lengths differ"):
+        deeppcr.solve(lambda z, x: 0.5 * z + x, torch.ones(3), torch.zeros(20, 3), length=length)
+
+
+def test_the_tensors_of_the_caller_stay_as_they_are():
+    z0, xs = torch.ones(2), torch.ones(20, 2)
+    with pytest.raises(deeppcr.StepError, match="its state in place"):
+        deeppcr.solve(lambda z, x: z.mul_(0.5).add_(x), z0, xs)
+    assert torch.equal(z0, torch.ones(2))
+    with pytest.raises(deeppcr.StepError, match="xs in place"):
+        deeppcr.solve(lambda z, x: 0.5 * z + x.mul_(2), z0, xs)
+    assert torch.equal(xs[1:], torch.ones(19, 2))

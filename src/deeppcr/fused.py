@@ -50,7 +50,7 @@ class Call:
 
     def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
         self.step = step.step if isinstance(step, Rowwise) else step
-        self.z0, self.xs, self.batch_dims = z0, xs, batch_dims
+        self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.states, self.spec = _flattened(z0)
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
@@ -87,7 +87,7 @@ class Call:
         several = isinstance(step, (list, tuple, nn.ModuleList))
         if several or isinstance(self.step, WithHistory) or not callable(self.step):
             return "a list of steps, or one that looks further back, is not covered"
-        if not self.length:
+        if type(self.length) is not int or self.length < 1 or self.given_length not in (None, self.length):
             return "its length is not known"
         device = first.device
         for leaf in (*self.states, *self.inputs):

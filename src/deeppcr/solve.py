@@ -114,7 +114,9 @@ def can_be_planned(call: Call, step: Any) -> bool:
     first = call.states[0] if call.states else None
     return (
         isinstance(first, Tensor)
-        and bool(call.length)
+        and type(call.length) is int
+        and call.length > 0
+        and (call.xs is None or call.given_length in (None, call.length))
         and not isinstance(step, (list, tuple, nn.ModuleList))
         and callable(step)
         and not isinstance(call.step, WithHistory)
@@ -226,13 +228,18 @@ class _Planned:
         """The states, one tensor [L, ...] for each leaf."""
         call, step = self.call, self.step
         flat = _flattening(layout)
-        z, trajectory, versions = call.z0, [], []
-        before = [version_of(leaf) for leaf in call.states]
+        # The caller's own tensors stay as they are, whatever the first step does.
+        z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
+        trajectory, versions = [], []
+        first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
+        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
         counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
         for index, x in enumerate(_inputs_of_steps(call)):
             z = step(z, *x)
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
+            if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
+                raise ValueError("the step changes its inputs in place")
             leaves = flat(z)
             trajectory.append(leaves)
             if counted:
@@ -241,7 +248,7 @@ class _Planned:
                 return None
         # All at once, in the end: a state that a later step changed has been kept, or is the caller's.
         after = [leaf._version for leaves in trajectory for leaf in leaves] if counted else []
-        if versions != after or before != [version_of(leaf) for leaf in call.states]:
+        if versions != after or before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
         return [torch.stack(each) for each in zip(*trajectory, strict=True)]
 
