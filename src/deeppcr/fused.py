@@ -190,6 +190,9 @@ def solve_fused(
     assert not isinstance(fused, str)
     assert length is not None
     layout = fused.layout
+    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
+        with torch.cuda.device(layout.device):  # where kernels are launched
+            return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
     initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
     tolerance = newton.tolerance(layout.dtype)

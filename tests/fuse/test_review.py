@@ -5,22 +5,12 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr import Loop, Newton, StepError, fused, plan, runtime
+from deeppcr import Loop, Newton, StepError
 from fuse.loops import Fused, by_loop
 from kernel_support import error, thorough
 
+pytestmark = pytest.mark.usefixtures("kernels")
 NEWTON = Newton(chunk=4)
-
-
-@pytest.fixture(autouse=True)
-def kernels(device, monkeypatch):
-    """Kernels on the device, whichever it is, and nothing known of any step."""
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
-    fused.forget_kernels()
-    plan.forget_records()
-    yield
-    fused.forget_kernels()
-    plan.forget_records()
 
 
 def normal(*shape, device):

@@ -11,24 +11,13 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, runtime, ways
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
 from fuse.loops import by_loop
 from kernel_support import error, thorough
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 #: Chunks that keep the interpreter's time short.
 NEWTON = Newton(chunk=4)
-
-
-@pytest.fixture(autouse=True)
-def kernels(device, monkeypatch):
-    """Kernels on the device, whichever it is, and nothing known of any step."""
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
-    fused.forget_kernels()
-    plan.forget_records()
-    yield
-    fused.forget_kernels()
-    plan.forget_records()
 
 
 def normal(*shape, device):
