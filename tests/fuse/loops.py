@@ -10,7 +10,7 @@ from deeppcr import Newton
 from deeppcr.fuse.back import Apply
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
-from deeppcr.fuse.program import Program
+from deeppcr.fuse.program import program_of
 from deeppcr.fuse.run import Kind, Run, solve
 from deeppcr.fuse.trace import TRACING, one_row
 from deeppcr.sequence.layout import Layout
@@ -37,7 +37,7 @@ class Fused:
         first = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
         with TRACING:
             self.row = one_row(step, self.layout, first)
-            self.program = Program(self.row, self.layout)
+            self.program = program_of(self.row, self.layout)
         self.kernels = Kernels(self.program)
 
     def bases(self):

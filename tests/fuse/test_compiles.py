@@ -10,7 +10,7 @@ import torch
 
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.joints import parts_of
-from deeppcr.fuse.program import Program
+from deeppcr.fuse.program import program_of
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 
@@ -53,7 +53,7 @@ def compile_all(name: str) -> None:
 
     step, z0, x = STEPS[name]()
     layout = Layout.of(z0, None)
-    kernels = Kernels(Program(one_row(step, layout, x), layout))
+    kernels = Kernels(program_of(one_row(step, layout, x), layout))
     program = kernels.program
     real = "fp64" if program.dtype == torch.float64 else "fp32"
     sizes = {"atol": "fp32", "rtol": "fp32"}

@@ -29,10 +29,10 @@ def source(step: Callable, z0: Any, xs: Any = None, *, batch_dims: int | None = 
     """
     # What traces a step needs NumPy, and takes seconds to import: those wait who have use for it.
     from .compiled import Kernels
-    from .program import Program
+    from .program import program_of
     from .trace import one_row
 
     inputs = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
     layout = Layout.of(z0, batch_dims)
-    kernels = Kernels(Program(one_row(step, layout, inputs), layout))
+    kernels = Kernels(program_of(one_row(step, layout, inputs), layout))
     return kernels.backward_source if backward else kernels.forward_source

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..runtime import is_capturing
+from . import templates, tile_templates
 from .joints import joints_source
 from .program import Program
-from .templates import backward_source, forward_source
+from .tile_program import TileProgram
 from .trace import TRACING
 
 #: Modules of a process, by their source.
@@ -33,7 +34,7 @@ class Kernels:
         shapes: what is known of runs on tensors that lie alike
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program | TileProgram):
         self.program = program
         self._numbers: dict[torch.device, Tensor] = {}
         self.shapes: dict[tuple, Any] = {}
@@ -41,12 +42,12 @@ class Kernels:
     @cached_property
     def forward_source(self) -> str:
         with TRACING:
-            return forward_source(self.program)
+            return (tile_templates if self.program.parts.tiled else templates).forward_source(self.program)  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def backward_source(self) -> str:
         with TRACING:
-            return backward_source(self.program)
+            return (tile_templates if self.program.parts.tiled else templates).backward_source(self.program)  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def roll(self) -> Any:

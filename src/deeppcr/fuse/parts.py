@@ -15,10 +15,13 @@ from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered
 from .operations import DECOMPOSITIONS, is_pointwise
+from .slices import pushed
 from .trace import OneRow
 
 #: In a narrow step, tensors of so many numbers that do not depend on the state are computed in the kernel; larger ones before it.
 _FEW = 64
+#: The same for what goes number by number in tiles.
+_FEW_IN_TILES = 512
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the rest of a step sees of a base: all of it; or, of an elementwise step, one number of it for each channel.
+    """What the rest of a step sees of a base: all of it; or, of an elementwise step, one number of it for each channel; or, in tiles, a
+    part of it.
 
     Attributes:
         base: which
         node: of the graph of one row
         shape: of one row at one step; of an elementwise step that of its state
         offset, spacing: where the number of the first channel stands, and how far apart channels are
+        strides: in tiles, how far apart the numbers of each dimension are
     """
 
     base: int
@@ -57,6 +62,7 @@ class Leaf:
     per_row: bool
     offset: int = 0
     spacing: int = 0
+    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,14 @@ class Parts:
     Attributes:
         row: which it was
         elementwise: no operation mixes the numbers of the state's leaves, which have one shape
+        tiled: it is too wide for the registers of a lane
         bases, leaves: what the rest reads
         core: (leaves of the state, leaves) to the next state
     """
 
     row: OneRow
     elementwise: bool
+    tiled: bool
     bases: tuple[Base, ...]
     leaves: tuple[Leaf, ...]
     core: Callable[..., list[Tensor]]
@@ -103,12 +111,24 @@ class Parts:
         return _evaluate_hoisted(row, self.bases, nodes, outside)
 
 
-def take_apart(row: OneRow, narrow: int) -> Parts:
+def take_apart(row: OneRow, narrow: int, widest: int) -> Parts:
     """Find what depends on the state, and what of the rest is computed before the kernels.
 
     Args:
-        narrow: steps that mix numbers are covered up to this width
+        narrow: up to this width, numbers of a step that mixes them are those of a lane
+        widest: up to this one they are tiles
     """
+    states = [node for node in row.graph.graph.nodes if node.op == "placeholder"][: row.states]
+    width = sum(node.meta["val"].numel() for node in states)
+    depending = _reached(states, list(row.graph.graph.nodes))
+    elementwise = _is_elementwise(states, [node for node in row.graph.graph.nodes if node in depending])
+    if not elementwise and width > widest:
+        raise NotCovered(f"a step that mixes {width} numbers is not covered (up to {widest})")
+    tiled = not elementwise and width > narrow
+    return _taken_apart(pushed(row) if tiled else row, elementwise, tiled)
+
+
+def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
     graph = row.graph.graph
     nodes = list(graph.nodes)
     holders = [node for node in nodes if node.op == "placeholder"]
@@ -116,10 +136,6 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
     by_step = _reached(holders[row.states : row.states + row.inputs], nodes)
     have_rows = [node for node, rows in zip(holders[row.states :], row.has_rows, strict=True) if rows]
     by_row = _reached(have_rows, nodes)
-    elementwise = _is_elementwise(holders[: row.states], [n for n in nodes if n in depends])
-    width = sum(node.meta["val"].numel() for node in holders[: row.states])
-    if not elementwise and width > narrow:
-        raise NotCovered(f"a step that mixes {width} numbers is not covered (up to {narrow})")
     shape = tuple(holders[0].meta["val"].shape)
 
     def inlined(node: fx.Node) -> bool:
@@ -128,6 +144,8 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
             return False
         if elementwise:
             return is_pointwise(node) or _is_number(node)
+        if tiled:
+            return _is_constant(node, row.graph) or (node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES))
         return all(_is_few(each) for each in _ancestors(node))
 
     leaves: dict[fx.Node, None] = {}
@@ -139,7 +157,7 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
         for each in node.all_input_nodes:
             if each in depends or each in inside:
                 continue
-            if inlined(each) or (each.op == "get_attr" and not elementwise):
+            if inlined(each) or (each.op == "get_attr" and not elementwise and not tiled):
                 waiting.append(each)
             else:
                 leaves[each] = None
@@ -157,18 +175,23 @@ def take_apart(row: OneRow, narrow: int) -> Parts:
 
     found = []
     for node in sorted(leaves, key=nodes.index):
-        source, offset, spacing = _seen_through(node, shape) if elementwise else (node, 0, 0)
+        source, offset, strides = node, 0, (0,)
+        if elementwise:
+            source, offset, strides = _seen_through(node, shape, flat=True)
+        elif tiled:
+            source, offset, strides = _seen_through(node, tuple(_values_of(node)[0].shape), flat=False)
         base = base_of(source)
         value = bases[base]
-        whole = shape if elementwise else value.shape
-        found.append(Leaf(base, node, whole, value.dtype, value.per_step, value.per_row, offset, spacing))
+        whole = shape if elementwise else tuple(_values_of(node)[0].shape)
+        found.append(Leaf(base, node, whole, value.dtype, value.per_step, value.per_row, offset, strides[0] if strides else 0, strides))
     order = [node for node in nodes if node in inside]
     core = _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order)
-    return Parts(row, elementwise, tuple(bases), tuple(found), core)
+    return Parts(row, elementwise, tiled, tuple(bases), tuple(found), core)
 
 
-def _seen_through(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, int, int]:
-    """Behind slices and the like, what a node shows: and of it, where the first channel stands, and how far apart channels are."""
+def _seen_through(node: fx.Node, shape: tuple[int, ...], *, flat: bool) -> tuple[fx.Node, int, tuple[int, ...]]:
+    """Behind slices and the like, what a node shows: and of it, where the first number stands, and how far apart others are, along each
+    dimension, or in their order."""
     chain = [node]
     while _is_view(chain[-1]):
         chain.append(chain[-1].all_input_nodes[0])
@@ -180,10 +203,15 @@ def _seen_through(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, int, 
         for each in reversed(chain[:at]):
             args, kwargs = fx.map_arg((each.args, each.kwargs), lambda _, known=known: known)
             known = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        places = known.expand(shape).reshape(-1)
-        spacing = int(places[1] - places[0]) if len(places) > 1 else 1
-        if torch.equal(places, places[0] + spacing * torch.arange(len(places))):
-            return source, int(places[0]), spacing
+        places = known.expand(shape)
+        places = places.reshape(-1) if flat else places
+        first = int(places.reshape(-1)[0])
+        strides = tuple([int(places.select(dim, 1).reshape(-1)[0]) - first if size > 1 else 1 for dim, size in enumerate(places.shape)])
+        regular = torch.full_like(places, first)
+        for dim, (size, stride) in enumerate(zip(places.shape, strides, strict=True)):
+            regular += (stride * torch.arange(size)).reshape(-1, *(1,) * (places.ndim - 1 - dim))
+        if torch.equal(places, regular):
+            return source, first, strides
     raise NotCovered(f"{node.target} of shape {tuple(node.meta['val'].shape)} in an elementwise step is not covered")
 
 
@@ -229,6 +257,18 @@ def tangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
 
     given = _examples(parts, dtype)
     return _made(push, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+
+
+def adjoint_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
+    """(state, cotangents of the next state, leaves) to the cotangents of the state."""
+    count = parts.row.states
+
+    def pull(*given: Tensor) -> Any:
+        state, cotangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
+        return torch.func.vjp(lambda *z: parts.core(*z, *leaves), *state)[1](list(cotangents))
+
+    given = _examples(parts, dtype)
+    return _made(pull, *given[:count], *map(torch.clone, given[:count]), *given[count:])
 
 
 def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
@@ -291,13 +331,27 @@ def _values_of(node: fx.Node) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
 
 
-def _is_few(node: fx.Node) -> bool:
-    return all(value.numel() <= _FEW for value in _values_of(node))
+def _is_few(node: fx.Node, few: int = _FEW) -> bool:
+    return all(value.numel() <= few for value in _values_of(node))
 
 
 def _is_number(node: fx.Node) -> bool:
     """One number that is known when tracing."""
     return not node.all_input_nodes and node.op == "call_function" and all(v.numel() == 1 for v in _values_of(node))
+
+
+def _is_constant(node: fx.Node, graph: fx.GraphModule) -> bool:
+    """Whether a node is known while the code is written: indices, or one number."""
+    if any(each.op in ("placeholder", "get_attr") for each in _ancestors(node)):
+        return False
+    if not _values_of(node)[0].is_floating_point():
+        return True
+    known: dict[fx.Node, Any] = {}
+    for each in graph.graph.nodes:
+        if each in _ancestors(node):
+            args, kwargs = fx.map_arg((each.args, each.kwargs), lambda one: known[one])
+            known[each] = each.target(*args, **kwargs)
+    return len(set(known[node].reshape(-1).tolist())) <= 1
 
 
 def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:

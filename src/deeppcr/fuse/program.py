@@ -19,10 +19,21 @@ from ..sequence.layout import Layout
 from .expressions import Code, NotCovered, Scalar, Value
 from .operations import evaluate, is_pointwise, kind_of_dtype, pointwise
 from .parts import Leaf, Parts, cotangent_graph, take_apart, tangent_graph, values_graph
+from .tile_program import WIDEST, TileProgram
 from .trace import OneRow
 
 #: The widest state of a row that lies in the registers of a lane.
 NARROW = 8
+
+
+def program_of(row: OneRow, layout: Layout) -> Program | TileProgram:
+    """A step on one row as code: for lanes, or on tiles.
+
+    Raises:
+        NotCovered: there are no kernels for it, and why
+    """
+    parts = take_apart(row, NARROW, WIDEST)
+    return TileProgram(parts, layout) if parts.tiled else Program(parts, layout)
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class Program:
         jacobian: K x K, derivatives of ``values[i]`` by ``state[j]``
     """
 
-    def __init__(self, row: OneRow, layout: Layout):
-        self.parts: Parts = take_apart(row, NARROW)
+    def __init__(self, parts: Parts, layout: Layout):
+        self.parts = parts
         self.elementwise = self.parts.elementwise
         self.width = len(layout.shapes) if self.elementwise else layout.width
         self.channels = layout.shapes[0].numel() if self.elementwise else 1

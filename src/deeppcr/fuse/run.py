@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..launch import aligned, launch, next_power_of_2, repeat
 from ..tolerance import Tolerance
+from . import tiled
 from .compiled import Kernels
 from .joints import map_size, parts_of
 
@@ -144,6 +145,7 @@ class Shape:
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.length, self.rows = length, initial.numel() // program.width
+        self.tiled = program.parts.tiled
         self.block = _LANES[program.elementwise]
         self.warps = max(1, self.block // 32)
         moving = sum(read.value.level for read in program.reads)
@@ -212,7 +214,8 @@ class Run:
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
-        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.notes.corrections, nothing)
+        corrections = nothing if found is None else found.notes.corrections
+        memory = (*[nothing] * 4, corrections, *[nothing] * (1 + self.shape.tiled))
         passes = 0 if found is None else found.passes
         sizes = (0, first, self.length, 1, self.length - first, passes, 0)
         self._launch_roll(start, start, states, memory, sizes, False, True)
@@ -228,6 +231,9 @@ class Run:
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
         product: bool, whole: bool,
     ) -> None:  # fmt: skip
+        if self.shape.tiled:
+            tiled.roll(self, initial, guess, states, memory, sizes, product, whole)
+            return
         step, first, chunk, chunks, turns, passes, limit = sizes
         sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes, limit)
         arguments = (
@@ -256,38 +262,25 @@ class Run:
             notes.memory.zero_()
             self.loop(states)
             return Found(states, notes, 0, chunk, 0, 0, rows)
-        groups, lanes = groups_of(chunks, rows)
-        real, parts = self.program.dtype, parts_of_workspace(width, rows, chunks, groups, 3)
-        workspace = torch.empty(sum(parts), dtype=real, device=self.device)
-        join = self.kernels.joints.join
+        if self.shape.tiled:
+            parts = [_aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
+        else:
+            parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
+        workspace = torch.empty(sum(parts), dtype=self.program.dtype, device=self.device)
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
 
         def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, maps = workspace.split(parts)
-            memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
+            starts, ends, sizes, products, *maps = workspace.split(parts)
+            worst = maps[-1:] if self.shape.tiled else ()
+            memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
             guessed, into = guess, states
             for _ in range(rolls):
                 self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
                 guessed, into = into, other if guessed is None or into is states else states
-            sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
-            arguments = (
-                starts,
-                ends,
-                products,
-                sizes,
-                maps,
-                notes.corrections,
-                notes.unsettled,
-                notes.taken,
-                notes.residual,
-            )
             for passes in range(first, last):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
-                for part in parts_of(width):
-                    launch(
-                        join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (part, groups, lanes),
-                        warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
-                    )  # fmt: skip
+                join = tiled.join if self.shape.tiled else _join
+                join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
 
         # Rolled out an even number of times, so that the last of them is not where the passes write.
         rolls = kind.rolls + kind.rolls % 2
@@ -312,6 +305,23 @@ class Run:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
         turns = chunk * (1 + self.program.width)
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
+
+
+def _join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
+    """``memory``: starts, ends, sizes, products, maps."""
+    starts, ends, sizes, products, maps = memory
+    rows, width, real = run.rows, run.program.width, run.program.dtype
+    groups, lanes = groups_of(chunks, rows)
+    sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
+    arguments = (
+        starts, ends, products, sizes, maps, notes.corrections, notes.unsettled, notes.taken, notes.residual,
+        *sizes_of_join, passes, limit, *tolerance,
+    )  # fmt: skip
+    for part in parts_of(width):
+        launch(
+            run.kernels.joints.join, -(-rows // lanes), arguments, (part, groups, lanes),
+            warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
+        )  # fmt: skip
 
 
 def _side_by_side(tensor: Tensor, lead: int) -> Tensor:

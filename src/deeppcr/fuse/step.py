@@ -16,7 +16,7 @@ from ..sequence.layout import Layout
 from ..tolerance import Tolerance, measure
 from .compiled import Kernels
 from .expressions import NotCovered
-from .program import Program
+from .program import program_of
 from .run import Kind, first_chunk
 from .trace import TRACING, one_row
 
@@ -59,7 +59,7 @@ class FusedStep:
         with TRACING:
             row = one_row(step, layout, inputs)
             # What is kept of a step is not to keep its tensors, which the next call may have replaced.
-            program = Program(replace(row, closures=()), layout)
+            program = program_of(replace(row, closures=()), layout)
         where = {id(tensor): place for place, tensor in enumerate(reached)}
         if any(id(tensor) not in where for tensor in row.closures):
             raise NotCovered("a tensor that the step closes over cannot be found again")

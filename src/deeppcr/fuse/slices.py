@@ -1,0 +1,192 @@
+"""Slices of what a step computes are pushed back to what it reads, since tiles cannot be sliced.
+
+``(h @ W).chunk(3)`` becomes three products with slices of W, which are read where they lie. A product with ``cat((h, x))`` becomes the
+sum of two. What stays is left to the tiles, which move numbers at some cost.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+
+from .operations import is_pointwise
+from .trace import OneRow
+
+_aten = torch.ops.aten
+
+
+def pushed(row: OneRow) -> OneRow:
+    """The same step, with slices as far back as they go."""
+    graph = fx.Graph()
+    found = graph.graph_copy(row.graph.graph, {})
+    graph.output(found)
+    module = fx.GraphModule(row.graph, graph)
+    holders = [node for node in graph.nodes if node.op == "placeholder"][: row.states]
+    rewriter = _Rewriter(graph)
+    changed = True
+    while changed:
+        depends = _depending(holders, graph)
+        changed = any([_rewritten(node, rewriter) for node in list(graph.nodes) if node in depends and node.users])
+        graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return replace(row, graph=module)
+
+
+def _depending(sources: list[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    found = set(sources)
+    for node in graph.nodes:
+        if node.op == "call_function" and any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class _Rewriter:
+    """Makes nodes with what they would compute."""
+
+    def __init__(self, graph: fx.Graph):
+        self._graph = graph
+        self._mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+
+    def make(self, before: fx.Node, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(before):
+            node = self._graph.call_function(target, args, kwargs)
+        values, options = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+        with self._mode or torch.no_grad():
+            node.meta["val"] = target(*values, **options)
+        return node
+
+    def slice(self, before: fx.Node, node: fx.Node, dim: int, start: int, end: int) -> fx.Node:
+        if (start, end) == (0, _value(node).shape[dim]):
+            return node
+        return self.make(before, _aten.slice.Tensor, node, dim, start, end)
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["val"]
+
+
+def _rewritten(node: fx.Node, rewriter: _Rewriter) -> bool:
+    """Whether a node was replaced by others."""
+    replacement = _without_split(node, rewriter) or _without_slice(node, rewriter) or _without_cat(node, rewriter)
+    if replacement is None:
+        return False
+    node.replace_all_uses_with(replacement)
+    return True
+
+
+def _without_split(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
+    """A part of ``split`` or ``unbind`` as a slice of its own."""
+    if node.target is not operator.getitem:
+        return None
+    source, place = node.args
+    if not isinstance(source, fx.Node) or source.target not in _SPLITS:
+        return None
+    assert isinstance(place, int)
+    whole, dim = source.args[0], source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
+    assert isinstance(whole, fx.Node)
+    dim = int(dim) % _value(whole).ndim  # pyright: ignore[reportArgumentType]
+    start = sum(each.shape[dim] for each in source.meta["val"][:place])
+    return rewriter.slice(node, whole, dim, start, start + _value(node).shape[dim])
+
+
+_SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unsafe_split.Tensor}
+
+
+def _without_slice(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
+    """A slice of what is computed, as computed from slices."""
+    if node.target is not _aten.slice.Tensor or len(node.args) > 4 or "step" in node.kwargs:
+        return None
+    source, dim, start, end = _bounds(node)
+    if source.op != "call_function":
+        return None
+
+    def cut(each: fx.Node, at: int) -> fx.Node:
+        return rewriter.slice(node, each, at, start, end)
+
+    if source.target is _aten.mm.default:
+        a, b = source.args
+        assert isinstance(a, fx.Node)
+        assert isinstance(b, fx.Node)
+        return rewriter.make(node, _aten.mm.default, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))))
+    if source.target is _aten.addmm.default:
+        start_from, a, b = source.args
+        assert isinstance(start_from, fx.Node)
+        assert isinstance(a, fx.Node)
+        assert isinstance(b, fx.Node)
+        more = _cut_broadcast(rewriter, node, start_from, dim, _value(source).ndim, start, end)
+        return rewriter.make(node, _aten.addmm.default, more, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))), **source.kwargs)
+    if source.target is _aten.permute.default:
+        inner, dims = source.args
+        assert isinstance(inner, fx.Node)
+        return rewriter.make(node, _aten.permute.default, cut(inner, dims[dim] % _value(inner).ndim), dims)  # pyright: ignore
+    if source.target is _aten.cat.default:
+        return _part_of_cat(source, dim, start, end)
+    if is_pointwise(source):
+        ndim = _value(source).ndim
+        args = [
+            _cut_broadcast(rewriter, node, each, dim, ndim, start, end)
+            if isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor)
+            else each
+            for each in source.args
+        ]
+        return rewriter.make(node, source.target, *args, **source.kwargs)  # pyright: ignore[reportArgumentType]
+    return None
+
+
+def _bounds(node: fx.Node) -> tuple[fx.Node, int, int, int]:
+    source, dim, start, end = (*node.args, *(0, None, None)[len(node.args) - 1 :])
+    assert isinstance(source, fx.Node)
+    dim = int(dim) % _value(source).ndim  # pyright: ignore[reportArgumentType]
+    first, last, _ = slice(start, end).indices(_value(source).shape[dim])  # pyright: ignore[reportArgumentType]
+    return source, dim, first, last
+
+
+def _cut_broadcast(rewriter: _Rewriter, before: fx.Node, node: fx.Node, dim: int, ndim: int, start: int, end: int) -> fx.Node:
+    """Of a tensor that is broadcast to ``ndim`` dimensions, what meets a slice."""
+    at = dim - (ndim - _value(node).ndim)
+    if at < 0 or _value(node).shape[at] == 1:
+        return node
+    return rewriter.slice(before, node, at, start, end)
+
+
+def _part_of_cat(source: fx.Node, dim: int, start: int, end: int) -> fx.Node | None:
+    parts: Any = source.args[0]
+    along = int(source.args[1]) if len(source.args) > 1 else int(source.kwargs.get("dim", 0))  # pyright: ignore
+    if along % _value(source).ndim != dim:
+        return None
+    at = 0
+    for part in parts:
+        size = _value(part).shape[dim]
+        if (at, at + size) == (start, end):
+            return part
+        at += size
+    return None
+
+
+def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
+    """A product with tensors one beside the other, as a sum of products."""
+    if node.target is not _aten.mm.default:
+        return None
+    a, b = node.args
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
+    for wide, dim in ((a, 1), (b, 0)):
+        if wide.target is not _aten.cat.default or (wide.args[1] if len(wide.args) > 1 else 0) % 2 != dim:  # pyright: ignore
+            continue
+        total, at = None, 0
+        parts: Any = wide.args[0]
+        for part in parts:
+            size = _value(part).shape[dim]
+            pair = (part, rewriter.slice(node, b, 0, at, at + size)) if dim else (rewriter.slice(node, a, 1, at, at + size), part)
+            term = rewriter.make(node, _aten.mm.default, *pair)
+            total = term if total is None else rewriter.make(node, _aten.add.Tensor, total, term)
+            at += size
+        return total
+    return None

@@ -1,0 +1,150 @@
+"""A step as code on tiles: for states that are too wide for the registers of a lane.
+
+A program holds the state of one row, and some of the tangents of all its numbers: the product of the Jacobians of a chunk, transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from ..launch import next_power_of_2
+from ..sequence.layout import Layout
+from .expressions import Code, NotCovered, Value
+from .operations import kind_of_dtype
+from .parts import Leaf, Parts, adjoint_graph, cotangent_graph, tangent_graph, values_graph
+from .tiles import Tile, Tiles, evaluate, padded
+
+#: The widest state of a row, and the tangents that one program holds at most.
+WIDEST, _MOST_LEAD = 128, 32
+#: Numbers of what is the same for all steps up to which a program holds it; more is read at every step.
+_HELD = 3 * 64 * 64
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tile that a program reads: a leaf."""
+
+    leaf: int
+    tile: Tile
+
+    @property
+    def value(self) -> Value:
+        assert isinstance(self.tile.value, Value)
+        return self.tile.value
+
+
+class TileProgram:
+    """A step, its tangents, and its cotangents, as code for one program.
+
+    Attributes:
+        width: D
+        reads: what a program reads at a step
+        states: the tiles of the state, and where in a row of D each begins
+        values: those of the next state
+    """
+
+    elementwise, channels = False, 1
+
+    def __init__(self, parts: Parts, layout: Layout):
+        if layout.dtype == torch.float64:
+            raise NotCovered(f"a step that mixes {layout.width} numbers is not covered in float64")
+        self.parts, self.width, self.dtype = parts, layout.width, torch.float32
+        self.lead = max(16, min(_MOST_LEAD, next_power_of_2(self.width)))
+        self.code = Code()
+        self.tiles = Tiles(self.code, self.lead)
+        self.shapes = [tuple(shape) for shape in layout.shapes]
+        self.begins = [sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))]
+        fixed = sum(torch.Size(leaf.shape).numel() for leaf in self.leaves if not leaf.per_step)
+        self.reads = [self._read(at, leaf, held=fixed <= _HELD) for at, leaf in enumerate(self.leaves)]
+        self.states = self._of_state("z")
+        self.values = evaluate(values_graph(parts, self.dtype), [*self._with_rows(self.states), *self._read_tiles], self.tiles)
+        if any(isinstance(tile.value, Value) and tile.value.kind != "real" for tile in self.values):
+            raise NotCovered("a state that is not floating is not covered")
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.parts.leaves
+
+    @property
+    def blocks(self) -> int:
+        """Programs of a chunk and row: each has some of the tangents."""
+        return -(-self.width // self.lead)
+
+    def _read(self, at: int, leaf: Leaf, held: bool) -> Read:
+        value = self.code.input(f"x{at}", kind_of_dtype(leaf.dtype), int(leaf.per_step or not held))
+        return Read(at, Tile(value, leaf.shape, clean=True))
+
+    @property
+    def _read_tiles(self) -> list[Tile]:
+        return [read.tile for read in self.reads]
+
+    def _of_state(self, name: str, lead: bool = False) -> list[Tile]:
+        return [Tile(self.code.input(f"{name}{at}"), shape, lead, clean=True) for at, shape in enumerate(self.shapes)]
+
+    def _with_rows(self, tiles: list[Tile]) -> list[Tile]:
+        """As the graphs of one row have them, whose rows are a dimension."""
+        ones = (1,) * self.parts.row.batch_dims
+        return [Tile(tile.value, (*ones, *tile.shape), tile.lead, tile.clean) for tile in tiles]
+
+    def _evaluate(self, graph, more: list[Tile]) -> list[Tile]:
+        return evaluate(graph, [*self._with_rows(self.states), *self._with_rows(more), *self._read_tiles], self.tiles)
+
+    @cached_property
+    def tangents(self) -> list[Tile]:
+        """Of the next state, from those of the state, ``t0``, ``t1``, ...: many at once."""
+        return self._evaluate(tangent_graph(self.parts, self.dtype), self._of_state("t", lead=True))
+
+    @cached_property
+    def adjoints(self) -> list[Tile]:
+        """Of the state, from those of the next state, ``t0``, ``t1``, ...: many at once."""
+        return self._evaluate(adjoint_graph(self.parts, self.dtype), self._of_state("t", lead=True))
+
+    @cached_property
+    def adjoint(self) -> list[Tile]:
+        """Of the state, from that of the next state, ``w0``, ``w1``, ..."""
+        return self._evaluate(adjoint_graph(self.parts, self.dtype), self._of_state("w"))
+
+    @cached_property
+    def cotangents(self) -> list[tuple[Read, Tile]]:
+        """Of every floating leaf, from that of the next state."""
+        found = self._evaluate(cotangent_graph(self.parts, self.dtype), self._of_state("w"))
+        real = [read for read in self.reads if self.leaves[read.leaf].dtype.is_floating_point]
+        return [(read, Tile(tile.value, read.tile.shape, tile.lead, tile.clean)) for read, tile in zip(real, found, strict=True)]
+
+    def strides(self, leaf: int) -> list[int]:
+        """How far apart the numbers of a leaf's tile are."""
+        found = self.leaves[leaf]
+        return [stride for stride, size in zip(found.strides, found.shape, strict=True) if size > 1]
+
+    def _taken_of(self, base: int) -> list[int]:
+        found = []
+        for leaf in self.leaves:
+            if leaf.base == base:
+                steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in zip(leaf.shape, leaf.strides, strict=True)]
+                found += [leaf.offset + sum(each) for each in product(*steps)]
+        return found
+
+    def are_apart(self, base: int) -> bool:
+        """Whether the leaves of a base do not overlap."""
+        taken = self._taken_of(base)
+        return len(set(taken)) == len(taken)
+
+    def covers_whole(self, base: int) -> bool:
+        """Whether every number of a base belongs to a leaf."""
+        return len(set(self._taken_of(base))) == torch.Size(self.parts.bases[base].shape).numel()
+
+
+def state_strides(shape: tuple[int, ...]) -> list[int]:
+    """How far apart the numbers of a state's tile are in a row of D."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return [stride for stride, size in zip(reversed(strides), shape, strict=True) if size > 1]
+
+
+__all__ = ["WIDEST", "Read", "TileProgram", "padded", "state_strides"]

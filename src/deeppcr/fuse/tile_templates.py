@@ -1,0 +1,344 @@
+"""The source of the kernels of a step on tiles: as ``templates`` has them for lanes. A program has one chunk of one row.
+
+Shapes: L steps in N chunks, B rows of D numbers. ``states`` [L, B, D]; ``starts``, ``ends``, ``sizes`` [N, B, D] and ``products``
+[N, B, D, D] of the chunks, the last with a tangent a row. Of these, a program has LEAD; as many programs as it takes share a chunk.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .expressions import Scalar, Value
+from .text import NAME, kernel_text, module_text
+from .tile_program import Read, TileProgram, state_strides
+from .tiles import Tile
+
+
+def forward_source(program: TileProgram) -> str:
+    """The module with ``roll``."""
+    return module_text(program.dtype, _roll(program))
+
+
+def backward_source(program: TileProgram) -> str:
+    """The module with ``sweep``."""
+    return module_text(program.dtype, _sweep(program))
+
+
+class _Lines:
+    """The lines that some tiles need: of all steps, and of one, with what they read."""
+
+    def __init__(self, program: TileProgram, results: list[Scalar]):
+        code = program.code
+        self.results = results
+        self.before, self.body = code.lines(0, results), code.lines(1, results)
+        words = set(NAME.findall("\n".join([*self.before, *self.body])))
+        words |= {code.text(each) for each in results}
+        self.numbers = sorted((w for w in words if re.fullmatch(r"n\d+", w)), key=lambda w: int(w[1:]))
+        reads = [read for read in program.reads if read.value.name in words]
+        self.fixed = [read for read in reads if read.value.level == 0]
+        self.moving = [read for read in reads if read.value.level == 1]
+
+
+class _Places:
+    """Where numbers of tiles lie: expressions, and the lines before the loop that they need."""
+
+    def __init__(self, program: TileProgram):
+        self.program, self._needed = program, []
+
+    def text(self, scalar: Scalar) -> str:
+        self._needed.append(scalar)
+        return self.program.code.text(scalar)
+
+    def of_state(self, at: int, lead: bool = False) -> tuple[str, str]:
+        """Of one of the state's tiles in a row of D: offsets, and which are inside."""
+        shape, tiles = self.program.shapes[at], self.program.tiles
+        tile = Tile(0.0, shape, lead)
+        strides = state_strides(shape)
+        offsets = tiles.code.add(tiles.offsets(tile.sizes, strides, lead), self.program.begins[at])
+        return self.text(offsets), self.text(tiles.inside(tile.sizes, lead))
+
+    def of_leaf(self, read: Read) -> tuple[str, str]:
+        tiles = self.program.tiles
+        sizes = read.tile.sizes
+        return self.text(tiles.offsets(sizes, self.program.strides(read.leaf))), self.text(tiles.inside(sizes))
+
+    @property
+    def lines(self) -> list[str]:
+        return self.program.code.lines(0, self._needed)
+
+
+def _merged(*parts: list[str]) -> list[str]:
+    return list(dict.fromkeys(line for part in parts for line in part))
+
+
+def _in_order(program: TileProgram, lines: list[str]) -> list[str]:
+    """Lines of the code in the order of their names, each once."""
+    return sorted(_merged(lines), key=lambda line: int(re.match(r"v(\d+)", line)[1]))  # pyright: ignore[reportOptionalSubscript]
+
+
+def _masked(inside: str, *others: str) -> str:
+    parts = [part for part in (inside, *others) if part != "True"]
+    return f", mask={' & '.join(f'({part})' for part in parts)}" if parts else ""
+
+
+def _load(places: _Places, read: Read) -> str:
+    offsets, inside = places.of_leaf(read)
+    cast = {"real": ".to(REAL)", "int": ".to(tl.int64)", "bool": " != 0"}[read.value.kind]
+    other = ", other=0" if inside != "True" else ""
+    return f"{read.value.name} = tl.load(a{read.leaf} + {offsets}{_masked(inside)}{other}){cast}"
+
+
+def _leaf_arguments(program: TileProgram) -> tuple[list[str], list[str]]:
+    pointers = [f"p{i}" for i in range(len(program.leaves))]
+    strides = [f"{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
+    return pointers, strides
+
+
+def _addresses(program: TileProgram, lines: _Lines, begin: str) -> list[str]:
+    found = []
+    for i in sorted({read.leaf for read in (*lines.fixed, *lines.moving)}):
+        text = f"a{i} = p{i} + offset{i} + b * row{i}"
+        found.append(text + (f" + {begin} * step{i}" if program.leaves[i].per_step else ""))
+    return found
+
+
+def _advance(program: TileProgram, lines: _Lines, sign: str) -> list[str]:
+    moving = sorted({read.leaf for read in lines.moving if program.leaves[read.leaf].per_step})
+    return [f"a{i} {sign}= step{i}" for i in moving]
+
+
+def _whole_tile(program: TileProgram, tile: Tile) -> str:
+    """A tile's text, also where it is one number."""
+    text = program.code.text(tile.value)
+    if isinstance(tile.value, Value):
+        return text
+    dims = program.tiles.dims(tile)
+    return f"tl.full(({', '.join(dims)},), {text}, REAL)" if dims else f"tl.cast({text}, REAL)"
+
+
+def _assigned(program: TileProgram, places: _Places, name: str, tile: Tile, shape: tuple[int, ...]) -> str:
+    """A part of the next state, or of its tangents: zero in its padding, as all that follows may expect."""
+    tile = Tile(tile.value, shape, tile.lead, tile.clean)
+    text = _whole_tile(program, tile)
+    inside = places.text(program.tiles.inside(tile.sizes, tile.lead))
+    if tile.clean or inside == "True":
+        return f"{name} = {text}"
+    return f"{name} = tl.where({inside}, {text}, 0.0)"
+
+
+def _with_lead(program: TileProgram, tile: Tile) -> Tile:
+    """Tangents that are the same for all, as zero is."""
+    return tile if tile.lead else Tile(tile.value, tile.shape, lead=True)
+
+
+def _program_lines() -> list[str]:
+    return [
+        "pair = tl.program_id(0) // BLOCKS",
+        "block = tl.program_id(0) % BLOCKS",
+        "n = (pair // rows).to(tl.int64)",
+        "b = (pair % rows).to(tl.int64)",
+    ]
+
+
+def _identity(program: TileProgram, places: _Places, at: int) -> str:
+    offsets, inside = places.of_state(at, lead=True)
+    rank = len(Tile(0.0, program.shapes[at]).axes) + 1
+    index = ", ".join([":", *["None"] * (rank - 1)])
+    which = "which" if rank == 1 else f"which[{index}]"
+    hit = f"({which} == {offsets})"
+    return f"t{at} = tl.where({hit if inside == 'True' else f'{hit} & ({inside})'}, 1.0, 0.0).to(REAL)"
+
+
+def _indented(lines: list[str], depth: int = 1) -> list[str]:
+    return ["    " * depth + line for line in lines]
+
+
+def _roll(program: TileProgram) -> str:
+    code, width, count = program.code, program.width, len(program.shapes)
+    tangents = [_with_lead(program, tile) for tile in program.tangents]
+    plain = _Lines(program, [tile.value for tile in program.values])
+    whole = _Lines(program, [tile.value for tile in (*program.values, *tangents)])
+    places = _Places(program)
+    spots = [places.of_state(at) for at in range(count)]
+    pointers, strides = _leaf_arguments(program)
+    loads = [_load(places, read) for read in whole.moving]
+    fixed = [_load(places, read) for read in whole.fixed]
+    next_state = [_assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(program.values)]
+    next_tangents = [_assigned(program, places, f"u{at}", tile, program.shapes[at]) for at, tile in enumerate(tangents)]
+    identity = [_identity(program, places, at) for at in range(count)]
+    tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
+
+    def stored(pointer: str, name: str) -> list[str]:
+        stores = [f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})" for at, (offsets, inside) in enumerate(spots)]
+        return ["if block == 0:", *_indented(stores)]
+
+    def loaded(pointer: str) -> list[str]:
+        return [
+            f"z{at} = tl.load({pointer} + {offsets}{_masked(inside)}{', other=0' if inside != 'True' else ''}).to(REAL)"
+            for at, (offsets, inside) in enumerate(spots)
+        ]
+
+    turns = [
+        *loads,
+        "if PRODUCT:",
+        *_indented([*whole.body, *next_state, *next_tangents, *(f"t{at} = u{at}" for at in range(count))]),
+        "else:",
+        *_indented([*plain.body, *next_state]),
+        *(line for at in range(count) for line in (f"z{at} = y{at}", f"m{at} = tl.maximum(m{at}, tl.abs(z{at}))")),
+        *stored("out", "z"),
+        f"out += rows * {width}",
+        *_advance(program, whole, "+"),
+    ]
+    rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
+    columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
+    lines = [
+        *_program_lines(),
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
+        "if (block == 0) & (n == 0) & (not WHOLE):",
+        "    tl.store(worst + b, 0.0)",
+        "    tl.store(worst + rows + b, 0.0)",
+        "    tl.store(worst + 2 * rows + b, 0.0)",
+        "if not settled(found, passes, b, rows, b >= 0):",
+        "    begin = first + n * chunk",
+        "    turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
+        *_indented([*(f"{name} = tl.load(numbers + {name[1:]})" for name in whole.numbers), *_addresses(program, whole, "begin")]),
+        *_indented(_in_order(program, places.lines)),
+        *_indented([*fixed, *(line for line in whole.before if line not in set(places.lines))]),
+        "    if WHOLE:",
+        *_indented(loaded(f"initial + b * {width}"), 2),
+        "    else:",
+        "        here = (n * rows + b) * " + str(width),
+        "        if passes > 0:",
+        *_indented(loaded("starts + here"), 3),
+        "        elif n == 0:",
+        *_indented(loaded(f"initial + b * {width}"), 3),
+        "        else:",
+        *_indented(loaded(f"guess + (n * chunk - 1) * guess_step + b * {width}"), 3),
+        *_indented(stored("starts + here", "z"), 2),
+        *(f"    m{at} = tl.abs(z{at})" for at in range(count)),
+        "    if PRODUCT:",
+        "        which = block * LEAD + tl.arange(0, LEAD)  # tangents",
+        *_indented(identity, 2),
+        f"    out = states + (begin * rows + b) * {width}",
+        "    for turn in tl.range(0, turns, num_stages=STAGES):",
+        *_indented(turns, 2),
+        "    if not WHOLE:",
+        *_indented(stored("ends + here", "z"), 2),
+        *_indented(stored("sizes + here", "m"), 2),
+        "        if PRODUCT:",
+        *(
+            f"            tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
+            for at, (offsets, inside) in enumerate(tangent_spots)
+        ),
+    ]
+    arguments = [
+        "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", "worst", *pointers, *strides,
+        "guess_step", "rows", "steps", "first", "chunk", "chunks", "passes", "limit",
+    ]  # fmt: skip
+    doc = '"""Run a chunk from its start; WHOLE: a row that is not settled, from ``initial`` before step ``first`` to the end."""'
+    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+
+
+def _sweep(program: TileProgram) -> str:
+    code, width, count = program.code, program.width, len(program.shapes)
+    maps = [_with_lead(program, tile) for tile in program.adjoints]
+    single, of_reads = program.adjoint, program.cotangents
+    as_map = _Lines(program, [tile.value for tile in (*maps, *single)])
+    with_them = _Lines(program, [*(tile.value for tile in single), *(tile.value for _, tile in of_reads)])
+    both = _Lines(program, [*as_map.results, *with_them.results])
+    places = _Places(program)
+    spots = [places.of_state(at) for at in range(count)]
+    tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
+    pointers, strides = _leaf_arguments(program)
+    outputs = [f"g{i}" for i in range(len(program.leaves))]
+    strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
+    loads = [_load(places, read) for read in both.moving]
+    fixed = [_load(places, read) for read in both.fixed]
+    stepwise = [(read, tile) for read, tile in of_reads if program.leaves[read.leaf].per_step]
+    shared = [(at, read, tile) for at, (read, tile) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
+
+    def loaded(name: str, pointer: str, *masks: str) -> list[str]:
+        return [
+            f"{name}{at} = tl.load({pointer} + {offsets}{_masked(inside, *masks)}{', other=0' if masks or inside != 'True' else ''}).to(REAL)"
+            for at, (offsets, inside) in enumerate(spots)
+        ]
+
+    def stored(pointer: str, name: str) -> list[str]:
+        return [f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})" for at, (offsets, inside) in enumerate(spots)]
+
+    def put(read: Read, text: str, index: str) -> str:
+        i = read.leaf
+        offsets, inside = places.of_leaf(read)
+        return f"tl.store(g{i} + to_offset{i} + {index} * to_step{i} + b * to_row{i} + {offsets}, {text}{_masked(inside)})"
+
+    next_map = [_assigned(program, places, f"u{at}", tile, program.shapes[at]) for at, tile in enumerate(maps)]
+    next_single = [_assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(single)]
+    turns = [
+        *loads,
+        *loaded("z", "before", "l > 0"),
+        *(f"z{at} = tl.where(l > 0, z{at}, i{at})" for at in range(count)),
+        *loaded("q", f"given + (l - 1) * given_step + b * {width}", "l > 0"),
+        "if MAP:",
+        *_indented([*as_map.body, *next_map, *next_single]),
+        *_indented([f"t{at} = u{at}" for at in range(count)]),
+        "else:",
+        *_indented([*with_them.body, *next_single]),
+        *_indented([put(read, _whole_tile(program, tile), "l") for read, tile in stepwise]),
+        *_indented([f"sum{at} += {_whole_tile(program, tile)}" for at, _, tile in shared]),
+        *(f"w{at} = y{at} + q{at}" for at in range(count)),
+        f"before -= rows * {width}",
+        *_advance(program, both, "-"),
+    ]
+    rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
+    columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
+    identity = [_identity(program, places, at) for at in range(count)]
+    zeros = [f"sum{at} = {_zero(program, tile)}" for at, _, tile in shared]
+    put_sums = [put(read, f"sum{at}", "n") for at, read, _ in shared]
+    lines = [
+        *_program_lines(),
+        "begin = n * chunk",
+        "turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
+        *(f"{name} = tl.load(numbers + {name[1:]})" for name in both.numbers),
+        *_addresses(program, both, "(begin + turns - 1)"),
+        *_in_order(program, places.lines),
+        *fixed,
+        *(line for line in both.before if line not in set(places.lines)),
+        f"before = states + ((begin + turns - 2) * rows + b) * {width}",
+        "here = (n * rows + b) * " + str(width),
+        *loaded("i", f"initial + b * {width}"),
+        "if MAP:",
+        "    which = block * LEAD + tl.arange(0, LEAD)  # cotangents",
+        *_indented(identity),
+        *_indented([f"w{at} = {_zero(program, tile)}" for at, tile in enumerate(program.states)]),
+        "else:",
+        *_indented(loaded("w", "adjoints + here")),
+        *_indented(zeros),
+        "for turn in tl.range(0, turns, num_stages=STAGES):",
+        "    l = begin + turns - 1 - turn",
+        *_indented(turns),
+        "if MAP:",
+        "    if block == 0:",
+        *_indented(stored("adjoints + here", "w"), 2),
+        *(
+            f"    tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
+            for at, (offsets, inside) in enumerate(tangent_spots)
+        ),
+        "else:",
+        "    if n == 0:",
+        *_indented(stored(f"of_initial + b * {width}", "w"), 2),
+        *_indented(put_sums),
+    ]
+    arguments = [
+        "initial", "numbers", "states", "given", "adjoints", "products", "of_initial", *pointers, *outputs, *strides,
+        "given_step", "rows", "steps", "chunk", "chunks",
+    ]  # fmt: skip
+    doc = '"""Run a chunk backwards. MAP: as a map of what comes behind; else with that, to the cotangents of all that is read."""'
+    return kernel_text("sweep", arguments, ["MAP", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+
+
+def _zero(program: TileProgram, tile: Tile) -> str:
+    dims = program.tiles.dims(tile)
+    return f"tl.zeros(({', '.join(dims)},), REAL)" if dims else "0.0"

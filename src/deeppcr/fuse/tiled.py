@@ -1,0 +1,129 @@
+"""Launches of the kernels of a step on tiles. ``run`` and ``back`` say when; those of lanes stand there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..launch import launch, next_power_of_2
+from . import wide
+
+if TYPE_CHECKING:
+    from .back import _Outputs as Outputs
+    from .run import Notes, Run
+
+#: Rows whose notes one program writes.
+_LANES = 32
+#: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
+_BUSY, _LEAST = 2048, 16
+#: Up to this padded width the matrix units gain nothing over products in float32.
+_NARROW_TILE = 16
+
+
+def first_chunk(length: int, rows: int) -> int:
+    """How many steps a chunk has, before anything is known of how a step converges."""
+    return min(length, max(_LEAST, next_power_of_2(max(1, length * rows // _BUSY))))
+
+
+def groups_of(chunks: int) -> int:
+    """Groups of chunks: as many as a group has chunks."""
+    return -(-chunks // max(1, math.isqrt(chunks)))
+
+
+def workspace_sizes(width: int, rows: int, chunks: int, vectors: int) -> list[int]:
+    """Of every chunk so many vectors and a matrix; of every group a matrix and two vectors; of every row three numbers."""
+    groups = groups_of(chunks)
+    matrices = [chunks * rows * width * width, groups * rows * width * width]
+    return [*[chunks * rows * width] * vectors, *matrices, groups * rows * width, groups * rows * width, 3 * rows]
+
+
+class _How:
+    """How a width is laid out: constants of the kernels, and their warps."""
+
+    def __init__(self, run: Run):
+        program = run.program
+        self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
+        self.padded = max(16, next_power_of_2(self.width))
+        self.precision = "ieee" if self.padded <= _NARROW_TILE else "tf32x3"
+        self.warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 4 if self.padded <= 64 else 8
+
+    @property
+    def tangents(self) -> tuple:
+        return self.blocks, self.lead, self.precision
+
+
+def roll(
+    run: Run, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
+    product: bool, whole: bool,
+) -> None:  # fmt: skip
+    """``memory``: starts, ends, products, sizes, corrections, unsettled, and the worst of every row."""
+    how = _How(run)
+    step, first, chunk, chunks, _, passes, limit = sizes
+    sizes = (step, run.rows, run.length, first, chunk, chunks, passes, limit)
+    arguments = (initial, run.kernels.numbers(run.device), guess, states, *memory, *run.pointers, *run.strides, *sizes)
+    blocks = how.blocks if product else 1
+    integers = (*run.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
+    launch(
+        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, blocks, how.lead, how.precision, 2),
+        warps=how.warps, integers=integers,
+    )  # fmt: skip
+
+
+def join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
+    """``memory``: starts, ends, sizes, products, maps, terms, largest, worst."""
+    starts, ends, sizes, products, maps, terms, largest, worst = memory
+    how, rows = _How(run), run.rows
+    groups = groups_of(chunks)
+    each = -(-chunks // groups)
+    common = (starts, ends, products, sizes, maps, terms, largest, notes.corrections)
+    shape = (how.width, how.padded)
+    integers = (chunks * rows * how.width**2 >= 2**31,)
+    launch(
+        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, *how.tangents, 2),
+        warps=how.warps, integers=integers,
+    )  # fmt: skip
+    launch(
+        wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, 2),
+        warps=how.warps, integers=integers,
+    )  # fmt: skip
+    launch(
+        wide.note, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit),
+        (_LANES,), warps=1,
+    )  # fmt: skip
+
+
+def sweep(
+    run: Run, states: Tensor, given: Tensor, memory: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+    chunk: int, chunks: int, as_map: bool,
+) -> None:  # fmt: skip
+    """``memory``: adjoints, products, maps, terms."""
+    how = _How(run)
+    adjoints, products = memory[:2]
+    sizes = (run.initial.numel(), run.rows, run.length, chunk, chunks)
+    arguments = (
+        run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
+        *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
+    )  # fmt: skip
+    blocks = how.blocks if as_map else 1
+    launch(
+        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, blocks, how.lead, how.precision, 2),
+        warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
+    )  # fmt: skip
+
+
+def chain(run: Run, given: Tensor, memory: tuple[Tensor, ...], chunks: int) -> None:
+    adjoints, products, maps, terms = memory[:4]
+    how, rows = _How(run), run.rows
+    groups = groups_of(chunks)
+    each = -(-chunks // groups)
+    shape = (how.width, how.padded)
+    integers = (given.dtype, chunks * rows * how.width**2 >= 2**31)
+    arguments = (adjoints, adjoints, products, adjoints, maps, terms, terms, adjoints, rows, chunks, each, 0)
+    launch(
+        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, *how.tangents, 2),
+        warps=how.warps, integers=integers,
+    )  # fmt: skip
+    arguments = (products, adjoints, given, maps, terms, rows, chunks, each, run.initial.numel(), run.length)
+    launch(wide.chain, groups * rows, arguments, (*shape, 2), warps=how.warps, integers=integers)

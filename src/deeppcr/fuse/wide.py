@@ -1,0 +1,184 @@
+"""Triton kernels that join chunks of wide states and chain their maps, whatever the step: what ``joints`` does for lanes.
+
+Shapes: N chunks in G groups, B rows, D the width. ``products`` [N, B, D, D] of the chunks and ``maps`` [G, B, D, D] of the groups have a
+tangent a row: what a correction ``d`` [D] before a chunk makes of the one behind it is ``d @ product``. A program has one group of one
+row; of products, LEAD rows.
+"""
+
+# Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .support import FAR, ROUGH, finite_or_zero, in_units, is_enough, settled
+
+#: Sizes that a kernel is not compiled for anew.
+_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "given_step", "steps"]
+_EPS = tl.constexpr(2.0**-23)
+
+
+@triton.jit
+def chunk_at(group, q, group_chunks, chunks, BACK: tl.constexpr):
+    """Of a group the chunk that comes so late; BACK: counted from the end."""
+    at = group * group_chunks + q
+    return chunks - 1 - at if BACK else at
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def gather(
+    starts, ends, products, sizes, maps, terms, largest, found, rows, chunks, group_chunks, passes,
+    BACK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Every group as one map, with its term and the size of its states; BACK: of cotangents, whose terms stand in ``ends``."""
+    block, pair = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    group, row = (pair // rows).to(tl.int64), (pair % rows).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    done = False
+    if not BACK:
+        done = settled(found, passes, row, rows, row >= 0)
+    if not done:
+        which = block * LEAD + tl.arange(0, LEAD)
+        product = tl.where(which[:, None] == i[None, :], 1.0, 0.0)
+        term = tl.zeros((PADDED,), tl.float32)
+        size = tl.zeros((PADDED,), tl.float32)
+        # Behind the last chunk nobody asks for a correction, nor before the first for a cotangent.
+        last = tl.minimum(group_chunks, chunks - 1 - group * group_chunks).to(tl.int32)
+        for q in tl.range(0, last, num_stages=STAGES):
+            n = chunk_at(group, q, group_chunks, chunks, BACK)
+            at = n * rows + row
+            p = tl.load(products + at * (WIDTH * WIDTH) + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0)
+            more = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
+            if not BACK:
+                more -= tl.load(starts + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+                size = tl.maximum(size, tl.load(sizes + at * WIDTH + i, mask=inside, other=0.0))
+            term = tl.sum(term[:, None] * p, 0) + more
+            product = tl.dot(product, p, input_precision=PRECISION)
+        out = group * rows + row
+        tl.store(maps + (out * WIDTH + which[:, None]) * WIDTH + i[None, :], product, mask=(which < WIDTH)[:, None] & inside[None, :])
+        if block == 0:
+            tl.store(terms + out * WIDTH + i, term, mask=inside)
+            if not BACK:
+                tl.store(largest + out * WIDTH + i, size, mask=inside)
+
+
+@triton.jit
+def beyond(values):
+    """Infinity where one of them is not a number."""
+    return tl.where(tl.min((tl.abs(values) < float("inf")).to(tl.int32), 0) > 0, 0.0, float("inf"))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def spread(
+    starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, ``worst`` [3, B]."""
+    group, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    tile = i[:, None] * WIDTH + i[None, :]
+    if not settled(found, passes, row, rows, row >= 0):
+        far_off, missed, rough = 0.0, 0.0, 0.0
+        d = tl.zeros((PADDED,), tl.float32)
+        size = tl.abs(tl.load(starts + row * WIDTH + i, mask=inside, other=0.0))
+        for earlier in tl.range(0, group.to(tl.int32), num_stages=STAGES):
+            at = earlier * rows + row
+            p = tl.load(maps + at * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
+            term = tl.load(terms + at * WIDTH + i, mask=inside, other=0.0)
+            size = tl.maximum(size, tl.load(largest + at * WIDTH + i, mask=inside, other=0.0))
+            d = tl.sum(d[:, None] * p, 0) + term
+            far_off = tl.maximum(far_off, beyond(d))
+            d = finite_or_zero(d)
+        count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
+        first = group * group_chunks
+        before = tl.load(ends + ((first - 1) * rows + row) * WIDTH + i, mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks), other=0.0)
+        for q in tl.range(0, count, num_stages=STAGES):
+            n = first + q
+            at = (n * rows + row) * WIDTH + i
+            joined = inside & (i * 0 + n > 0)
+            p = tl.load(products + (n * rows + row) * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
+            start = tl.load(starts + at, mask=inside, other=0.0)
+            end = tl.load(ends + at, mask=inside, other=0.0)
+            # Behind the group it may be written by now, and nobody here asks for it.
+            after = tl.load(starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0)
+            own = tl.load(sizes + at, mask=inside, other=0.0)
+            size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
+            unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)  # how far it may be off
+            miss = before - start
+            y = before + (d - miss)
+            known = beyond(tl.where(joined, d, 0.0)) + beyond(tl.where(joined, miss, 0.0)) + beyond(end)
+            # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
+            far = tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0
+            far_off = tl.maximum(far_off, tl.max(tl.where(joined, in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), 0.0), 0))
+            missed = tl.maximum(missed, tl.max(tl.where(joined, tl.abs(miss), 0.0), 0))
+            rough = tl.maximum(rough, tl.max(tl.where(joined, in_units(tl.abs(miss), _EPS * size), 0.0), 0))
+            y = tl.where(far, tl.where(tl.abs(before) < float("inf"), before, start), y)
+            y = tl.where(i * 0 + n <= passes + 1, before, y)
+            tl.store(starts + at, y, mask=joined)
+            d = tl.where(joined, y - start, 0.0)  # which is what the chunks that follow hear of
+            pushed = tl.sum(d[:, None] * p, 0)
+            # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
+            far_off = tl.maximum(far_off, tl.max(tl.where(inside, in_units(tl.abs(pushed), unit), 0.0), 0))
+            known += beyond(pushed)
+            far_off = tl.maximum(far_off, tl.where(n > 0, known, 0.0))
+            d = finite_or_zero(pushed + (end - after))
+            before = end
+        tl.atomic_max(worst + row, far_off)
+        tl.atomic_max(worst + rows + row, missed)
+        tl.atomic_max(worst + 2 * rows + row, rough)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def note(worst, found, unsettled, taken, residual, rows, passes, limit, LANES: tl.constexpr):
+    """What was found of every row, as ``joints`` has it."""
+    r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    inside = r < rows
+    alive = inside & ~settled(found, passes, r, rows, inside)
+    largest = tl.load(worst + r, mask=alive, other=0.0)
+    missed = tl.load(worst + rows + r, mask=alive, other=0.0)
+    rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
+    later = inside & (r * 0 + passes > 0)
+    before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)
+    enough = later & is_enough(before, largest)
+    # Where chunks join to the last digit, corrections are what rounding is amplified to: nothing better can be had.
+    floored = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
+    tl.store(found + passes * rows + r, tl.where(floored, 0.0, largest), mask=inside)
+    passed = (r * 0 + passes + 1).to(tl.int32)
+    tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)
+    tl.store(residual + r, missed, mask=alive)
+    tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))
+    left = inside & ~(enough | floored)
+    tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def chain(
+    products, adjoints, given, maps, terms, rows, chunks, group_chunks, given_step, steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From the maps' terms in ``adjoints`` to the cotangents behind every chunk of a group, in their place."""
+    group, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    tile = i[:, None] * WIDTH + i[None, :]
+    d = tl.load(given + (row * 0 + steps - 1) * given_step + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    for earlier in tl.range(0, group.to(tl.int32), num_stages=STAGES):
+        at = earlier * rows + row
+        p = tl.load(maps + at * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
+        d = tl.sum(d[:, None] * p, 0) + tl.load(terms + at * WIDTH + i, mask=inside, other=0.0)
+    count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
+    for q in tl.range(0, count, num_stages=STAGES):
+        at = chunk_at(group, q, group_chunks, chunks, True) * rows + row
+        p = tl.load(products + at * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
+        term = tl.load(adjoints + at * WIDTH + i, mask=inside, other=0.0)
+        tl.store(adjoints + at * WIDTH + i, d, mask=inside)
+        d = tl.sum(d[:, None] * p, 0) + term
