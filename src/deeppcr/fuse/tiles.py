@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..launch import next_power_of_2
 from .expressions import Code, Kind, NotCovered, Scalar, Value
 from .operations import is_pointwise, name_of, pointwise
+from .scalars import COPIES
 
 Shape = tuple[int, ...]
 
@@ -63,6 +64,21 @@ class Tile:
     def at(self, axis: int) -> int:
         """Where a dimension of the tensor stands in the tile."""
         return self.lead + self.axes.index(axis)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A tensor of tangents as a sum, each term a tile of tangents times a tile that has none.
+
+    Factors of rows meet here before tangents are touched, which are so many more.
+
+    Attributes:
+        shape: of the tensor
+        terms: (factor, tangents)
+    """
+
+    shape: Shape
+    terms: tuple[tuple[Tile, Tile], ...]
 
 
 def padded(size: int) -> int:
@@ -166,6 +182,76 @@ class Tiles:
         values = [tile.value for tile in tiles]
         assert isinstance(values[0], Value)
         return self.code.emit(text.format(*map(self.code.text, values)), kind or values[0].kind, *values)
+
+    # Tangents.
+
+    def solid(self, each: Any) -> Any:
+        """A combination as one tile."""
+        if not isinstance(each, Combination):
+            return each
+        total: Scalar = 0.0
+        for factor, tangents in each.terms:
+            value = self.code.mul(self.spread(tangents, each.shape, True), self.spread(factor, each.shape, True))
+            total = self.code.add(total, value)
+        clean = len(each.terms) == 1 and each.terms[0][0].value == 1 and each.terms[0][1].clean
+        return Tile(total, each.shape, lead=True, clean=clean)
+
+    def combined(self, name: str, shape: Shape, args: list[Any]) -> Combination | None:
+        """What an operation that is linear in tangents makes of them; None where it is not."""
+        tangents = [isinstance(each, Combination) or (isinstance(each, Tile) and each.lead) for each in args]
+        if name in ("neg", *COPIES) and len(args) == 1:
+            return self._scaled(args[0], Tile(-1.0 if name == "neg" else 1.0, ()), shape)
+        if name == "mul" and sum(tangents) == 1:
+            one, other = args if tangents[0] else args[::-1]
+            return self._scaled(one, _as_tile(other), shape)
+        if name == "div" and tangents == [True, False]:
+            other = _as_tile(args[1])
+            if isinstance(other.value, Value):
+                return self._scaled(args[0], replace(other, value=self.code.div(1.0, other.value), clean=False), shape)
+            return self._scaled(args[0], Tile(1.0 / other.value, ()), shape)
+        if name in ("add", "sub") and len(args) == 2:
+            return self._summed(args, [1.0, -1.0 if name == "sub" else 1.0], shape)
+        if name == "where" and not tangents[0]:
+            condition = _as_tile(args[0])
+            chosen = self._chosen(condition, 1.0, 0.0), self._chosen(condition, 0.0, 1.0)
+            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or isinstance(each, Combination | Tile) and _has_lead(each) else None
+                     for each, factor in zip(args[1:], chosen, strict=True)]  # fmt: skip
+            return None if None in parts else self._summed(parts, [1.0, 1.0], shape)
+        return None
+
+    def _chosen(self, condition: Tile, yes: float, no: float) -> Tile:
+        return replace(condition, value=self.code.where(condition.value, yes, no), clean=False)
+
+    @staticmethod
+    def _is_zero(each: Any) -> bool:
+        value = each.value if isinstance(each, Tile) else each
+        return isinstance(value, int | float) and value == 0
+
+    def _terms(self, each: Any) -> tuple[tuple[Tile, Tile], ...]:
+        if isinstance(each, Combination):
+            return each.terms
+        return () if self._is_zero(each) else ((Tile(1.0, ()), each),)
+
+    def _scaled(self, each: Any, factor: Tile, shape: Shape) -> Combination:
+        return Combination(shape, tuple((self._times(own, factor), tangents) for own, tangents in self._terms(each)))
+
+    def _times(self, a: Tile, b: Tile) -> Tile:
+        shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+        return Tile(self.code.mul(self.spread(a, shape, False), self.spread(b, shape, False)), shape)
+
+    def _summed(self, parts: list[Any], signs: list[float], shape: Shape) -> Combination | None:
+        if not all(_has_lead(each) or self._is_zero(each) for each in parts):
+            return None
+        found: dict[Tile, Tile] = {}
+        for each, sign in zip(parts, signs, strict=True):
+            for factor, tangents in self._scaled(each, Tile(sign, ()), shape).terms:
+                known = found.get(tangents)
+                if known is not None:
+                    common = tuple(torch.broadcast_shapes(known.shape, factor.shape))
+                    values = [self.spread(one, common, False) for one in (known, factor)]
+                    factor = Tile(self.code.add(*values), common)
+                found[tangents] = factor
+        return Combination(shape, tuple((factor, tangents) for tangents, factor in found.items()))
 
     # Sums.
 
@@ -319,6 +405,10 @@ class Tiles:
             found = self.replaced(found, tile, axis, at, at + tile.shape[axis])
             at += tile.shape[axis]
         return found
+
+
+def _has_lead(each: Any) -> bool:
+    return isinstance(each, Combination) or (isinstance(each, Tile) and each.lead)
 
 
 # Rules: (tiles, node, arguments, options) to a tile, or several.
@@ -593,7 +683,7 @@ def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Ti
         if node.op == "placeholder":
             known[node] = next(remaining)
         elif node.op == "output":
-            return [_as_tile(known[each]) for each in pytree.tree_leaves(node.args)]
+            return [_as_tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
         elif node.op == "get_attr":
             known[node] = getattr(graph, str(node.target))
         else:
@@ -605,12 +695,14 @@ def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Ti
 def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> Any:
     if node.target is operator.getitem:
         return args[0][args[1]]
-    if not any(isinstance(each, Tile) for each in pytree.tree_leaves((args, kwargs))):
+    if not any(isinstance(each, Tile | Combination) for each in pytree.tree_leaves((args, kwargs))):
         return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     name = name_of(node.target).split(".")[-1]
     result = node.meta.get("val")
     if isinstance(result, Tensor) and math.prod(map(padded, result.shape)) > _MOST:
         raise NotCovered(f"a tensor of {result.numel()} numbers inside a step is not covered")
+    if name in ("expand", "view", "reshape") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
+        return args[0]
     if is_pointwise(node):
         return _pointwise(node, args, name, tiles)
     if name in _LIKE:
@@ -619,7 +711,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     rule = _RULES.get(name)
     if rule is None:
         raise NotCovered(f"{name_of(node.target)} is not covered")
-    args = pytree.tree_map(lambda each: each, args)
+    args = pytree.tree_map(tiles.solid, args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
     converted = [_as_tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
     return rule(tiles, node, *converted, **options)
@@ -646,9 +738,13 @@ def _as_tile(value: Any) -> Tile:
     return Tile(numbers.pop(), tuple(value.shape))
 
 
-def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile:
+def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:
     shape = _shape_of(node)
-    given = [_as_tile(each) if isinstance(each, Tile | Tensor) else each for each in args]
+    if any(map(_has_lead, args)) and not node.kwargs:
+        combined = tiles.combined(name, shape, list(args))
+        if combined is not None:
+            return combined
+    given = [_as_tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]
