@@ -740,7 +740,7 @@ def _as_tile(value: Any) -> Tile:
 
 def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:
     shape = _shape_of(node)
-    if any(map(_has_lead, args)) and not node.kwargs:
+    if any(map(_has_lead, args)) and "alpha" not in node.kwargs:
         combined = tiles.combined(name, shape, list(args))
         if combined is not None:
             return combined
