@@ -157,8 +157,12 @@ class _Key:
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
-    """Its leaves and structure; PyTorch takes as long for a single tensor as for a nest."""
-    return ([nest], None) if isinstance(nest, Tensor) else pytree.tree_flatten(nest)
+    """Its leaves, and what tells its structure; PyTorch takes long even for a single tensor."""
+    if isinstance(nest, Tensor):
+        return [nest], None
+    if type(nest) is tuple and all(isinstance(each, Tensor) for each in nest):
+        return list(nest), len(nest)
+    return pytree.tree_flatten(nest)
 
 
 def _has_length(leaf: Any) -> bool:
@@ -193,13 +197,14 @@ def solve_fused(
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
-    initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
-    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
+    starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
+    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
-    wanted = replace(tolerance, local=True) if differentiated else tolerance
-    run = Run(fused.kernels, initial, bases, length)
-    key, kind = fused.kind(length, newton.chunk, (wanted, guess is None))
+    wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
+    run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
+    key, known = fused.kind(length, newton.chunk, (wanted, guess is None))
+    kind = known.copy()
     if loop:
         found = run.in_parallel(replace(kind, chunk=length), wanted)
     elif fixed is not None:
@@ -210,12 +215,18 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    states = found.states
-    if differentiated:
-        states = apply_directly(Apply, found, run, initial, *bases)
+    leaves = (
+        apply_directly(Apply, found, run, layout, *call.states, *bases)
+        if differentiated
+        else layout.leaves(found.states)
+    )
     looped = loop or (kind.gave_up and not found.passes)
-    solution = _solution(call, fused, found, states, newton, differentiated, fixed, looped)
-    if not loop and solution.result is not Result.NON_FINITE:  # of numbers that are none, nothing is to be learned
+    promised = tolerance if found.passes and not differentiated and newton.stop.promises else None
+    solution = _solution(
+        call, fused, found, fixed, looped, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised
+    )
+    # Of numbers that are none, nothing is to be learned.
+    if not loop and kind != known and solution.result is not Result.NON_FINITE:
         fused.kinds.put(key, kind)
     return solution
 
@@ -250,29 +261,27 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
 
 
 def _solution(
-    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None, looped: bool
-) -> FusedSolution:  # fmt: skip
+    call: Call, fused: FusedStep, found: Found, fixed: int | None, looped: bool, **known: Any
+) -> FusedSolution:
     """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
     layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, len(states)
+    rows, length = layout.rows, len(found.states)
     exact, exact_steps = length, None
-    results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
+    result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
+    results = (result,) * rows
     if fixed is None and (found.left or found.floored):
         results, exact_steps, exact = _of_rows(found, rows, length)
     if fixed is None and found.unsettled:
-        results, exact_steps, exact = _not_finite(call, results, exact_steps, states.detach(), exact)
+        results, exact_steps, exact = _not_finite(call, results, exact_steps, found.states, exact)
     result = worst_of(results)
     way = "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
         "groups of chunks" if found.passes else "none", found.chunk,
     )  # fmt: skip
-    z0 = call.z0.detach() if layout.spec.is_leaf() else pytree.tree_map(torch.detach, call.z0)
     return FusedSolution(
         (found, layout, exact_steps),
-        states=layout.unpack(states), result=result, results=results, plan=plan,
-        description=result.value.format(step=exact), z0=z0,
-        tolerance=newton.promised(layout.dtype) if found.passes and not differentiated else None,
+        result=result, results=results, plan=plan, description=result.value.format(step=exact), **known,
     )  # fmt: skip
 
 

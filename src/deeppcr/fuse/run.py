@@ -52,6 +52,9 @@ class Kind:
     passes: int = 3
     gave_up: bool = False
 
+    def copy(self) -> Kind:
+        return Kind(self.length, self.chunk, self.rolls, self.passes, self.gave_up)
+
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
         larger = _GROWTH * self.chunk
@@ -139,6 +142,7 @@ class Shape:
         rows: R
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
+        outputs: where a backward pass writes; None before the first
     """
 
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
@@ -156,6 +160,7 @@ class Shape:
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides = tuple(strides)
         self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.outputs: Any = None
 
     @staticmethod
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
@@ -179,6 +184,7 @@ class Run:
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
+        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
         # Kernels read memory as it is: what is stored as its negative is copied.
         self.initial = aligned(initial.detach().resolve_neg().contiguous())
         self.bases = [
@@ -196,19 +202,14 @@ class Run:
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
-        homes, places = {}, []  # of every tensor which piece of memory it lies in, and where
-        for tensor in (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors):
-            home = tensor.untyped_storage().data_ptr()
-            number, first = homes.setdefault(home, (len(homes), tensor))
-            places += (number, tensor.data_ptr() - first.data_ptr())
-        repeat((self.shape, *key, *places), tuple([first for _, first in homes.values()]), make)
+        tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
+        repeat((self.shape, *key), tensors, make)
 
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
 
     def loop(self, states: Tensor, found: Found | None = None) -> None:
         """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
-        self.kernels.roll  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
