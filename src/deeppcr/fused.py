@@ -6,6 +6,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -293,7 +294,7 @@ class FusedSolution(Solution):
         known: attributes of a Solution
     """
 
-    def __init__(self, late: tuple[Found, Layout, Tensor | None] | None = None, **known: Any):
+    def __init__(self, late: tuple[Found, Layout, list[int] | None] | None = None, **known: Any):
         self.__dict__.update(known, _late=late)
 
     def told_as(self, result: Result) -> FusedSolution:
@@ -306,9 +307,7 @@ class FusedSolution(Solution):
         }
         assert self._late is not None
         found, layout, _ = self._late
-        return FusedSolution(
-            (found, layout, torch.zeros(layout.rows, dtype=torch.int64, device=layout.device)), **known
-        )
+        return FusedSolution((found, layout, [0] * layout.rows), **known)
 
     def __getattr__(self, name: str) -> Any:
         make, late = _LATE.get(name), self.__dict__.get("_late")
@@ -327,45 +326,46 @@ def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
     return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape((*of_lanes.shape[:-1], *layout.batch_shape))
 
 
-_LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
+_LATE: dict[str, Callable[[Found, Layout, list[int] | None], Tensor]] = {
     "iterations": lambda found, layout, _: _by_row(found.notes.taken.abs(), layout).long(),
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
         torch.full(layout.batch_shape, len(found.states), device=layout.device)
         if exact is None
-        else exact.reshape(layout.batch_shape)
+        else torch.tensor(exact, device=layout.device).reshape(layout.batch_shape)
     ),
 }
 
 
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor, int]:
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int], int]:
     """Where not all lanes were settled by their corrections: how each row ended, its exact steps, and the fewest of them."""
-    last, before = found.notes.corrections[found.passes - 2 : found.passes].double().flip(0)
+    notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
+    floored = (notes.taken < 0).view(rows, -1).any(-1)
+    results = [(Result.CONVERGED, Result.PRECISION_FLOOR)[rough] for rough in floored.tolist()]
+    if not found.left:
+        return tuple(results), [length] * rows, length
+    before, last = notes.corrections[found.passes - 2 : found.passes].double()
     enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
-    left = ~enough if found.left else torch.zeros_like(enough)
-    left, floored = (each.unflatten(0, (rows, -1)).any(-1) for each in (left, found.notes.taken < 0))
-    exact = min(length, found.passes * found.chunk)
-    results = tuple(
-        Result.FINISHED_BY_LOOP if looped else Result.PRECISION_FLOOR if rough else Result.CONVERGED
-        for looped, rough in zip(left.tolist(), floored.tolist(), strict=True)
-    )
-    return results, torch.where(left, exact, length), exact
+    left = (~enough).view(rows, -1).any(-1).tolist()
+    results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(left, results, strict=True)]
+    return tuple(results), [exact if looped else length for looped in left], exact
 
 
 def _not_finite(
-    call: Call, results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
-) -> tuple[tuple[Result, ...], Tensor | None, int]:
+    call: Call, results: tuple[Result, ...], exact_steps: list[int] | None, states: Tensor, exact: int
+) -> tuple[tuple[Result, ...], list[int] | None, int]:
     """Rows whose states are not finite somewhere end so."""
-    at = first_not_finite(states)
-    places = at.tolist()
-    if max(places, default=-1) < 0:
+    # Mostly all are, and this one number tells.
+    if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
         return results, exact_steps, exact
+    places = first_not_finite(states).tolist()
     if 0 in places:
         Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
-    known = torch.full_like(at, len(states)) if exact_steps is None else exact_steps
-    return found, torch.where(at >= 0, at, known), min(place for place in places if place >= 0) + 1
+    known = [place if place >= 0 else len(states) if exact_steps is None else exact_steps[row]
+             for row, place in enumerate(places)]  # fmt: skip
+    return found, known, min(place for place in places if place >= 0) + 1
 
 
 def forget_kernels() -> None:

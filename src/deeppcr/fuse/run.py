@@ -6,6 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,6 +118,12 @@ class Notes:
         self._limit, self._rows, every = limit, rows, _aligned_size(limit * rows)
         self._places = every, every + _aligned_size(rows), every + 2 * _aligned_size(rows)
         self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
+
+    def on_host(self) -> Notes:
+        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
+        found = copy(self)
+        found.memory = self.memory.cpu()
+        return found
 
     @property
     def corrections(self) -> Tensor:
@@ -254,8 +261,8 @@ class Run:
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
         states, notes = self.new_states(), Notes(limit, rows, self.device)
         if chunks == 1:
+            self.repeat(("loop",), (states,), partial(self.loop, states))
             notes.memory.zero_()
-            self.loop(states)
             return Found(states, notes, 0, chunk, 0, 0, rows)
         groups, lanes = groups_of(chunks, rows)
         real, parts = self.program.dtype, parts_of_workspace(width, rows, chunks, groups, 3)
