@@ -6,6 +6,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -157,8 +158,12 @@ class _Key:
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
-    """Its leaves and structure; PyTorch takes as long for a single tensor as for a nest."""
-    return ([nest], None) if isinstance(nest, Tensor) else pytree.tree_flatten(nest)
+    """Its leaves, and what tells its structure; PyTorch takes long even for a single tensor."""
+    if isinstance(nest, Tensor):
+        return [nest], None
+    if type(nest) is tuple and all(isinstance(each, Tensor) for each in nest):
+        return list(nest), len(nest)
+    return pytree.tree_flatten(nest)
 
 
 def _has_length(leaf: Any) -> bool:
@@ -193,13 +198,14 @@ def solve_fused(
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
-    initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
-    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
+    starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
+    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
-    wanted = replace(tolerance, local=True) if differentiated else tolerance
-    run = Run(fused.kernels, initial, bases, length)
-    key, kind = fused.kind(length, newton.chunk, (wanted, guess is None))
+    wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
+    run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
+    key, known = fused.kind(length, newton.chunk, (wanted, guess is None))
+    kind = known.copy()
     if loop:
         found = run.in_parallel(replace(kind, chunk=length), wanted)
     elif fixed is not None:
@@ -210,12 +216,18 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    states = found.states
-    if differentiated:
-        states = apply_directly(Apply, found, run, initial, *bases)
+    leaves = (
+        apply_directly(Apply, found, run, layout, *call.states, *bases)
+        if differentiated
+        else layout.leaves(found.states)
+    )
     looped = loop or (kind.gave_up and not found.passes)
-    solution = _solution(call, fused, found, states, newton, differentiated, fixed, looped)
-    if not loop and solution.result is not Result.NON_FINITE:  # of numbers that are none, nothing is to be learned
+    promised = tolerance if found.passes and not differentiated and newton.stop.promises else None
+    solution = _solution(
+        call, fused, found, fixed, looped, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised
+    )
+    # Of numbers that are none, nothing is to be learned.
+    if not loop and kind != known and solution.result is not Result.NON_FINITE:
         fused.kinds.put(key, kind)
     return solution
 
@@ -250,29 +262,27 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
 
 
 def _solution(
-    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None, looped: bool
-) -> FusedSolution:  # fmt: skip
+    call: Call, fused: FusedStep, found: Found, fixed: int | None, looped: bool, **known: Any
+) -> FusedSolution:
     """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
     layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, len(states)
+    rows, length = layout.rows, len(found.states)
     exact, exact_steps = length, None
-    results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
+    result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
+    results = (result,) * rows
     if fixed is None and (found.left or found.floored):
         results, exact_steps, exact = _of_rows(found, rows, length)
     if fixed is None and found.unsettled:
-        results, exact_steps, exact = _not_finite(call, results, exact_steps, states.detach(), exact)
+        results, exact_steps, exact = _not_finite(call, results, exact_steps, found.states, exact)
     result = worst_of(results)
     way = "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
         "groups of chunks" if found.passes else "none", found.chunk,
     )  # fmt: skip
-    z0 = call.z0.detach() if layout.spec.is_leaf() else pytree.tree_map(torch.detach, call.z0)
     return FusedSolution(
         (found, layout, exact_steps),
-        states=layout.unpack(states), result=result, results=results, plan=plan,
-        description=result.value.format(step=exact), z0=z0,
-        tolerance=newton.promised(layout.dtype) if found.passes and not differentiated else None,
+        result=result, results=results, plan=plan, description=result.value.format(step=exact), **known,
     )  # fmt: skip
 
 
@@ -284,7 +294,7 @@ class FusedSolution(Solution):
         known: attributes of a Solution
     """
 
-    def __init__(self, late: tuple[Found, Layout, Tensor | None] | None = None, **known: Any):
+    def __init__(self, late: tuple[Found, Layout, list[int] | None] | None = None, **known: Any):
         self.__dict__.update(known, _late=late)
 
     def told_as(self, result: Result) -> FusedSolution:
@@ -297,9 +307,7 @@ class FusedSolution(Solution):
         }
         assert self._late is not None
         found, layout, _ = self._late
-        return FusedSolution(
-            (found, layout, torch.zeros(layout.rows, dtype=torch.int64, device=layout.device)), **known
-        )
+        return FusedSolution((found, layout, [0] * layout.rows), **known)
 
     def __getattr__(self, name: str) -> Any:
         make, late = _LATE.get(name), self.__dict__.get("_late")
@@ -318,45 +326,46 @@ def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
     return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape((*of_lanes.shape[:-1], *layout.batch_shape))
 
 
-_LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
+_LATE: dict[str, Callable[[Found, Layout, list[int] | None], Tensor]] = {
     "iterations": lambda found, layout, _: _by_row(found.notes.taken.abs(), layout).long(),
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
         torch.full(layout.batch_shape, len(found.states), device=layout.device)
         if exact is None
-        else exact.reshape(layout.batch_shape)
+        else torch.tensor(exact, device=layout.device).reshape(layout.batch_shape)
     ),
 }
 
 
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor, int]:
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int], int]:
     """Where not all lanes were settled by their corrections: how each row ended, its exact steps, and the fewest of them."""
-    last, before = found.notes.corrections[found.passes - 2 : found.passes].double().flip(0)
+    notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
+    floored = (notes.taken < 0).view(rows, -1).any(-1)
+    results = [(Result.CONVERGED, Result.PRECISION_FLOOR)[rough] for rough in floored.tolist()]
+    if not found.left:
+        return tuple(results), [length] * rows, length
+    before, last = notes.corrections[found.passes - 2 : found.passes].double()
     enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
-    left = ~enough if found.left else torch.zeros_like(enough)
-    left, floored = (each.unflatten(0, (rows, -1)).any(-1) for each in (left, found.notes.taken < 0))
-    exact = min(length, found.passes * found.chunk)
-    results = tuple(
-        Result.FINISHED_BY_LOOP if looped else Result.PRECISION_FLOOR if rough else Result.CONVERGED
-        for looped, rough in zip(left.tolist(), floored.tolist(), strict=True)
-    )
-    return results, torch.where(left, exact, length), exact
+    left = (~enough).view(rows, -1).any(-1).tolist()
+    results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(left, results, strict=True)]
+    return tuple(results), [exact if looped else length for looped in left], exact
 
 
 def _not_finite(
-    call: Call, results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
-) -> tuple[tuple[Result, ...], Tensor | None, int]:
+    call: Call, results: tuple[Result, ...], exact_steps: list[int] | None, states: Tensor, exact: int
+) -> tuple[tuple[Result, ...], list[int] | None, int]:
     """Rows whose states are not finite somewhere end so."""
-    at = first_not_finite(states)
-    places = at.tolist()
-    if max(places, default=-1) < 0:
+    # Mostly all are, and this one number tells.
+    if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
         return results, exact_steps, exact
+    places = first_not_finite(states).tolist()
     if 0 in places:
         Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
-    known = torch.full_like(at, len(states)) if exact_steps is None else exact_steps
-    return found, torch.where(at >= 0, at, known), min(place for place in places if place >= 0) + 1
+    known = [place if place >= 0 else len(states) if exact_steps is None else exact_steps[row]
+             for row, place in enumerate(places)]  # fmt: skip
+    return found, known, min(place for place in places if place >= 0) + 1
 
 
 def forget_kernels() -> None:

@@ -168,19 +168,28 @@ class Noted:
     def of(
         launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...], result: Tensor | None, made: list[Tensor]
     ) -> Noted | None:
-        """None where they cannot be made again: nothing was compiled, two tensors share their memory, or a kernel was given memory
+        """None where they cannot be made again: nothing was compiled, a view may be one of two tensors, or a kernel was given memory
         that is neither theirs nor was ``made`` for it."""
         every, like = tensors if result is None else (*tensors, result), tensors[-1]
-        # Scratch memory is the first place, the result the last: it may still have to be made.
-        homes = {_storage(tensor): (1 + slot, tensor.data_ptr()) for slot, tensor in enumerate(every)}
-        if len(homes) < len(every) or any(compiled is None for compiled, *_ in launches):
+        # Scratch memory is the first place, the result the last: it may still have to be made. A tensor is known by itself, wherever it
+        # lies; a view of one by the memory that it shares with it, and with no other.
+        itself = {id(tensor): 1 + slot for slot, tensor in enumerate(every)}
+        if len(itself) < len(every) or any(compiled is None for compiled, *_ in launches):
             return None
+        homes, shared = {}, set()
+        for slot, tensor in enumerate(every):
+            if homes.setdefault(_storage(tensor), (1 + slot, tensor.data_ptr()))[0] != 1 + slot:
+                shared.add(_storage(tensor))
         found, scratch, own, early = [], 0, {_storage(tensor) for tensor in made}, 0
         for number, (compiled, programs, arguments) in enumerate(launches):
             pointers = []
             for at, argument in enumerate(arguments):
-                if isinstance(argument, Tensor):
+                if id(argument) in itself:
+                    pointers.append((_FIRST + at, itself[id(argument)], 0))
+                elif isinstance(argument, Tensor):
                     home = _storage(argument)
+                    if home in shared:
+                        return None
                     if home not in homes:
                         if home not in own:
                             return None

@@ -79,7 +79,8 @@ def is_observed(data: Tensor, rhs: Tensor) -> bool:
 
 def has_tangent(leaf: Any) -> bool:
     """Whether a value carries a forward-mode derivative of the caller's."""
-    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+    inside = forward_ad._current_level >= 0  # of a level: outside of all, to ask takes as long as to launch
+    return inside and isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def version_of(tensor: Tensor) -> int | None:

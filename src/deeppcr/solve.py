@@ -270,15 +270,14 @@ def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
     """What gives the leaves of a state: for one tensor and for a tuple of them, in less time than a step takes."""
     if layout.spec.is_leaf():
         return lambda z: (z,)
-    plain = layout.spec.type is tuple and layout.spec.num_children == len(layout.shapes)
     general = lambda z: pytree.tree_leaves(layout.in_order(z))  # noqa: E731
-    return (lambda z: z if type(z) is tuple else general(z)) if plain else general
+    return (lambda z: z if type(z) is tuple else general(z)) if layout.is_tuple else general
 
 
 def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
     """What a loop found, and warned of where it is not finite."""
     rows, length, device, batch = layout.rows, len(states[0]), layout.device, layout.batch_shape
-    packed = layout.pack(pytree.tree_unflatten([leaf.detach() for leaf in states], layout.spec), lead=1)
+    packed = layout.pack_leaves([leaf.detach() for leaf in states], lead=1)
     exact = torch.full((rows,), length, device=device)
     result, results = Result.LOOP, (Result.LOOP,) * rows
     description = result.value
@@ -290,7 +289,7 @@ def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
         description = result.value.format(step=min(place for place in places if place >= 0) + 1)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
     return Solution(
-        states=pytree.tree_unflatten(states, layout.spec),
+        states=layout.nest(states),
         iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
         residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
         result=result,

@@ -54,9 +54,9 @@ class Fused:
 
     def states(self, chunk, **options):
         """The same as states, differentiable."""
-        run, initial, bases = self.run(), self.layout.pack(self.z0), self.bases()
+        run, bases = self.run(), self.bases()
         found = self.solve(chunk, **options)
-        return self.layout.unpack(Apply.apply(found, run, initial, *bases))
+        return self.layout.nest(Apply.apply(found, run, self.layout, *pytree.tree_leaves(self.z0), *bases))
 
     def of_step(self, l, adjoint=None):
         """What the program says of step l from z0 on, by NumPy: values [B, D], Jacobians [R, K, K] and, by base, cotangents [B, ...].

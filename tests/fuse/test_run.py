@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from deeppcr import Newton
+from deeppcr import Newton, launch
 from deeppcr.fuse.back import pull_back
 from deeppcr.fuse.run import Kind, first_chunk
 from fuse.loops import Fused, by_loop
@@ -52,14 +52,14 @@ def narrow(width, device, rows=3, length=13):
     return step, normal(rows, width, device=device), xs, [weight, shift]
 
 
-def compare(step, z0, xs, closures, chunk, rtol=1e-9, **options):
+def compare(step, z0, xs, closures, chunk, rtol=1e-9, length=None, **options):
     """States, and gradients of z0, xs and closures, are those of the loop."""
     given = [*pytree.tree_leaves(z0), *pytree.tree_leaves(xs), *closures]
-    given = [tensor for tensor in given if tensor.is_floating_point()]
+    given = [tensor for tensor in given if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()]
     for tensor in given:
         tensor.requires_grad_()
-    fused = Fused(step, z0, xs)
-    ours, theirs = fused.states(chunk, **options), by_loop(step, z0, xs)
+    fused = Fused(step, z0, xs, length=length)
+    ours, theirs = fused.states(chunk, **options), by_loop(step, z0, xs, length)
     assert pytree.tree_structure(ours) == pytree.tree_structure(theirs)
     losses = []
     for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
@@ -271,6 +271,17 @@ def test_cotangents_of_tensors_that_leaves_share(device):
     compare(step, normal(2, 3, device=device), normal(9, 4, device=device), [], chunk=4)
 
 
+def test_cotangents_of_what_steps_share_are_one_sum(device):
+    """Of several tensors, of parts of one, and of one that rows have each: compared, and then counted."""
+    weights, pair = [normal(3, device=device) for _ in range(2)], normal(2, 3, device=device)
+    step = lambda z: weights[0] * torch.sin(weights[1] * z) + pair[0] * torch.cos(pair[1] * z)  # noqa: E731
+    fused = compare(step, normal(2, 3, device=device), None, [*weights, pair], chunk=4, length=9)
+    run, found = fused.run(), fused.solve(4)
+    with torch.profiler.profile() as profile:
+        pull_back(run, found.states, torch.ones_like(found.states), 4)
+    assert [event.count for event in profile.key_averages() if event.key == "aten::sum"] == [1]
+
+
 def test_a_part_of_what_is_read_gets_zeros(device, poisoned_memory):
     """What no lane reads of an input has a gradient of 0, not of whatever memory held."""
     compare(
@@ -353,3 +364,15 @@ def test_launches_are_repeated_for_tensors_that_lie_alike_only(device, compiled)
                 for a, b in zip(*(torch.autograd.grad(s.sum(), [z, x]) for s in (ours, theirs)), strict=True):
                     assert error(a, b) < 1e-12
     assert device.type == "cuda" or compiled() > 0
+
+
+def test_launches_of_both_directions_are_noted(device, compiled, monkeypatch):
+    """Whatever comes with the source of derivatives, and however the tensors share their memory."""
+    monkeypatch.setattr(launch, "_noted", {})
+    memory = normal(4, 3, device=device)
+    first, second = memory[0].requires_grad_(), memory[1].requires_grad_()
+    fused = Fused(lambda z: 0.5 * torch.sin(first * z) + 0.3 * z**3 * second, memory[2:], length=9)
+    for _ in range(2):
+        torch.autograd.grad(fused.states(4).sum(), [first, second])
+    assert len(launch._noted) > 1
+    assert None not in launch._noted.values()

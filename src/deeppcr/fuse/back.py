@@ -5,14 +5,14 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import aligned, launch
+from ..launch import aligned, kinds, launch
 from ..runtime import check_backward
+from ..sequence.layout import Layout
 from .joints import parts_of
 from .parts import Leaf
 from .run import Found, Run, first_chunk, groups_of, parts_of_workspace
@@ -24,138 +24,178 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     Args:
         states, given: [L, B, D], the states and their cotangents
     """
-    program, width, rows = run.program, run.program.width, run.rows
-    sweeping, chain, real = run.kernels.sweep, run.kernels.joints.chain, program.dtype
+    program, width, rows, sweeping = run.program, run.program.width, run.rows, run.kernels.sweep
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
     given = aligned(given.resolve_neg().contiguous())
-    outputs = _Outputs(run, chunks)
+    outputs = Outputs.of(run)
+    memory = outputs.memory(run, chunks)
     of_initial = torch.empty_like(run.initial)
-    step, batch = run.initial.numel(), rows // program.channels
+    step = run.initial.numel()
     groups, lanes = groups_of(chunks, rows)
     parts = parts_of_workspace(width, rows, chunks, groups, 1)
-    workspace = torch.empty(sum(parts), dtype=real, device=run.device)
-    adjoints, products, maps = workspace.split(parts)
-    sizes = (step, rows, program.channels, run.length, chunk, chunks)
+    workspace = torch.empty(sum(parts), dtype=program.dtype, device=run.device)
 
     def sweep(as_map: bool) -> None:
+        adjoints, products, _ = workspace.split(parts)
+        sizes, into = (step, rows, program.channels, run.length, chunk, chunks), outputs.pointers(run, memory)
         arguments = (
             run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
-            *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
+            *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
         )  # fmt: skip
         launch(
             sweeping, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
-            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
+            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
         )  # fmt: skip
 
     def all_of_it() -> None:
         sweep(True)
+        adjoints, products, maps = workspace.split(parts)
         sizes_of_chain = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
         for part in parts_of(width):
             launch(
-                chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (part, groups, lanes),
-                warps=max(1, groups * lanes // 32), integers=(real, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
+                run.kernels.joints.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (part, groups, lanes),
+                warps=max(1, groups * lanes // 32),
+                integers=(program.dtype, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
             )  # fmt: skip
         sweep(False)
 
     if chunks > 1:
-        tensors = (states, given, workspace, of_initial, *outputs.tensors)
-        run.repeat(("back", chunk, outputs.strides), tensors, all_of_it)
+        run.repeat(("back", chunk), (states, given, workspace, of_initial, *memory), all_of_it)
     else:
+        batch = rows // program.channels
         last = given[-1].reshape(batch, width, program.channels)
-        adjoints[: width * rows].view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
+        workspace[: width * rows].view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
         sweep(False)
-    return of_initial, outputs.of_bases()
+    return of_initial, outputs.of_bases(run, memory)
 
 
-class _Outputs:
-    """Where cotangents of what is read are written.
+class Outputs:
+    """Where cotangents of what is read are written, of runs of one shape.
 
     What belongs to one row at one step goes straight to its place in the cotangent of its base, where leaves of the base do not
-    overlap. The rest is written row by row, or chunk by chunk, and summed.
+    overlap. The rest is written by every row, and at every step or by every chunk, and summed: that of all bases side by side, so that
+    it is one sum. A base that its leaves cover, each of its numbers once, has there one place; else its leaves have one each, and are
+    added up.
+
+    Attributes:
+        strides: of every leaf how far apart steps (or chunks), rows and channels are, and where the first one is
     """
 
-    def __init__(self, run: Run, chunks: int):
-        program, self._run = run.program, run
-        batch = run.rows // program.channels
-        self._direct: dict[int, Tensor] = {}
-        self._summed: list[tuple[Leaf, Tensor]] = []
-        self.pointers, strides = [], []
+    def __init__(self, run: Run):
+        program = run.program
+        self._batch, self._length = run.rows // program.channels, run.length
+        self._direct: dict[int, bool] = {}  # of a base, whether it is written in all of its places
+        self._summed: dict[tuple[bool, bool], int] = {}  # by what is per step and per row: numbers side by side
+        self._places: dict[int, tuple[tuple[bool, bool], int]] = {}  # of a base, where it begins among these
+        self._added: list[tuple[Leaf, int]] = []  # and of a leaf
+        self._slots: list[int | tuple[bool, bool] | None] = []  # of every leaf: its base, or which sum
+        inside: list[tuple[int, int]] = []  # of every leaf, its channels' spacing and its offset
         for leaf in program.leaves:
-            base = run.bases[leaf.base]
-            real = leaf.dtype.is_floating_point
-            count = program.channels if program.elementwise else math.prod(leaf.shape)
-            if real and leaf.per_step and leaf.per_row and program.are_apart(leaf.base):
-                if leaf.base not in self._direct:
-                    whole = program.covers_whole(leaf.base)
-                    shape = base.shape
-                    self._direct[leaf.base] = (torch.empty if whole else torch.zeros)(
-                        shape, dtype=base.dtype, device=base.device
-                    )
-                output = self._direct[leaf.base]
-                numbers = (output.stride(0), output.stride(1), leaf.spacing, leaf.offset)
-            elif real:
-                parts = run.length if leaf.per_step else chunks
-                output = torch.empty(parts, batch, count, dtype=program.dtype, device=run.device)
-                self._summed.append((leaf, output))
-                numbers = (batch * count, count, 1, 0)
+            base, kind = run.bases[leaf.base], (leaf.per_step, leaf.per_row)
+            apart, whole = program.are_apart(leaf.base), program.covers_whole(leaf.base)
+            if not leaf.dtype.is_floating_point:  # nothing is written
+                self._slots.append(None)
+                inside.append((0, 0))
+            elif all(kind) and apart:
+                self._direct[leaf.base] = whole
+                self._slots.append(leaf.base)
+                inside.append((leaf.spacing, leaf.offset))
             else:
-                output, numbers = run.initial, (0, 0, 0, 0)  # nothing is written
-            self.pointers.append(output)
-            strides += numbers
+                begin = end = self._summed.get(kind, 0)
+                if apart and whole:
+                    _, begin = self._places.setdefault(leaf.base, (kind, begin))
+                    inside.append((leaf.spacing, begin + leaf.offset))
+                    end = max(end, begin + base.shape[sum(kind) :].numel())
+                else:
+                    self._added.append((leaf, begin))
+                    inside.append((1, begin))
+                    end = begin + program.channels
+                self._summed[kind] = end
+                self._slots.append(kind)
+        strides: list[int] = []
+        for slot, numbers in zip(self._slots, inside, strict=True):
+            if slot is None:
+                strides += (0, 0, *numbers)
+            elif isinstance(slot, tuple):
+                strides += (self._batch * self._summed[slot], self._summed[slot], *numbers)
+            else:
+                row = run.bases[slot].shape[2:].numel()
+                strides += (self._batch * row, row, *numbers)
         self.strides = tuple(strides)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self._direct.values(), *(output for _, output in self._summed)]
+    @staticmethod
+    def of(run: Run) -> Outputs:
+        shape = run.shape
+        if shape.outputs is None:
+            shape.outputs = Outputs(run)
+        return shape.outputs
 
-    @property
-    def kinds(self) -> tuple:
-        return tuple((output.dtype, output.data_ptr() % 16) for output in self.pointers)
+    def memory(self, run: Run, chunks: int) -> list[Tensor]:
+        """Tensors to be written: of bases, and [steps or chunks, rows, numbers] to be summed."""
+        found = []
+        for index, whole in self._direct.items():
+            base = run.bases[index]
+            found.append((torch.empty if whole else torch.zeros)(base.shape, dtype=base.dtype, device=run.device))
+        for (per_step, _), size in self._summed.items():
+            parts = self._length if per_step else chunks
+            found.append(torch.empty(parts, self._batch, size, dtype=run.program.dtype, device=run.device))
+        return found
 
-    def of_bases(self) -> list[Tensor | None]:
+    def pointers(self, run: Run, memory: list[Tensor]) -> list[Tensor]:
+        """Of every leaf the tensor that it is written to."""
+        where = dict(zip((*self._direct, *self._summed), memory, strict=True))
+        return [run.initial if slot is None else where[slot] for slot in self._slots]
+
+    def of_bases(self, run: Run, memory: list[Tensor]) -> list[Tensor | None]:
         """One for each base, in its shape."""
-        run, program = self._run, self._run.program
-        found: dict[int, Tensor] = dict(self._direct)
-        for leaf, output in self._summed:
-            if not leaf.per_step:
-                output = output.sum(0)
-            if not leaf.per_row:
-                output = output.sum(int(leaf.per_step))
-            base = run.bases[leaf.base]
-            lead = leaf.per_step + leaf.per_row
-            inner = base.shape[lead:].numel()
-            if not program.elementwise:
-                found[leaf.base] = output.reshape(base.shape).to(base.dtype)
-                continue
-            if leaf.base not in found:
-                found[leaf.base] = torch.zeros(*base.shape[:lead], inner, dtype=program.dtype, device=run.device)
-            into = found[leaf.base].view(*base.shape[:lead], inner)
+        found: dict[int, Tensor] = dict(zip(self._direct, memory, strict=False))
+        sums = {}
+        for kind, written in zip(self._summed, memory[len(self._direct) :], strict=True):
+            over = [dim for dim, each in enumerate(kind) if not each]
+            sums[kind] = written.sum(over) if over else written
+        for index, (kind, begin) in self._places.items():
+            base = run.bases[index]
+            part = sums[kind].narrow(-1, begin, base.shape[sum(kind) :].numel())
+            found[index] = (part if part.shape == base.shape else part.reshape(base.shape)).to(base.dtype)
+        if self._added:
+            self._add_up(run, sums, found)
+        return [found.get(index) for index in range(len(run.bases))]
+
+    def _add_up(self, run: Run, sums: dict[tuple[bool, bool], Tensor], found: dict[int, Tensor]) -> None:
+        """Leaves of an elementwise step that share numbers of their base, or leave some out."""
+        channels, totals = run.program.channels, {}
+        for leaf, begin in self._added:
+            base, kind = run.bases[leaf.base], (leaf.per_step, leaf.per_row)
+            total = totals.get(leaf.base)
+            if total is None:
+                shape = (*base.shape[: sum(kind)], base.shape[sum(kind) :].numel())
+                total = totals[leaf.base] = torch.zeros(shape, dtype=run.program.dtype, device=run.device)
+            of_leaf = sums[kind].narrow(-1, begin, channels)
             if leaf.spacing == 0:
-                into[..., leaf.offset] += output.sum(-1)
+                total[..., leaf.offset] += of_leaf.sum(-1)
             else:
-                last = leaf.offset + leaf.spacing * (program.channels - 1)
-                into[..., leaf.offset : last + 1 : leaf.spacing] += output
-        return [
-            found[index].reshape(base.shape).to(base.dtype) if index in found else None
-            for index, base in enumerate(run.bases)
-        ]
+                last = leaf.offset + leaf.spacing * (channels - 1)
+                total[..., leaf.offset : last + 1 : leaf.spacing] += of_leaf
+        for index, total in totals.items():
+            base = run.bases[index]
+            found[index] = total.reshape(base.shape).to(base.dtype)
 
 
 class Apply(torch.autograd.Function):
-    """The states [L, B, D] of a run as a function of the initial state [B, D] and of the bases."""
+    """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
 
     @staticmethod
-    def forward(ctx: Any, found: Found, run: Run, initial: Tensor, *bases: Tensor):
+    def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor):
         # Backwards it is a linear system, in parallel whatever the way forwards was.
         usual = first_chunk(run.length, run.rows, run.program.elementwise)
-        ctx.run, ctx.chunk = run, min(found.chunk, usual)
-        ctx.save_for_backward(found.states, initial, *bases)  # so that who changes them before a backward pass is told
-        return found.states.view_as(found.states)
+        ctx.run, ctx.layout, ctx.chunk = run, layout, min(found.chunk, usual)
+        ctx.save_for_backward(found.states, *given)  # so that who changes them before a backward pass is told
+        return tuple(layout.leaves(found.states))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         check_backward(grad_outputs[0])
-        states, *_ = ctx.saved_tensors
-        of_initial, of_bases = pull_back(ctx.run, states, grad_outputs[0], ctx.chunk)
-        return None, None, of_initial, *of_bases
+        layout, (states, *_) = ctx.layout, ctx.saved_tensors
+        of_initial, of_bases = pull_back(ctx.run, states, layout.pack_leaves(grad_outputs, 1), ctx.chunk)
+        return None, None, None, *layout.leaves(of_initial), *of_bases

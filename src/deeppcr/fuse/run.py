@@ -6,6 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +53,9 @@ class Kind:
     rolls: int = 0
     passes: int = 3
     gave_up: bool = False
+
+    def copy(self) -> Kind:
+        return Kind(self.length, self.chunk, self.rolls, self.passes, self.gave_up)
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -116,6 +120,12 @@ class Notes:
         self._places = every, every + _aligned_size(rows), every + 2 * _aligned_size(rows)
         self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
 
+    def on_host(self) -> Notes:
+        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
+        found = copy(self)
+        found.memory = self.memory.cpu()
+        return found
+
     @property
     def corrections(self) -> Tensor:
         return self.memory[: self._limit * self._rows].view(self._limit, self._rows)
@@ -140,6 +150,7 @@ class Shape:
         rows: R
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
+        outputs: where a backward pass writes; None before the first
     """
 
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
@@ -158,6 +169,7 @@ class Shape:
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides = tuple(strides)
         self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.outputs: Any = None
 
     @staticmethod
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
@@ -181,6 +193,7 @@ class Run:
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
+        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
         # Kernels read memory as it is: what is stored as its negative is copied.
         self.initial = aligned(initial.detach().resolve_neg().contiguous())
         self.bases = [
@@ -198,19 +211,14 @@ class Run:
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
-        homes, places = {}, []  # of every tensor which piece of memory it lies in, and where
-        for tensor in (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors):
-            home = tensor.untyped_storage().data_ptr()
-            number, first = homes.setdefault(home, (len(homes), tensor))
-            places += (number, tensor.data_ptr() - first.data_ptr())
-        repeat((self.shape, *key, *places), tuple([first for _, first in homes.values()]), make)
+        tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
+        repeat((self.shape, *key), tensors, make)
 
     def new_states(self) -> Tensor:
         return self.initial.new_empty(self.length, *self.initial.shape)
 
     def loop(self, states: Tensor, found: Found | None = None) -> None:
         """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
-        self.kernels.roll  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
@@ -259,8 +267,8 @@ class Run:
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
         states, notes = self.new_states(), Notes(limit, rows, self.device)
         if chunks == 1:
+            self.repeat(("loop",), (states,), partial(self.loop, states))
             notes.memory.zero_()
-            self.loop(states)
             return Found(states, notes, 0, chunk, 0, 0, rows)
         if self.shape.tiled:
             parts = [_aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]

@@ -69,7 +69,7 @@ class FusedStep:
         return FusedStep(Kernels(program), layout, tuple(where[id(tensor)] for tensor in row.closures))
 
     def kind(self, length: int, chunk: int | str, settings: tuple) -> tuple[tuple, Kind]:
-        """What is known of solves of this length, to be changed by one of them and noted in ``kinds``; and by which key.
+        """What is known of solves of this length, and by which key: a copy is for one of them to change, and to be noted in ``kinds``.
 
         Args:
             chunk: steps of a chunk at first, or "auto"
@@ -82,7 +82,7 @@ class FusedStep:
             rows = self.layout.rows * program.channels
             first = first_chunk(length, rows, program.elementwise) if isinstance(chunk, str) else min(chunk, length)
             return key, Kind(length, first)
-        return key, replace(found)
+        return key, found
 
     def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
         """What the kernels read from, differentiable in xs and in what the step closes over."""

@@ -6,6 +6,7 @@ one tensor [L, B, D]; nests of tensors are packed and unpacked here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,7 +76,7 @@ class Layout:
     def rows(self) -> int:
         return self.batch_shape.numel()
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [shape.numel() for shape in self.shapes]
 
@@ -85,24 +86,35 @@ class Layout:
 
     def pack(self, nest: Any, lead: int = 0) -> Tensor:
         """Leaves [*lead, *batch, *state] to [*lead, B, D]; B may differ from ``rows``."""
-        if isinstance(nest, Tensor):
-            return nest.reshape((*nest.shape[:lead], -1, self.width))
+        return self.pack_leaves([nest] if isinstance(nest, Tensor) else pytree.tree_leaves(nest), lead)
+
+    def pack_leaves(self, leaves: Sequence[Tensor], lead: int = 0) -> Tensor:
         flat = [
-            leaf.reshape((*leaf.shape[:lead], -1, size))
-            for leaf, size in zip(pytree.tree_leaves(nest), self.sizes, strict=True)
+            # Not even a view where it lies so already: to make one takes as long as a launch.
+            leaf if leaf.ndim == lead + 2 and leaf.shape[-1] == size else leaf.reshape((*leaf.shape[:lead], -1, size))
+            for leaf, size in zip(leaves, self.sizes, strict=True)
         ]
         return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
 
     def unpack(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> Any:
         """[*lead, B, D] to leaves [*lead, *batch, *state]."""
-        batch = self.batch_shape if batch_shape is None else batch_shape
+        return self.nest(self.leaves(packed, batch_shape))
+
+    def leaves(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The same, one after the other."""
+        lead = *packed.shape[:-2], *(self.batch_shape if batch_shape is None else batch_shape)
+        return [part.reshape((*lead, *shape)) for part, shape in zip(self.split(packed), self.shapes, strict=True)]
+
+    def nest(self, leaves: Sequence[Tensor]) -> Any:
+        """Leaves in the structure of the state."""
         if self.spec.is_leaf():
-            return packed.reshape((*packed.shape[:-2], *batch, *self.shapes[0]))
-        leaves = [
-            part.reshape((*packed.shape[:-2], *batch, *shape))
-            for part, shape in zip(self.split(packed), self.shapes, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+            return leaves[0]
+        return tuple(leaves) if self.is_tuple else pytree.tree_unflatten(list(leaves), self.spec)
+
+    @cached_property
+    def is_tuple(self) -> bool:
+        """Whether the state is a plain tuple of tensors, which PyTorch takes long to build."""
+        return self.spec.type is tuple and self.spec.num_children == len(self.shapes)
 
     def norms(self, packed: Tensor) -> Tensor:
         """The largest magnitude in each leaf: [..., B, D] to [..., B, leaves]."""
