@@ -13,6 +13,7 @@ from torch import Tensor
 from ..launch import aligned, kinds, launch
 from ..runtime import check_backward
 from ..sequence.layout import Layout
+from . import tiled
 from .joints import parts_of
 from .parts import Leaf
 from .run import Found, Run, first_chunk, groups_of, parts_of_workspace
@@ -24,40 +25,24 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     Args:
         states, given: [L, B, D], the states and their cotangents
     """
-    program, width, rows, sweeping = run.program, run.program.width, run.rows, run.kernels.sweep
+    program, width, rows = run.program, run.program.width, run.rows
+    run.kernels.sweep  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
     given = aligned(given.resolve_neg().contiguous())
     outputs = Outputs.of(run)
     memory = outputs.memory(run, chunks)
     of_initial = torch.empty_like(run.initial)
-    step = run.initial.numel()
-    groups, lanes = groups_of(chunks, rows)
-    parts = parts_of_workspace(width, rows, chunks, groups, 1)
+    place = tiled if run.shape.tiled else _Lanes
+    parts = place.backward_sizes(width, rows, chunks)
     workspace = torch.empty(sum(parts), dtype=program.dtype, device=run.device)
 
     def sweep(as_map: bool) -> None:
-        adjoints, products, _ = workspace.split(parts)
-        sizes, into = (step, rows, program.channels, run.length, chunk, chunks), outputs.pointers(run, memory)
-        arguments = (
-            run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
-            *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
-        )  # fmt: skip
-        launch(
-            sweeping, -(-chunks * rows // run.block), arguments, (as_map, run.block, run.stages),
-            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
-        )  # fmt: skip
+        place.sweep(run, states, given, workspace.split(parts), of_initial, outputs, memory, chunk, chunks, as_map)
 
     def all_of_it() -> None:
         sweep(True)
-        adjoints, products, maps = workspace.split(parts)
-        sizes_of_chain = (step, rows, program.channels, run.length, chunks, groups, -(-chunks // groups))
-        for part in parts_of(width):
-            launch(
-                run.kernels.joints.chain, -(-rows // lanes), (products, adjoints, given, maps, *sizes_of_chain), (part, groups, lanes),
-                warps=max(1, groups * lanes // 32),
-                integers=(program.dtype, given.dtype, *(size >= 2**31 for size in sizes_of_chain)),
-            )  # fmt: skip
+        place.chain(run, given, workspace.split(parts), chunks)
         sweep(False)
 
     if chunks > 1:
@@ -65,9 +50,47 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     else:
         batch = rows // program.channels
         last = given[-1].reshape(batch, width, program.channels)
-        workspace[: width * rows].view(width, batch, program.channels).copy_(last.permute(1, 0, 2))
+        last = last.permute(0, 2, 1) if run.shape.tiled else last.permute(1, 0, 2)
+        workspace[: width * rows].view(last.shape).copy_(last)
         sweep(False)
     return of_initial, outputs.of_bases(run, memory)
+
+
+class _Lanes:
+    """The launches of lanes; ``tiled`` has those of tiles."""
+
+    @staticmethod
+    def backward_sizes(width: int, rows: int, chunks: int) -> list[int]:
+        return parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 1)
+
+    @staticmethod
+    def sweep(
+        run: Run, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+        memory: list[Tensor], chunk: int, chunks: int, as_map: bool,
+    ) -> None:  # fmt: skip
+        adjoints, products, _ = workspace
+        into = outputs.pointers(run, memory)
+        sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, chunk, chunks)
+        arguments = (
+            run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
+            *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
+        )  # fmt: skip
+        launch(
+            run.kernels.sweep, -(-chunks * run.rows // run.block), arguments, (as_map, run.block, run.stages),
+            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
+        )  # fmt: skip
+
+    @staticmethod
+    def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
+        adjoints, products, maps = workspace
+        groups, lanes = groups_of(chunks, run.rows)
+        sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, chunks, groups, -(-chunks // groups))
+        for part in parts_of(run.program.width):
+            launch(
+                run.kernels.joints.chain, -(-run.rows // lanes), (products, adjoints, given, maps, *sizes), (part, groups, lanes),
+                warps=max(1, groups * lanes // 32),
+                integers=(run.program.dtype, given.dtype, *(size >= 2**31 for size in sizes)),
+            )  # fmt: skip
 
 
 class Outputs:
@@ -109,8 +132,10 @@ class Outputs:
                     end = max(end, begin + base.shape[sum(kind) :].numel())
                 else:
                     self._added.append((leaf, begin))
-                    inside.append((1, begin))
-                    end = begin + program.channels
+                    # In tiles strides stand in the source: as much room as the base has.
+                    tiled = program.parts.tiled
+                    inside.append((1, begin + leaf.offset) if tiled else (1, begin))
+                    end = begin + (base.shape[sum(kind) :].numel() if tiled else program.channels)
                 self._summed[kind] = end
                 self._slots.append(kind)
         strides: list[int] = []
@@ -139,7 +164,8 @@ class Outputs:
             found.append((torch.empty if whole else torch.zeros)(base.shape, dtype=base.dtype, device=run.device))
         for (per_step, _), size in self._summed.items():
             parts = self._length if per_step else chunks
-            found.append(torch.empty(parts, self._batch, size, dtype=run.program.dtype, device=run.device))
+            new = torch.zeros if self._added and run.shape.tiled else torch.empty
+            found.append(new(parts, self._batch, size, dtype=run.program.dtype, device=run.device))
         return found
 
     def pointers(self, run: Run, memory: list[Tensor]) -> list[Tensor]:
@@ -163,7 +189,7 @@ class Outputs:
         return [found.get(index) for index in range(len(run.bases))]
 
     def _add_up(self, run: Run, sums: dict[tuple[bool, bool], Tensor], found: dict[int, Tensor]) -> None:
-        """Leaves of an elementwise step that share numbers of their base, or leave some out."""
+        """Leaves that share numbers of their base, or leave some out."""
         channels, totals = run.program.channels, {}
         for leaf, begin in self._added:
             base, kind = run.bases[leaf.base], (leaf.per_step, leaf.per_row)
@@ -171,6 +197,9 @@ class Outputs:
             if total is None:
                 shape = (*base.shape[: sum(kind)], base.shape[sum(kind) :].numel())
                 total = totals[leaf.base] = torch.zeros(shape, dtype=run.program.dtype, device=run.device)
+            if run.shape.tiled:
+                total += sums[kind].narrow(-1, begin, total.shape[-1])
+                continue
             of_leaf = sums[kind].narrow(-1, begin, channels)
             if leaf.spacing == 0:
                 total[..., leaf.offset] += of_leaf.sum(-1)
@@ -188,7 +217,7 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor):
         # Backwards it is a linear system, in parallel whatever the way forwards was.
-        usual = first_chunk(run.length, run.rows, run.program.elementwise)
+        usual = first_chunk(run.length, run.rows, run.program)
         ctx.run, ctx.layout, ctx.chunk = run, layout, min(found.chunk, usual)
         ctx.save_for_backward(found.states, *given)  # so that who changes them before a backward pass is told
         return tuple(layout.leaves(found.states))

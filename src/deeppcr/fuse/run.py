@@ -19,6 +19,8 @@ from ..tolerance import Tolerance
 from . import tiled
 from .compiled import Kernels
 from .joints import map_size, parts_of
+from .program import Program
+from .tile_program import TileProgram
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
@@ -70,14 +72,16 @@ class Kind:
         return not self.gave_up
 
 
-def first_chunk(length: int, rows: int, elementwise: bool) -> int:
+def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:
     """How many steps a chunk has, before anything is known of how a step converges.
 
     Of an elementwise step memory is what counts: enough lanes to keep it busy. A narrow one is bound by the time of one step after
     the other, those inside a chunk and chunks at a join; and large chunks make marginal loops converge.
     """
+    if program.parts.tiled:
+        return tiled.first_chunk(length, rows)
     busy = next_power_of_2(max(1, length * rows // _BUSY))
-    least = 64 if elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
+    least = 64 if program.elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
     return min(length, max(least, busy))
 
 

@@ -80,7 +80,7 @@ class FusedStep:
         if found is None:
             program = self.kernels.program
             rows = self.layout.rows * program.channels
-            first = first_chunk(length, rows, program.elementwise) if isinstance(chunk, str) else min(chunk, length)
+            first = first_chunk(length, rows, program) if isinstance(chunk, str) else min(chunk, length)
             return key, Kind(length, first)
         return key, found
 

@@ -260,9 +260,10 @@ def _sweep(program: TileProgram) -> str:
     stepwise = [(read, tile) for read, tile in of_reads if program.leaves[read.leaf].per_step]
     shared = [(at, read, tile) for at, (read, tile) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
 
-    def loaded(name: str, pointer: str, *masks: str) -> list[str]:
+    def loaded(name: str, pointer: str, later: bool = False) -> list[str]:
         return [
-            f"{name}{at} = tl.load({pointer} + {offsets}{_masked(inside, *masks)}{', other=0' if masks or inside != 'True' else ''}).to(REAL)"
+            f"{name}{at} = tl.load({pointer} + {offsets}{_masked(inside, *([f'{offsets} * 0 + l > 0'] if later else []))}"
+            f"{', other=0' if later or inside != 'True' else ''}).to(REAL)"  # a mask is as large as what it masks
             for at, (offsets, inside) in enumerate(spots)
         ]
 
@@ -278,9 +279,9 @@ def _sweep(program: TileProgram) -> str:
     next_single = [_assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(single)]
     turns = [
         *loads,
-        *loaded("z", "before", "l > 0"),
+        *loaded("z", "before", later=True),
         *(f"z{at} = tl.where(l > 0, z{at}, i{at})" for at in range(count)),
-        *loaded("q", f"given + (l - 1) * given_step + b * {width}", "l > 0"),
+        *loaded("q", f"given + (l - 1) * given_step + b * {width}", later=True),
         "if MAP:",
         *_indented([*as_map.body, *next_map, *next_single]),
         *_indented([f"t{at} = u{at}" for at in range(count)]),

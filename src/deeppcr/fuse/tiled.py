@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..launch import launch, next_power_of_2
+from ..launch import kinds, launch, next_power_of_2
 from . import wide
 
 if TYPE_CHECKING:
-    from .back import _Outputs as Outputs
+    from .back import Outputs
     from .run import Notes, Run
 
 #: Rows whose notes one program writes.
@@ -94,27 +94,34 @@ def join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes
     )  # fmt: skip
 
 
+def backward_sizes(width: int, rows: int, chunks: int) -> list[int]:
+    """Adjoints, products, maps of groups and their terms."""
+    groups = groups_of(chunks)
+    sizes = [chunks * rows * width, chunks * rows * width**2, groups * rows * width**2, groups * rows * width]
+    return [-(-size // 4) * 4 for size in sizes]
+
+
 def sweep(
-    run: Run, states: Tensor, given: Tensor, memory: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
-    chunk: int, chunks: int, as_map: bool,
+    run: Run, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+    memory: list[Tensor], chunk: int, chunks: int, as_map: bool,
 ) -> None:  # fmt: skip
-    """``memory``: adjoints, products, maps, terms."""
     how = _How(run)
-    adjoints, products = memory[:2]
+    adjoints, products = workspace[:2]
+    into = outputs.pointers(run, memory)
     sizes = (run.initial.numel(), run.rows, run.length, chunk, chunks)
     arguments = (
         run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
-        *run.pointers, *outputs.pointers, *run.strides, *outputs.strides, *sizes,
+        *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
     )  # fmt: skip
     blocks = how.blocks if as_map else 1
     launch(
         run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, blocks, how.lead, how.precision, 2),
-        warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), outputs.kinds),
+        warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
     )  # fmt: skip
 
 
-def chain(run: Run, given: Tensor, memory: tuple[Tensor, ...], chunks: int) -> None:
-    adjoints, products, maps, terms = memory[:4]
+def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
+    adjoints, products, maps, terms = workspace
     how, rows = _How(run), run.rows
     groups = groups_of(chunks)
     each = -(-chunks // groups)

@@ -571,6 +571,20 @@ def _index(tiles: Tiles, node: fx.Node, a: Tile, indices: list[Any]) -> Tile:
     return tiles.taken(a, given[0][0], [i % a.shape[given[0][0]] for i in given[0][1].tolist()])
 
 
+def _index_put(tiles: Tiles, node: fx.Node, a: Tile, indices: list[Any], values: Tile, accumulate: bool = False) -> Tile:
+    """The derivative of an index: of numbers that all went to other places, or side by side."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) == 1 and _constant(given[0][1]).ndim == 1 and given[0][1].dtype != torch.bool:
+        dim, size = given[0][0], a.shape[given[0][0]]
+        places = [i % size for i in given[0][1].tolist()]
+        nothing = not isinstance(a.value, Value) and a.value == 0
+        if nothing and sorted(places) == list(range(size)):
+            return tiles.taken(values, dim, [places.index(i) for i in range(size)])
+        if (nothing or not accumulate) and places == list(range(places[0], places[0] + len(places))):
+            return tiles.replaced(a, values, dim, places[0], places[0] + len(places))
+    raise NotCovered("aten.index_put without a pattern is not covered")
+
+
 def _constant(index: Any) -> Tensor:
     if not isinstance(index, Tensor):
         raise NotCovered("an index that is computed is not covered")
@@ -633,6 +647,7 @@ _RULES: dict[str, Callable] = {
     "dot": _dot,
     "expand": _expand,
     "flip": _flip,
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "index_select": _index_select,
     "linalg_vector_norm": _norm,
     "mean": _mean,
