@@ -145,7 +145,9 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
         if elementwise:
             return is_pointwise(node) or _is_number(node)
         if tiled:
-            return _is_constant(node, row.graph) or (node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES))
+            return _is_constant(node, row.graph) or (
+                node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES)
+            )
         return all(_is_few(each) for each in _ancestors(node))
 
     leaves: dict[fx.Node, None] = {}
@@ -183,7 +185,19 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
         base = base_of(source)
         value = bases[base]
         whole = shape if elementwise else tuple(_values_of(node)[0].shape)
-        found.append(Leaf(base, node, whole, value.dtype, value.per_step, value.per_row, offset, strides[0] if strides else 0, strides))
+        found.append(
+            Leaf(
+                base,
+                node,
+                whole,
+                value.dtype,
+                value.per_step,
+                value.per_row,
+                offset,
+                strides[0] if strides else 0,
+                strides,
+            )
+        )
     order = [node for node in nodes if node in inside]
     core = _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order)
     return Parts(row, elementwise, tiled, tuple(bases), tuple(found), core)
@@ -206,7 +220,12 @@ def _seen_through(node: fx.Node, shape: tuple[int, ...], *, flat: bool) -> tuple
         places = known.expand(shape)
         places = places.reshape(-1) if flat else places
         first = int(places.reshape(-1)[0])
-        strides = tuple([int(places.select(dim, 1).reshape(-1)[0]) - first if size > 1 else 1 for dim, size in enumerate(places.shape)])
+        strides = tuple(
+            [
+                int(places.select(dim, 1).reshape(-1)[0]) - first if size > 1 else 1
+                for dim, size in enumerate(places.shape)
+            ]
+        )
         regular = torch.full_like(places, first)
         for dim, (size, stride) in enumerate(zip(places.shape, strides, strict=True)):
             regular += (stride * torch.arange(size)).reshape(-1, *(1,) * (places.ndim - 1 - dim))

@@ -121,7 +121,9 @@ def _without_slice(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
         assert isinstance(a, fx.Node)
         assert isinstance(b, fx.Node)
         more = _cut_broadcast(rewriter, node, start_from, dim, _value(source).ndim, start, end)
-        return rewriter.make(node, _aten.addmm.default, more, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))), **source.kwargs)
+        return rewriter.make(
+            node, _aten.addmm.default, more, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))), **source.kwargs
+        )
     if source.target is _aten.permute.default:
         inner, dims = source.args
         assert isinstance(inner, fx.Node)
@@ -148,7 +150,9 @@ def _bounds(node: fx.Node) -> tuple[fx.Node, int, int, int]:
     return source, dim, first, last
 
 
-def _cut_broadcast(rewriter: _Rewriter, before: fx.Node, node: fx.Node, dim: int, ndim: int, start: int, end: int) -> fx.Node:
+def _cut_broadcast(
+    rewriter: _Rewriter, before: fx.Node, node: fx.Node, dim: int, ndim: int, start: int, end: int
+) -> fx.Node:
     """Of a tensor that is broadcast to ``ndim`` dimensions, what meets a slice."""
     at = dim - (ndim - _value(node).ndim)
     if at < 0 or _value(node).shape[at] == 1:
@@ -184,7 +188,11 @@ def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
         parts: Any = wide.args[0]
         for part in parts:
             size = _value(part).shape[dim]
-            pair = (part, rewriter.slice(node, b, 0, at, at + size)) if dim else (rewriter.slice(node, a, 1, at, at + size), part)
+            pair = (
+                (part, rewriter.slice(node, b, 0, at, at + size))
+                if dim
+                else (rewriter.slice(node, a, 1, at, at + size), part)
+            )
             term = rewriter.make(node, _aten.mm.default, *pair)
             total = term if total is None else rewriter.make(node, _aten.add.Tensor, total, term)
             at += size

@@ -16,12 +16,13 @@ from ..sequence.layout import Layout
 from .expressions import Code, NotCovered, Value
 from .operations import kind_of_dtype
 from .parts import Leaf, Parts, adjoint_graph, cotangent_graph, tangent_graph, values_graph
-from .tiles import Tile, Tiles, evaluate, padded
+from .tile_rules import evaluate
+from .tiles import Tile, Tiles
 
 #: The widest state of a row, and the tangents that one program holds at most.
-WIDEST, _MOST_LEAD = 128, 32
-#: Numbers of what is the same for all steps up to which a program holds it; more is read at every step.
-_HELD = 3 * 64 * 64
+WIDEST, _MOST_LEAD = 128, 64
+#: Numbers that a program reads for one step at most: registers hold them.
+_MOST_READ = 5 * 64 * 64
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,14 @@ class TileProgram:
         self.tiles = Tiles(self.code, self.lead)
         self.shapes = [tuple(shape) for shape in layout.shapes]
         self.begins = [sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))]
-        fixed = sum(torch.Size(leaf.shape).numel() for leaf in self.leaves if not leaf.per_step)
-        self.reads = [self._read(at, leaf, held=fixed <= _HELD) for at, leaf in enumerate(self.leaves)]
+        numbers = sum(torch.Size(leaf.shape).numel() for leaf in self.leaves)
+        if numbers > _MOST_READ:
+            raise NotCovered(f"a step that reads {numbers} numbers is not covered (up to {_MOST_READ})")
+        self.reads = [self._read(at, leaf) for at, leaf in enumerate(self.leaves)]
         self.states = self._of_state("z")
-        self.values = evaluate(values_graph(parts, self.dtype), [*self._with_rows(self.states), *self._read_tiles], self.tiles)
+        self.values = evaluate(
+            values_graph(parts, self.dtype), [*self._with_rows(self.states), *self._read_tiles], self.tiles
+        )
         if any(isinstance(tile.value, Value) and tile.value.kind != "real" for tile in self.values):
             raise NotCovered("a state that is not floating is not covered")
 
@@ -74,8 +79,8 @@ class TileProgram:
         """Programs of a chunk and row: each has some of the tangents."""
         return -(-self.width // self.lead)
 
-    def _read(self, at: int, leaf: Leaf, held: bool) -> Read:
-        value = self.code.input(f"x{at}", kind_of_dtype(leaf.dtype), int(leaf.per_step or not held))
+    def _read(self, at: int, leaf: Leaf) -> Read:
+        value = self.code.input(f"x{at}", kind_of_dtype(leaf.dtype), int(leaf.per_step))
         return Read(at, Tile(value, leaf.shape, clean=True))
 
     @property
@@ -113,7 +118,10 @@ class TileProgram:
         """Of every floating leaf, from that of the next state."""
         found = self._evaluate(cotangent_graph(self.parts, self.dtype), self._of_state("w"))
         real = [read for read in self.reads if self.leaves[read.leaf].dtype.is_floating_point]
-        return [(read, Tile(tile.value, read.tile.shape, tile.lead, tile.clean)) for read, tile in zip(real, found, strict=True)]
+        return [
+            (read, Tile(tile.value, read.tile.shape, tile.lead, tile.clean))
+            for read, tile in zip(real, found, strict=True)
+        ]
 
     def strides(self, leaf: int) -> list[int]:
         """How far apart the numbers of a leaf's tile are."""
@@ -124,7 +132,10 @@ class TileProgram:
         found = []
         for leaf in self.leaves:
             if leaf.base == base:
-                steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in zip(leaf.shape, leaf.strides, strict=True)]
+                steps = [
+                    range(0, size * stride, stride) if stride else [0] * size
+                    for size, stride in zip(leaf.shape, leaf.strides, strict=True)
+                ]
                 found += [leaf.offset + sum(each) for each in product(*steps)]
         return found
 
@@ -145,6 +156,3 @@ def state_strides(shape: tuple[int, ...]) -> list[int]:
         strides.append(step)
         step *= size
     return [stride for stride, size in zip(reversed(strides), shape, strict=True) if size > 1]
-
-
-__all__ = ["WIDEST", "Read", "TileProgram", "padded", "state_strides"]

@@ -163,13 +163,18 @@ def _roll(program: TileProgram) -> str:
     pointers, strides = _leaf_arguments(program)
     loads = [_load(places, read) for read in whole.moving]
     fixed = [_load(places, read) for read in whole.fixed]
-    next_state = [_assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(program.values)]
+    next_state = [
+        _assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(program.values)
+    ]
     next_tangents = [_assigned(program, places, f"u{at}", tile, program.shapes[at]) for at, tile in enumerate(tangents)]
     identity = [_identity(program, places, at) for at in range(count)]
     tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
 
     def stored(pointer: str, name: str) -> list[str]:
-        stores = [f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})" for at, (offsets, inside) in enumerate(spots)]
+        stores = [
+            f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})"
+            for at, (offsets, inside) in enumerate(spots)
+        ]
         return ["if block == 0:", *_indented(stores)]
 
     def loaded(pointer: str) -> list[str]:
@@ -204,7 +209,12 @@ def _roll(program: TileProgram) -> str:
         "if not settled(found, passes, b, rows, b >= 0):",
         "    begin = first + n * chunk",
         "    turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
-        *_indented([*(f"{name} = tl.load(numbers + {name[1:]})" for name in whole.numbers), *_addresses(program, whole, "begin")]),
+        *_indented(
+            [
+                *(f"{name} = tl.load(numbers + {name[1:]})" for name in whole.numbers),
+                *_addresses(program, whole, "begin"),
+            ]
+        ),
         *_indented(_in_order(program, places.lines)),
         *_indented([*fixed, *(line for line in whole.before if line not in set(places.lines))]),
         "    if WHOLE:",
@@ -268,12 +278,17 @@ def _sweep(program: TileProgram) -> str:
         ]
 
     def stored(pointer: str, name: str) -> list[str]:
-        return [f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})" for at, (offsets, inside) in enumerate(spots)]
+        return [
+            f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})"
+            for at, (offsets, inside) in enumerate(spots)
+        ]
 
     def put(read: Read, text: str, index: str) -> str:
         i = read.leaf
         offsets, inside = places.of_leaf(read)
-        return f"tl.store(g{i} + to_offset{i} + {index} * to_step{i} + b * to_row{i} + {offsets}, {text}{_masked(inside)})"
+        return (
+            f"tl.store(g{i} + to_offset{i} + {index} * to_step{i} + b * to_row{i} + {offsets}, {text}{_masked(inside)})"
+        )
 
     next_map = [_assigned(program, places, f"u{at}", tile, program.shapes[at]) for at, tile in enumerate(maps)]
     next_single = [_assigned(program, places, f"y{at}", tile, program.shapes[at]) for at, tile in enumerate(single)]

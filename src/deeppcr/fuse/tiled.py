@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _LANES = 32
 #: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
 _BUSY, _LEAST = 2048, 16
-#: Up to this padded width the matrix units gain nothing over products in float32.
-_NARROW_TILE = 16
 
 
 def first_chunk(length: int, rows: int) -> int:
@@ -40,18 +38,20 @@ def workspace_sizes(width: int, rows: int, chunks: int, vectors: int) -> list[in
 
 
 class _How:
-    """How a width is laid out: constants of the kernels, and their warps."""
+    """How a width is laid out: constants of the kernels, and their warps; what is best was measured.
+
+    Attributes:
+        rough: the precision of products that later passes mend
+        fine: that of those which nobody looks at again
+    """
 
     def __init__(self, run: Run):
         program = run.program
         self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
         self.padded = max(16, next_power_of_2(self.width))
-        self.precision = "ieee" if self.padded <= _NARROW_TILE else "tf32x3"
-        self.warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 4 if self.padded <= 64 else 8
-
-    @property
-    def tangents(self) -> tuple:
-        return self.blocks, self.lead, self.precision
+        self.rough, self.fine = "tf32", "tf32x3"
+        self.warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 8
+        self.stages = 2 if self.padded <= 32 else 1
 
 
 def roll(
@@ -66,12 +66,14 @@ def roll(
     blocks = how.blocks if product else 1
     integers = (*run.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
     launch(
-        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, blocks, how.lead, how.precision, 2),
+        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, blocks, how.lead, how.rough, how.stages),
         warps=how.warps, integers=integers,
     )  # fmt: skip
 
 
-def join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
+def join(
+    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+) -> None:
     """``memory``: starts, ends, sizes, products, maps, terms, largest, worst."""
     starts, ends, sizes, products, maps, terms, largest, worst = memory
     how, rows = _How(run), run.rows
@@ -81,7 +83,7 @@ def join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes
     shape = (how.width, how.padded)
     integers = (chunks * rows * how.width**2 >= 2**31,)
     launch(
-        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, *how.tangents, 2),
+        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, how.blocks, how.lead, how.rough, 2),
         warps=how.warps, integers=integers,
     )  # fmt: skip
     launch(
@@ -115,7 +117,7 @@ def sweep(
     )  # fmt: skip
     blocks = how.blocks if as_map else 1
     launch(
-        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, blocks, how.lead, how.precision, 2),
+        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, blocks, how.lead, how.fine, how.stages),
         warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
     )  # fmt: skip
 
@@ -129,7 +131,7 @@ def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -
     integers = (given.dtype, chunks * rows * how.width**2 >= 2**31)
     arguments = (adjoints, adjoints, products, adjoints, maps, terms, terms, adjoints, rows, chunks, each, 0)
     launch(
-        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, *how.tangents, 2),
+        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, how.blocks, how.lead, how.fine, 2),
         warps=how.warps, integers=integers,
     )  # fmt: skip
     arguments = (products, adjoints, given, maps, terms, rows, chunks, each, run.initial.numel(), run.length)

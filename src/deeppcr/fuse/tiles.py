@@ -10,30 +10,23 @@ What stands in the padding is anything, unless a tile is ``clean``: then zeros. 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from ..launch import next_power_of_2
 from .expressions import Code, Kind, NotCovered, Scalar, Value
-from .operations import is_pointwise, name_of, pointwise
 from .scalars import COPIES
 
 Shape = tuple[int, ...]
 
 #: Numbers of the largest tile that a product may be summed up in where the matrix units do not take it.
-_MOST_SUMMED = 2**14
+MOST_SUMMED = 2**14
 #: The matrix units take tiles from this size on.
 _UNITS = 16
-#: Numbers of the largest tile.
-_MOST = 2**16
-#: What leaves zeros zeros, of tiles only.
-_KEEPS_ZEROS = {"add", "sub", "mul", "neg", "clone", "alias", "detach", "_to_copy", "convert_element_type", "tanh"}
 
 
 @dataclass(frozen=True)
@@ -203,18 +196,18 @@ class Tiles:
             return self._scaled(args[0], Tile(-1.0 if name == "neg" else 1.0, ()), shape)
         if name == "mul" and sum(tangents) == 1:
             one, other = args if tangents[0] else args[::-1]
-            return self._scaled(one, _as_tile(other), shape)
+            return self._scaled(one, as_tile(other), shape)
         if name == "div" and tangents == [True, False]:
-            other = _as_tile(args[1])
+            other = as_tile(args[1])
             if isinstance(other.value, Value):
                 return self._scaled(args[0], replace(other, value=self.code.div(1.0, other.value), clean=False), shape)
             return self._scaled(args[0], Tile(1.0 / other.value, ()), shape)
         if name in ("add", "sub") and len(args) == 2:
             return self._summed(args, [1.0, -1.0 if name == "sub" else 1.0], shape)
         if name == "where" and not tangents[0]:
-            condition = _as_tile(args[0])
+            condition = as_tile(args[0])
             chosen = self._chosen(condition, 1.0, 0.0), self._chosen(condition, 0.0, 1.0)
-            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or isinstance(each, Combination | Tile) and _has_lead(each) else None
+            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or isinstance(each, Combination | Tile) and has_lead(each) else None
                      for each, factor in zip(args[1:], chosen, strict=True)]  # fmt: skip
             return None if None in parts else self._summed(parts, [1.0, 1.0], shape)
         return None
@@ -240,7 +233,7 @@ class Tiles:
         return Tile(self.code.mul(self.spread(a, shape, False), self.spread(b, shape, False)), shape)
 
     def _summed(self, parts: list[Any], signs: list[float], shape: Shape) -> Combination | None:
-        if not all(_has_lead(each) or self._is_zero(each) for each in parts):
+        if not all(has_lead(each) or self._is_zero(each) for each in parts):
             return None
         found: dict[Tile, Tile] = {}
         for each, sign in zip(parts, signs, strict=True):
@@ -287,15 +280,13 @@ class Tiles:
             return Tile(value, shape, lead, a.clean and b.clean)
         if has_padding([k]):
             a, b = self.cleaned(a), self.cleaned(b)
-        elif b.lead and j == 1 or (b.lead and i > 1):
-            pass
         clean = a.clean and b.clean
         if lead and min(map(padded, (k, j if a.lead else i))) >= _UNITS and (j if a.lead else i) > 1:
             return Tile(self._by_units(a, b), shape, lead, clean)
         if not lead and min(map(padded, (i, k, j))) >= _UNITS:
             return Tile(self._emit("tl.dot({}, {}, input_precision=PRECISION)", a, b), shape, lead, clean)
         numbers = math.prod(map(padded, (i, k, j))) * (self.lead if lead else 1)
-        if numbers > _MOST_SUMMED:
+        if numbers > MOST_SUMMED:
             raise NotCovered(f"a product of {i} x {k} and {k} x {j} numbers is not covered")
         # Number by number, with k between i and j.
         cube = (i, k, j)
@@ -309,7 +300,9 @@ class Tiles:
     def _by_units(self, a: Tile, b: Tile) -> Scalar:
         """A product with tangents on the matrix units: those of all rows of a matrix at once."""
         if b.lead:  # as the transpose of the product of the transposes
-            turned = Tile(self._by_units(self.permuted(b, [1, 0]), self.permuted(a, [1, 0])), (b.shape[1], a.shape[0]), lead=True)
+            turned = Tile(
+                self._by_units(self.permuted(b, [1, 0]), self.permuted(a, [1, 0])), (b.shape[1], a.shape[0]), lead=True
+            )
             return self.permuted(turned, [1, 0]).value
         (i, k), j = a.shape, b.shape[1]
         if i == 1:
@@ -355,9 +348,15 @@ class Tiles:
         dims[at] = str(padded(count))
         spots = [":" if i == at else "None" for i in range(len(dims))]
         places = index if len(dims) == 1 else self._indexed(index, spots)
-        wide = places if len(dims) == 1 else code.emit(f"tl.broadcast_to({places.name}, ({', '.join(dims)},))", "int", places)
+        wide = (
+            places
+            if len(dims) == 1
+            else code.emit(f"tl.broadcast_to({places.name}, ({', '.join(dims)},))", "int", places)
+        )
         assert isinstance(tile.value, Value)
-        value = code.emit(f"tl.gather({tile.value.name}, {wide.name}.to(tl.int32), {at})", tile.value.kind, tile.value, wide)
+        value = code.emit(
+            f"tl.gather({tile.value.name}, {wide.name}.to(tl.int32), {at})", tile.value.kind, tile.value, wide
+        )
         return Tile(value, shape, tile.lead)
 
     def picked(self, tile: Tile, axis: int, place: int, shape: Shape) -> Tile:
@@ -378,8 +377,18 @@ class Tiles:
         value = self.spread(tile, shape, tile.lead)
         dims = self.dims(target)
         if not tile.axes and not tile.lead:
-            return replace(target, value=self.code.emit(f"tl.full(({', '.join(dims)},), 0, REAL) + {self.code.text(value)}", "real", value))
-        return replace(target, value=self.code.emit(f"tl.broadcast_to({self.code.text(value)}, ({', '.join(dims)},))", tile.value.kind, value))
+            return replace(
+                target,
+                value=self.code.emit(
+                    f"tl.full(({', '.join(dims)},), 0, REAL) + {self.code.text(value)}", "real", value
+                ),
+            )
+        return replace(
+            target,
+            value=self.code.emit(
+                f"tl.broadcast_to({self.code.text(value)}, ({', '.join(dims)},))", tile.value.kind, value
+            ),
+        )
 
     def replaced(self, tile: Tile, source: Tile, axis: int, start: int, end: int) -> Tile:
         """With ``source`` from one place along a dimension to another."""
@@ -407,341 +416,11 @@ class Tiles:
         return found
 
 
-def _has_lead(each: Any) -> bool:
+def has_lead(each: Any) -> bool:
     return isinstance(each, Combination) or (isinstance(each, Tile) and each.lead)
 
 
-# Rules: (tiles, node, arguments, options) to a tile, or several.
-
-
-def _shape_of(node: fx.Node) -> Shape:
-    return tuple(node.meta["val"].shape)
-
-
-def _dims(dim: Any) -> list[int]:
-    return [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-
-
-def _sum(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any, **__: Any) -> Tile:
-    if isinstance(a.value, Value) and a.value.kind != "real":
-        a = replace(a, value=tiles.code.cast(a.value, "real"))
-    return tiles.reduced(a, _dims(dim), _shape_of(node))
-
-
-def _mean(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any, **__: Any) -> Tile:
-    return _divided(tiles, _sum(tiles, node, a, dim), _count(a, dim))
-
-
-def _count(a: Tile, dim: Any) -> int:
-    dims = _dims(dim)
-    return math.prod(a.shape[axis] for axis in dims) if dims else math.prod(a.shape)
-
-
-def _divided(tiles: Tiles, a: Tile, number: float) -> Tile:
-    return replace(a, value=tiles.code.div(a.value, float(number)))
-
-
-def _kept(a: Tile, dim: Any) -> Shape:
-    dims = {axis % len(a.shape) for axis in _dims(dim)} if _dims(dim) else set(range(len(a.shape)))
-    return tuple(1 if axis in dims else size for axis, size in enumerate(a.shape))
-
-
-def _variance(tiles: Tiles, a: Tile, dim: Any, correction: float | None, shape: Shape) -> Tile:
-    count = _count(a, dim)
-    mean = _divided(tiles, tiles.reduced(a, _dims(dim), _kept(a, dim)), count)
-    away = tiles.code.sub(a.value, tiles.spread(mean, a.shape, a.lead))
-    squares = Tile(tiles.code.mul(away, away), a.shape, a.lead)
-    return _divided(tiles, tiles.reduced(squares, _dims(dim), shape), max(count - (1 if correction is None else correction), 0))
-
-
-def _var(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any, correction: float | None = 1, **__: Any) -> Tile:
-    return _variance(tiles, a, dim, correction, _shape_of(node))
-
-
-def _var_mean(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any, correction: float | None = 1, **__: Any):
-    variance, mean = (tuple(each.shape) for each in node.meta["val"])
-    return [_variance(tiles, a, dim, correction, variance),
-            _divided(tiles, tiles.reduced(a, _dims(dim), mean), _count(a, dim))]  # fmt: skip
-
-
-def _extreme(function: str, neutral: float) -> Callable:
-    def rule(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any) -> Tile:
-        return tiles.reduced(a, _dims(dim), _shape_of(node), function, neutral)
-
-    return rule
-
-
-def _norm(tiles: Tiles, node: fx.Node, a: Tile, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Tile:
-    if order != 2:
-        raise NotCovered("aten.linalg_vector_norm but for the Euclidean one is not covered")
-    squares = replace(a, value=tiles.code.mul(a.value, a.value), clean=a.clean)
-    found = tiles.reduced(squares, _dims(dim), _shape_of(node))
-    return replace(found, value=tiles.code.call("sqrt", found.value))
-
-
-def _mm(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    return tiles.product(a, b, _shape_of(node))
-
-
-def _bmm(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    if a.shape[0] == 1:
-        return tiles.product(replace(a, shape=a.shape[1:]), replace(b, shape=b.shape[1:]), _shape_of(node))
-    batch, i, k, j = *a.shape, b.shape[2]
-    lead = a.lead or b.lead
-    if math.prod(map(padded, (batch, i, k, j))) * (tiles.lead if lead else 1) > _MOST_SUMMED:
-        raise NotCovered(f"{batch} products of {i} x {k} and {k} x {j} numbers are not covered")
-    if has_padding([k]):
-        a, b = tiles.cleaned(a), tiles.cleaned(b)
-    cube = (batch, i, k, j)
-    left = tiles.spread(replace(a, shape=(batch, i, k, 1)), cube, lead)
-    right = tiles.spread(replace(b, shape=(batch, 1, k, j)), cube, lead)
-    terms = Tile(tiles.code.mul(left, right), cube, lead, clean=True)
-    return replace(tiles.reduced(terms, [2], _shape_of(node)), clean=a.clean and b.clean)
-
-
-def _mv(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    return tiles.product(a, replace(b, shape=(*b.shape, 1)), _shape_of(node))
-
-
-def _dot(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    return tiles.product(replace(a, shape=(1, *a.shape)), replace(b, shape=(*b.shape, 1)), _shape_of(node))
-
-
-def _added(rule: Callable) -> Callable:
-    def added(tiles: Tiles, node: fx.Node, start: Tile, a: Tile, b: Tile, *, beta: float = 1, alpha: float = 1) -> Tile:
-        product, shape, code = rule(tiles, node, a, b), _shape_of(node), tiles.code
-        lead = product.lead or start.lead
-        terms = [code.mul(beta, tiles.spread(start, shape, lead)), code.mul(alpha, tiles.spread(product, shape, lead))]
-        return Tile(code.add(*terms), shape, lead, start.clean and product.clean)
-
-    return added
-
-
-def _view(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.reshaped(a, _shape_of(node))
-
-
-def _permute(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
-    return tiles.permuted(a, dims)
-
-
-def _transpose(tiles: Tiles, node: fx.Node, a: Tile, one: int, other: int) -> Tile:
-    dims = list(range(len(a.shape)))
-    dims[one], dims[other] = dims[other], dims[one]
-    return tiles.permuted(a, dims)
-
-
-def _turned(tiles: Tiles, node: fx.Node, a: Tile) -> Tile:
-    return tiles.permuted(a, list(range(len(a.shape)))[::-1])
-
-
-def _expand(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.expanded(a, _shape_of(node))
-
-
-def _select(tiles: Tiles, node: fx.Node, a: Tile, dim: int, index: int) -> Tile:
-    return tiles.picked(a, dim, index, _shape_of(node))
-
-
-def _slice(tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tile:
-    return tiles.taken(a, dim, list(range(a.shape[dim])[slice(start, end, step)]))
-
-
-def _unbind(tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0) -> list[Tile]:
-    shapes = [tuple(each.shape) for each in node.meta["val"]]
-    return [tiles.picked(a, dim, index, shape) for index, shape in enumerate(shapes)]
-
-
-def _split(tiles: Tiles, node: fx.Node, a: Tile, sizes: Any, dim: int = 0) -> list[Tile]:
-    found, at = [], 0
-    for each in node.meta["val"]:
-        found.append(tiles.taken(a, dim, list(range(at, at + each.shape[dim]))))
-        at += each.shape[dim]
-    return found
-
-
-def _index_select(tiles: Tiles, node: fx.Node, a: Tile, dim: int, index: Tensor) -> Tile:
-    return tiles.taken(a, dim, _constant(index).reshape(-1).tolist())
-
-
-def _index(tiles: Tiles, node: fx.Node, a: Tile, indices: list[Any]) -> Tile:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or _constant(given[0][1]).ndim != 1 or given[0][1].dtype == torch.bool:
-        raise NotCovered("an index of several tensors is not covered")
-    return tiles.taken(a, given[0][0], [i % a.shape[given[0][0]] for i in given[0][1].tolist()])
-
-
-def _index_put(tiles: Tiles, node: fx.Node, a: Tile, indices: list[Any], values: Tile, accumulate: bool = False) -> Tile:
-    """The derivative of an index: of numbers that all went to other places, or side by side."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) == 1 and _constant(given[0][1]).ndim == 1 and given[0][1].dtype != torch.bool:
-        dim, size = given[0][0], a.shape[given[0][0]]
-        places = [i % size for i in given[0][1].tolist()]
-        nothing = not isinstance(a.value, Value) and a.value == 0
-        if nothing and sorted(places) == list(range(size)):
-            return tiles.taken(values, dim, [places.index(i) for i in range(size)])
-        if (nothing or not accumulate) and places == list(range(places[0], places[0] + len(places))):
-            return tiles.replaced(a, values, dim, places[0], places[0] + len(places))
-    raise NotCovered("aten.index_put without a pattern is not covered")
-
-
-def _constant(index: Any) -> Tensor:
-    if not isinstance(index, Tensor):
-        raise NotCovered("an index that is computed is not covered")
-    return index
-
-
-def _flip(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
-    for dim in dims:
-        a = tiles.taken(a, dim, list(range(a.shape[dim]))[::-1])
-    return a
-
-
-def _roll(tiles: Tiles, node: fx.Node, a: Tile, shifts: Any, dims: Any = ()) -> Tile:
-    for shift, dim in zip(_dims(shifts), _dims(dims) or [0], strict=True):
-        size = a.shape[dim]
-        a = tiles.taken(a, dim, [(i - shift) % size for i in range(size)])
-    return a
-
-
-def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
-    return tiles.joined(parts, dim, _shape_of(node))
-
-
-def _slice_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int = 0, start=None, end=None, step: int = 1) -> Tile:
-    if step != 1:
-        raise NotCovered("aten.slice_scatter in steps is not covered")
-    start, end, _ = slice(start, end).indices(a.shape[dim])
-    return tiles.replaced(a, source, dim, start, end)
-
-
-def _select_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int, index: int) -> Tile:
-    dim, index = dim % len(a.shape), index % a.shape[dim]
-    source = replace(source, shape=(*a.shape[:dim], 1, *a.shape[dim + 1 :]))
-    return tiles.replaced(a, source, dim, index, index + 1)
-
-
-def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float = 0) -> Tile:
-    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        dim = len(a.shape) - 1 - number
-        if before < 0 or after < 0:
-            raise NotCovered("aten.constant_pad_nd that cuts is not covered")
-        shape = (*a.shape[:dim], before + a.shape[dim] + after, *a.shape[dim + 1 :])
-        a = tiles.replaced(Tile(float(value), shape), a, dim, before, before + a.shape[dim])
-    return a
-
-
-_RULES: dict[str, Callable] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim"), _view),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk"), _split),
-    **dict.fromkeys(("index", "_unsafe_index"), _index),
-    "addmm": _added(_mm),
-    "addmv": _added(_mv),
-    "amax": _extreme("max", -math.inf),
-    "amin": _extreme("min", math.inf),
-    "baddbmm": _added(_bmm),
-    "bmm": _bmm,
-    "broadcast_in_dim": None,  # pyright: ignore[reportAssignmentType]
-    "cat": _cat,
-    "constant_pad_nd": _pad,
-    "dot": _dot,
-    "expand": _expand,
-    "flip": _flip,
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
-    "index_select": _index_select,
-    "linalg_vector_norm": _norm,
-    "mean": _mean,
-    "mm": _mm,
-    "mv": _mv,
-    "permute": _permute,
-    "roll": _roll,
-    "select": _select,
-    "select_scatter": _select_scatter,
-    "slice": _slice,
-    "slice_scatter": _slice_scatter,
-    "sum": _sum,
-    "t": _turned,
-    "transpose": _transpose,
-    "unbind": _unbind,
-    "var": _var,
-    "var_mean": _var_mean,
-}
-
-
-def _broadcast_in_dim(tiles: Tiles, node: fx.Node, a: Tile, _: Any, dimensions: Sequence[int]) -> Tile:
-    shape = _shape_of(node)
-    sizes = [1] * len(shape)
-    for dim, size in zip(dimensions, a.shape, strict=True):
-        sizes[dim] = size
-    return tiles.expanded(replace(a, shape=tuple(sizes)), shape)
-
-
-_RULES["broadcast_in_dim"] = _broadcast_in_dim
-
-
-def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Tile]:
-    """Write a graph as code on tiles.
-
-    Args:
-        graph: of operations of aten and prims, with tensors in ``meta["val"]``
-        inputs: a tile for each placeholder
-
-    Returns:
-        a tile for each output
-
-    Raises:
-        NotCovered: an operation has no rule, or a tile is too large
-    """
-    known: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(remaining)
-        elif node.op == "output":
-            return [_as_tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
-        elif node.op == "get_attr":
-            known[node] = getattr(graph, str(node.target))
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-            known[node] = _called(node, args, kwargs, tiles)
-    raise ValueError("the graph has no output")
-
-
-def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> Any:
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    if not any(isinstance(each, Tile | Combination) for each in pytree.tree_leaves((args, kwargs))):
-        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    name = name_of(node.target).split(".")[-1]
-    result = node.meta.get("val")
-    if isinstance(result, Tensor) and math.prod(map(padded, result.shape)) > _MOST:
-        raise NotCovered(f"a tensor of {result.numel()} numbers inside a step is not covered")
-    if name in ("expand", "view", "reshape") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
-        return args[0]
-    if is_pointwise(node):
-        return _pointwise(node, args, name, tiles)
-    if name in _LIKE:
-        number = _LIKE[name](args)
-        return Tile(float(number), tuple(result.shape))  # pyright: ignore[reportOptionalMemberAccess]
-    rule = _RULES.get(name)
-    if rule is None:
-        raise NotCovered(f"{name_of(node.target)} is not covered")
-    args = pytree.tree_map(tiles.solid, args)
-    options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
-    converted = [_as_tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
-    return rule(tiles, node, *converted, **options)
-
-
-#: What is as large as a tensor, and has one number.
-_LIKE: dict[str, Callable] = {
-    **dict.fromkeys(("zeros_like", "new_zeros", "empty_like", "_new_zeros_with_same_feature_meta"), lambda args: 0.0),
-    **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1.0),
-    "full_like": lambda args: args[1],
-    "new_full": lambda args: args[2],
-}
-
-
-def _as_tile(value: Any) -> Tile:
+def as_tile(value: Any) -> Tile:
     """A tensor that is known while the code is written."""
     if isinstance(value, Tile):
         return value
@@ -751,21 +430,3 @@ def _as_tile(value: Any) -> Tile:
     if len(numbers) != 1:
         raise NotCovered("different numbers that are made in a step are not covered: make them before it")
     return Tile(numbers.pop(), tuple(value.shape))
-
-
-def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:
-    shape = _shape_of(node)
-    if any(map(_has_lead, args)) and "alpha" not in node.kwargs:
-        combined = tiles.combined(name, shape, list(args))
-        if combined is not None:
-            return combined
-    given = [_as_tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
-    found = [each for each in given if isinstance(each, Tile)]
-    lead = any(each.lead for each in found)
-    values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]
-    value = pointwise(node, values, tiles.code)
-    numbers = [each for each in given if not isinstance(each, Tile) or not isinstance(each.value, Value)]
-    keeps = name in _KEEPS_ZEROS and (not numbers or name == "mul" or len(given) == 1)
-    whole = all(each.shape == shape or not isinstance(each.value, Value) for each in found)
-    clean = keeps and whole and all(each.clean for each in found if isinstance(each.value, Value))
-    return Tile(value, shape, lead, clean)

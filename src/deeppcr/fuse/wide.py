@@ -61,7 +61,11 @@ def gather(
             term = tl.sum(term[:, None] * p, 0) + more
             product = tl.dot(product, p, input_precision=PRECISION)
         out = group * rows + row
-        tl.store(maps + (out * WIDTH + which[:, None]) * WIDTH + i[None, :], product, mask=(which < WIDTH)[:, None] & inside[None, :])
+        tl.store(
+            maps + (out * WIDTH + which[:, None]) * WIDTH + i[None, :],
+            product,
+            mask=(which < WIDTH)[:, None] & inside[None, :],
+        )
         if block == 0:
             tl.store(terms + out * WIDTH + i, term, mask=inside)
             if not BACK:
@@ -99,7 +103,11 @@ def spread(
             d = finite_or_zero(d)
         count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
         first = group * group_chunks
-        before = tl.load(ends + ((first - 1) * rows + row) * WIDTH + i, mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks), other=0.0)
+        before = tl.load(
+            ends + ((first - 1) * rows + row) * WIDTH + i,
+            mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks),
+            other=0.0,
+        )
         for q in tl.range(0, count, num_stages=STAGES):
             n = first + q
             at = (n * rows + row) * WIDTH + i
@@ -108,7 +116,9 @@ def spread(
             start = tl.load(starts + at, mask=inside, other=0.0)
             end = tl.load(ends + at, mask=inside, other=0.0)
             # Behind the group it may be written by now, and nobody here asks for it.
-            after = tl.load(starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0)
+            after = tl.load(
+                starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0
+            )
             own = tl.load(sizes + at, mask=inside, other=0.0)
             size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
             unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)  # how far it may be off
@@ -117,7 +127,9 @@ def spread(
             known = beyond(tl.where(joined, d, 0.0)) + beyond(tl.where(joined, miss, 0.0)) + beyond(end)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
             far = tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0
-            far_off = tl.maximum(far_off, tl.max(tl.where(joined, in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), 0.0), 0))
+            far_off = tl.maximum(
+                far_off, tl.max(tl.where(joined, in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), 0.0), 0)
+            )
             missed = tl.maximum(missed, tl.max(tl.where(joined, tl.abs(miss), 0.0), 0))
             rough = tl.maximum(rough, tl.max(tl.where(joined, in_units(tl.abs(miss), _EPS * size), 0.0), 0))
             y = tl.where(far, tl.where(tl.abs(before) < float("inf"), before, start), y)
