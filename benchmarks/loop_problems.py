@@ -220,6 +220,17 @@ TABLE = (
     Loop("predator-prey", steps.predator_prey, 5_000, 1_000, 2, limits=_limits(1.5, 4)),
     Loop("langevin", steps.langevin, 10_000, 100, 6, limits=_limits(1.5, 4)),
     Loop("kalman", steps.kalman, 5_000, 1, 2, limits=_limits(0.8, 2.5)),
+    Loop("mlp", steps.mlp, 16_384, 1, 16, limits=_limits(0.40, 1.2)),
+    Loop("dense-gru-16", steps.dense_gru, 16_384, 1, 16, limits=_limits(0.35, 1.1), lab=0.091),
+    Loop("dense-gru-32", steps.dense_gru, 16_384, 1, 32, limits=_limits(0.50, 1.6), lab=0.220),
+    Loop("dense-gru-64", steps.dense_gru, 16_384, 1, 64, limits=_limits(3.5, 9)),
+    Loop("dense-gru-rows", steps.dense_gru, 2_048, 8, 16, limits=_limits(0.35, 1.1), lab=0.073),
+    Loop("dense-gru-long", steps.dense_gru, 32_768, 8, 32, limits=_limits(3.5, 10), lab=2.31),
+    Loop("dense-lstm", steps.dense_lstm, 16_384, 1, 16, limits=_limits(0.7, 2.0)),
+    Loop("langevin-10", steps.langevin, 10_000, 100, 10, limits=_limits(2.0, 6)),
+    Loop("descent", steps.descent, 5_000, 1, 20, limits=_limits(2.0)),
+    Loop("kalman-4", steps.filter_of_four, 5_000, 1, 4, limits=_limits(2.5, 8)),
+    Loop("lorenz-96", steps.calm_lorenz_96, 4_000, 4, 40, limits=_limits(4)),
 )
 
 

@@ -142,11 +142,16 @@ def lorenz(draw: Draw, L: int, B: int, D: int) -> Inputs:
     return Inputs(rk4(slope, 0.01), draw.normal(B, 3) + draw.values([0.0, 0.0, 25.0]))
 
 
-def lorenz_96(draw: Draw, L: int, B: int, D: int) -> Inputs:
+def lorenz_96(draw: Draw, L: int, B: int, D: int, forcing: float = 8.0) -> Inputs:
     def slope(z):
-        return (z.roll(-1, -1) - z.roll(2, -1)) * z.roll(1, -1) - z + 8
+        return (z.roll(-1, -1) - z.roll(2, -1)) * z.roll(1, -1) - z + forcing
 
-    return Inputs(rk4(slope, 0.01), 8 + draw.normal(B, D))
+    return Inputs(rk4(slope, 0.01), forcing + draw.normal(B, D))
+
+
+def calm_lorenz_96(draw: Draw, L: int, B: int, D: int) -> Inputs:
+    """With so little forcing that it settles."""
+    return lorenz_96(draw, L, B, D, 2.0)
 
 
 def predator_prey(draw: Draw, L: int, B: int, D: int) -> Inputs:
@@ -196,6 +201,24 @@ def kalman(draw: Draw, L: int, B: int, D: int) -> Inputs:
     return Inputs(step, start, draw.normal(L, B, 1), (motion, disturbance, noise))
 
 
+def filter_of_four(draw: Draw, L: int, B: int, D: int) -> Inputs:
+    """A Kalman filter of D numbers, the first of which is seen: mean [B, D] and covariance [B, D, D]."""
+    motion = (0.95 * torch.eye(D).to(draw.values(0.0)) + draw.normal(D, D, size=0.02)).contiguous()
+    disturbance, noise = 0.01 * torch.eye(D).to(motion), draw.values(0.3)
+
+    def step(state, observation):
+        mean, covariance = state
+        mean = mean @ motion.mT
+        covariance = motion @ covariance @ motion.mT + disturbance
+        column = covariance[..., 0]
+        gain = column / (column[..., :1] + noise)
+        mean = mean + gain * (observation - mean[..., :1])
+        return mean, covariance - gain.unsqueeze(-1) * column.unsqueeze(-2)
+
+    start = draw.normal(B, D), torch.eye(D).to(motion).expand(B, D, D).contiguous()
+    return Inputs(step, start, draw.normal(L, B, 1), (motion, disturbance, noise))
+
+
 def mlp(draw: Draw, L: int, B: int, D: int) -> Inputs:
     """A deep network: every step has weights of its own."""
 
@@ -234,11 +257,11 @@ def dense_lstm(draw: Draw, L: int, B: int, D: int) -> Inputs:
 
 
 def descent(draw: Draw, L: int, B: int, D: int) -> Inputs:
-    """Gradient descent for a logistic regression of 50 examples with D features."""
-    examples, labels = draw.normal(50, D), (draw.normal(50) > 0).to(draw.values(0.0))
+    """Gradient descent for a logistic regression of 200 examples with D features."""
+    examples, labels = draw.normal(200, D), (draw.normal(200) > 0).to(draw.values(0.0))
 
     def step(weight):
-        return weight - 0.1 * ((torch.sigmoid(weight @ examples.mT) - labels) @ examples / 50 + 0.01 * weight)
+        return weight - 0.1 * ((torch.sigmoid(weight @ examples.mT) - labels) @ examples / 200 + 0.01 * weight)
 
     return Inputs(step, draw.normal(B, D), None, (examples,))
 

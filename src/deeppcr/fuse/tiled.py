@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..launch import kinds, launch, next_power_of_2
 from . import wide
+from .tiles import padded
 
 if TYPE_CHECKING:
     from .back import Outputs
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 _LANES = 32
 #: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
 _BUSY, _LEAST = 2048, 16
+
+#: Numbers that the registers of a warp hold beside all else.
+_OF_A_WARP = 2048
 
 
 def first_chunk(length: int, rows: int) -> int:
@@ -50,7 +54,9 @@ class _How:
         self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
         self.padded = max(16, next_power_of_2(self.width))
         self.rough, self.fine = "tf32", "tf32x3"
-        self.warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 8
+        numbers = sum(math.prod(map(padded, read.tile.sizes)) for read in program.reads)
+        self.warps = max(1, min(8, next_power_of_2(-(-numbers // _OF_A_WARP))))
+        self.join_warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 4
         self.stages = 2 if self.padded <= 32 else 1
 
 
@@ -84,11 +90,11 @@ def join(
     integers = (chunks * rows * how.width**2 >= 2**31,)
     launch(
         wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, how.blocks, how.lead, how.rough, 2),
-        warps=how.warps, integers=integers,
+        warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
         wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, 2),
-        warps=how.warps, integers=integers,
+        warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
         wide.note, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit),
@@ -132,7 +138,7 @@ def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -
     arguments = (adjoints, adjoints, products, adjoints, maps, terms, terms, adjoints, rows, chunks, each, 0)
     launch(
         wide.gather, groups * rows * how.blocks, arguments, (True, *shape, how.blocks, how.lead, how.fine, 2),
-        warps=how.warps, integers=integers,
+        warps=how.join_warps, integers=integers,
     )  # fmt: skip
     arguments = (products, adjoints, given, maps, terms, rows, chunks, each, run.initial.numel(), run.length)
-    launch(wide.chain, groups * rows, arguments, (*shape, 2), warps=how.warps, integers=integers)
+    launch(wide.chain, groups * rows, arguments, (*shape, 2), warps=how.join_warps, integers=integers)
