@@ -37,6 +37,7 @@ class Method:
         kernels: whether it runs kernels of this library, worth compiling in advance
         optional: a baseline, or a use, that may be impossible here: no failure then
         scale: what its seconds are multiplied by, where it runs but a part of a long loop
+        warm_up: so often it is called after the check, before it is timed
     """
 
     run: Callable[[], Any]
@@ -47,6 +48,7 @@ class Method:
     kernels: bool = True
     optional: bool = False
     scale: float = 1.0
+    warm_up: int = 0
 
 
 def can_capture(device: torch.device) -> bool:

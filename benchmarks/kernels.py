@@ -151,6 +151,8 @@ def examine(problem: Problem, device: torch.device, budget: float) -> list[Case]
             cases[-1].failure = first_line(error)
     for each in cases:
         if each.passed:
+            for _ in range(methods[each.method].warm_up):
+                runs[each.method]()
             time_case(each, runs[each.method], device, budget)
             if problem.memory and device.type == "cuda" and not is_captured(each.method):
                 each.peak_bytes = peak_bytes(runs[each.method], device)

@@ -12,7 +12,7 @@
 
 Results are compared with a bare loop in float64 first (of chaotic loops and of those of the choice, by the residual of every
 step by the user's own step): what is wrong is reported and never timed, and the exit code is then 1. A target that is
-missed is no failure. Times are minima over the repeats, after two calls, the device waited for; medians stand beside them.
+missed is no failure. Times are minima over the repeats, after four calls, the device waited for; medians stand beside them.
 Float32 with TF32 off, unless a loop says float64.
 """
 

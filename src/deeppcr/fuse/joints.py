@@ -38,6 +38,32 @@ def parts_of(width: int) -> tuple[int, ...]:
     return (0,) if width <= 3 else (1, 2, 3)
 
 
+def _over_groups(width: int, *, with_sizes: bool) -> list[str]:
+    """The head of a loop over the groups before one's own: the map p, t of each, and its size o.
+
+    They are loaded a group ahead. Of matrices that are used once, the compiler would load a number, wait for it, use it, and load the
+    next: some forty waits for memory a group, which took longer than all steps of the chunks.
+    """
+    square = width * width
+
+    def load(mask: str) -> list[str]:
+        return [
+            *for_pairs(width, f"a{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask={mask}, other=0)"),
+            *for_each(width, f"b{{k}} = tl.load(each + {{k}} * rows, mask={mask}, other=0)"),
+            *(for_each(width, f"c{{k}} = tl.load(each + ({width + square} + {{k}}) * rows, mask={mask}, other=0)") if with_sizes else []),
+        ]  # fmt: skip
+
+    return [
+        *load("live & (g > 0)"),
+        "for e in range(0, groups):",
+        "    ok = live & (e < g)",
+        *for_pairs(width, "    p{i}_{j} = a{i}_{j}"),
+        *for_each(width, "    t{k} = b{k}", *(["    o{k} = c{k}"] if with_sizes else [])),
+        f"    each += {map_size(width)} * rows",
+        *("    " + line for line in load("live & (e + 1 < g)")),
+    ]
+
+
 def _in_part(condition: str, lines: list[str]) -> list[str]:
     return [f"if {condition}:", *("    " + line for line in lines)]
 
@@ -75,17 +101,11 @@ def _join(width: int) -> str:
         *("" + line for line in for_each(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
                                          "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
                                          "m{k} = z{k}")),
-        "for e in range(0, groups):",
-        "    ok = live & (e < g)",
-        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
-        *("    " + line for line in for_each(
-            width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)",
-            f"m{{k}} = tl.maximum(m{{k}}, tl.load(each + ({width + square} + {{k}}) * rows, mask=ok, other=0))",
-        )),
+        *_over_groups(width, with_sizes=True),
+        *for_each(width, "    m{k} = tl.maximum(m{k}, o{k})"),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
         *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
-        f"    each += {size} * rows",
     ]  # fmt: skip
     spread = [
         "# The chunks of the group.",
@@ -196,7 +216,7 @@ def _join(width: int) -> str:
 
 
 def _chain(width: int) -> str:
-    square, size = width * width, map_size(width)
+    square = width * width
     gather = [
         "# Groups count from the end, and so do the chunks of a group; before the first chunk nobody asks for a map.",
         *for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)"),
@@ -218,13 +238,9 @@ def _chain(width: int) -> str:
         "c = r % channels",
         f"last = given + (r * 0 + steps - 1) * given_step + b * ({width} * channels) + c  # in 64 bits, as r",
         *for_each(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
-        "for e in range(0, groups):",
-        "    ok = live & (e < g)",
-        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask=ok, other=0)")),
-        *("    " + line for line in for_each(width, "t{k} = tl.load(each + {k} * rows, mask=ok, other=0)")),
+        *_over_groups(width, with_sizes=False),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
         *("    " + line for line in for_each(width, "d{k} = tl.where(ok, u{k}, d{k})")),
-        f"    each += {size} * rows",
     ]  # fmt: skip
     spread = [
         "for q in range(0, group_chunks):",
