@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from deeppcr.fuse.expressions import Code, NotCovered
 from deeppcr.fuse.operations import check_dtypes, is_pointwise, pointwise
-from fuse.cases import ARRAYS, AWKWARD, BINARY, MATRICES, ORDINARY, UNARY
+from fuse.cases import ARRAYS, AWKWARD, BINARY, MATRICES, NO_TANGENT, ORDINARY, UNARY
 from fuse.emitted import Emitted, expected, pulled_back, pushed_forward, trace
 from kernel_support import thorough
 
@@ -50,11 +50,6 @@ def compare_derivatives(cases, arguments, transform, device, folder):
     compare(cases, arguments, transform, device, folder, rtol=1e-12, atol=1e-13)
 
 
-#: of which PyTorch knows none
-NO_TANGENT = {
-    *("floor_divide", "floor_divide_negative", "heaviside", "isfinite", "isinf", "isnan", "logical_not", "logical_xor"),
-    *("or", "compare"),
-}
 #: PyTorch's own has 1/6 in float32; two that are close are subtracted
 LOOSE = {"hardsigmoid": 1e-7, "sinc": 1e-8}
 
