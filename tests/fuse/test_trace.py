@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from deeppcr.fuse import parts
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.parts import take_apart
 from deeppcr.fuse.trace import one_row
@@ -315,6 +317,29 @@ def test_what_is_not_covered_is_named(step, width, reason):
 def test_autocast_is_not_covered():
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(NotCovered, match="autocast"):
         Fused(torch.cos, normal(2, 3), length=5)
+
+
+def test_derivatives_are_traced_outside_of_inference_mode(monkeypatch):
+    """Where some versions of PyTorch differentiate nothing; nor do they on tensors that were made there."""
+    traced = []
+
+    def watched(function, **options):
+        def run(*examples):
+            assert not torch.is_inference_mode_enabled()
+            assert not any(each.is_inference() for each in examples)
+            traced.append(make_fx(function, **options)(*examples))
+            return traced[-1]
+
+        return run
+
+    monkeypatch.setattr(parts, "make_fx", watched)
+    with torch.inference_mode():
+        fused = Fused(lambda z: torch.sin(z[..., [1, 0]]) * torch.tensor([0.3, 0.7]), torch.randn(3, 2), length=5)
+        assert not any(constant.is_inference() for constant in fused.row.graph.buffers())
+        assert fused.program.jacobian
+        assert fused.program.cotangents == []
+    assert len(traced) == 3
+    assert any(list(graph.buffers()) for graph in traced)
 
 
 def test_nothing_is_left_behind_by_tracing():

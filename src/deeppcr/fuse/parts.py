@@ -228,7 +228,7 @@ def tangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
         return torch.func.jvp(lambda *z: parts.core(*z, *leaves), state, tangents)[1]
 
     given = _examples(parts, dtype)
-    return _made(push, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+    return _made(push, *given[:count], *given)
 
 
 def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
@@ -248,14 +248,15 @@ def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
         return torch.func.vjp(of_leaves, *[leaves[i] for i in real])[1](list(cotangents))
 
     given = _examples(parts, dtype)
-    return _made(pull, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+    return _made(pull, *given[:count], *given)
 
 
 def _made(function: Callable, *examples: Tensor) -> fx.GraphModule:
     """Traced on real numbers: forward mode has tensors of zeros that stand-ins know nothing of."""
-    with torch.enable_grad():
+    # In inference mode, or on tensors that were made there, some versions of PyTorch differentiate nothing.
+    with torch.inference_mode(False), torch.enable_grad():
         made = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS,
-                       tracing_mode="real")(*examples)  # fmt: skip
+                       tracing_mode="real")(*map(torch.clone, examples))  # fmt: skip
     made.graph.eliminate_dead_code()
     return made
 

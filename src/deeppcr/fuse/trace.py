@@ -99,11 +99,15 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
 
     try:
         with FakeTensorMode(), torch.enable_grad():
-            return _traced(call, layout, given)
+            row = _traced(call, layout, given)
     except NotCovered:
         raise
     except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
         raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
+    with torch.inference_mode(False):  # where nobody could differentiate what was made in it
+        for name, constant in list(row.graph.named_buffers()):
+            setattr(row.graph, name, constant.clone())
+    return row
 
 
 def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
