@@ -12,8 +12,10 @@ from torch import nn
 
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
+from deeppcr.graphs import record
 from fuse.loops import by_loop
 from kernel_support import error, thorough
+from tape import Tape
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 #: Chunks that keep the interpreter's time short.
@@ -213,10 +215,14 @@ def test_a_step_that_knows_how_many_rows_there_are_is_not_trusted_to_kernels(dev
         assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
 
 
-def test_what_is_not_covered_stands_in_the_plan(device):
+def test_what_is_not_covered_stands_in_the_plan(device, monkeypatch):
+    """Also where the solve is replayed as a CUDA graph."""
+    if device.type == "cpu":
+        monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
     step, z0 = lambda z: 0.5 * z.sort(-1).values, normal(2, 3, device=device)
-    found = solve(step, z0, length=9)
-    assert "not by kernels: aten.sort is not covered" in found.plan.notes
+    for _ in range(3):
+        found = deeppcr.solve(step, z0, length=9, solver=NEWTON)
+    assert found.plan.notes == ["not by kernels: aten.sort is not covered", "replayed as a CUDA graph"]
     with pytest.raises(ValueError, match=r"no kernel for this step: aten.sort is not covered. Loop\(\) takes any step"):
         deeppcr.solve(step, z0, length=9, solver=Loop(by="kernel"))
 

@@ -6,6 +6,7 @@ Shapes: B rows, D numbers of the state, L steps. ``CASES`` make a step, z0, xs a
 import functools
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 from deeppcr.fuse import parts
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.parts import take_apart
+from deeppcr.fuse.step import FusedStep
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 from fuse.loops import Fused
@@ -248,6 +250,13 @@ def test_projections_of_xs_are_done_before_the_kernels():
     assert program.covers_whole(0)
 
 
+def test_what_a_step_makes_lies_on_its_device():
+    """Also where there are no inputs and no closures that would say which that is."""
+    fused = Fused(lambda z: torch.sin(z) * (1 + torch.arange(3, device=z.device)), torch.randn(2, 3), length=5)
+    (base,) = fused.program.parts.values([], [], torch.device("meta"))
+    assert (base.device.type, tuple(base.shape)) == ("meta", (3,))
+
+
 def test_xs_are_read_where_they_lie():
     fused = problem("gates")
     (base,) = fused.bases()
@@ -312,6 +321,18 @@ def test_what_is_not_covered_is_named(step, width, reason):
     z0 = normal(2, width) if isinstance(width, int) else tuple(normal(2, 3) for _ in range(*width))
     with pytest.raises(NotCovered, match=reason):
         Fused(step, z0, length=5).kernels.forward_source  # noqa: B018
+
+
+def test_a_tensor_on_another_device_is_not_covered():
+    """Kernels could not read it; a single number is moved."""
+    layout = replace(Layout.of(torch.randn(2, 3), None), device=torch.device("cuda", 0))
+    for held in (torch.randn(3), torch.randn(1), torch.tensor(0.5)):
+        step = closing(lambda held, z: z * held.to(z.device), held)
+        if held.ndim == 0:
+            assert FusedStep.of(step, layout, None, [held]).places == (0,)
+        else:
+            with pytest.raises(NotCovered, match="a tensor on cpu is not covered"):
+                FusedStep.of(step, layout, None, [held])
 
 
 def test_autocast_is_not_covered():

@@ -84,11 +84,12 @@ class Parts:
             return [holders.index(base.node) for base in self.bases]
         return None
 
-    def values(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
+    def values(self, inputs: list[Tensor], closures: list[Tensor], device: torch.device) -> list[Tensor]:
         """The bases: [L, rows, ...], without L or rows where they are the same for all.
 
         Args:
             inputs: the leaves of xs, [L, ...] each
+            device: of what the step itself makes
         """
         row, outside = self.row, [*inputs, *closures]
         if row.batch_dims > 1:
@@ -100,7 +101,7 @@ class Parts:
         if self._places is not None:
             return [outside[place] for place in self._places]
         nodes = [node for node in row.graph.graph.nodes if node.op == "placeholder"][row.states :]
-        return _evaluate_hoisted(row, self.bases, nodes, outside)
+        return _evaluate_hoisted(row, self.bases, nodes, outside, device)
 
 
 def take_apart(row: OneRow, narrow: int) -> Parts:
@@ -310,14 +311,13 @@ def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:
 
 
 def _evaluate_hoisted(
-    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor]
+    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor], device: torch.device
 ) -> list[Tensor]:
     """By vmap over steps and rows; what depends on neither is computed once."""
     wanted = [base.node for base in bases]
     needed = {each for node in wanted for each in _ancestors(node)}
     order = [node for node in row.graph.graph.nodes if node in needed]
     graph, steps = row.graph, set(nodes[: row.inputs])
-    device = outside[0].device if outside else torch.device("cpu")
 
     def run(known: dict[fx.Node, Any], some: list[fx.Node]) -> dict[fx.Node, Any]:
         for node in some:

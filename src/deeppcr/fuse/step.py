@@ -90,7 +90,7 @@ class FusedStep:
         closures = [reached[place] for place in self.places]
         if any(tensor.device != device for tensor in closures):  # single numbers
             closures = [tensor.to(device) for tensor in closures]
-        return self.kernels.program.parts.values(inputs, closures)
+        return self.kernels.program.parts.values(inputs, closures, device)
 
     @torch.no_grad()
     def is_borne_out(self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance) -> bool:
