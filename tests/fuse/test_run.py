@@ -353,3 +353,21 @@ def test_launches_are_repeated_for_tensors_that_lie_alike_only(device, compiled)
                 for a, b in zip(*(torch.autograd.grad(s.sum(), [z, x]) for s in (ours, theirs)), strict=True):
                     assert error(a, b) < 1e-12
     assert device.type == "cuda" or compiled() > 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "length", "rtol", "floored"),
+    [
+        (2, 24, 1e-5, False),  # the last correction is a tenth of what is allowed
+        (3, 128, 1e-6, False),  # one is twice what is allowed, when chunks join to the last digits for the first time
+        (2, 24, 1e-6, True),  # so it is here, and there is no pass left
+    ],
+)
+def test_a_correction_that_still_shrinks_is_no_floor_of_rounding(seed, length, rtol, floored, device):
+    generator = torch.Generator().manual_seed(seed)
+    z0, xs = (torch.randn(*shape, 2, 1, generator=generator).to(device) for shape in ((), (length,)))
+    problem = Fused(lambda z, x: 0.9 * torch.sin(z) + x, z0, xs)
+    found = problem.solve(4, newton=Newton(rtol=rtol))
+    assert found.left == 0
+    assert bool((found.notes.taken < 0).any()) is bool(found.floored) is floored
+    assert error(found.states.squeeze(-1), by_loop(problem.step, z0, xs).squeeze(-1)) < 1e-6

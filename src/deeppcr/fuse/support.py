@@ -18,6 +18,8 @@ from ..convergence import ENOUGH, NEGLIGIBLE
 FAR = tl.constexpr(10.0)
 #: Misses of so many units of rounding are nothing else.
 ROUGH = tl.constexpr(32.0)
+#: A correction that is not below this part of the one before it has not shrunk.
+SHRUNK = tl.constexpr(0.5)
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 _ENOUGH = tl.constexpr(ENOUGH)
 
