@@ -101,6 +101,11 @@ class Call:
         return None
 
     @property
+    def first_inputs(self) -> Any:
+        """What the first step sees of xs; None where there are none."""
+        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
+
+    @property
     def fused(self) -> FusedStep | str | None:
         """The step's kernels, or why there are none; None where nobody has tried yet."""
         if self._fused is None:
@@ -126,9 +131,9 @@ class Call:
             from .fuse.expressions import NotCovered
             from .fuse.step import FusedStep
 
-            inputs = None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
+            layout = Layout.of(self.z0, self.batch_dims)
             try:
-                found = FusedStep.of(self.step, Layout.of(self.z0, self.batch_dims), inputs, self.reached)
+                found = FusedStep.of(self.step, layout, self.z0, self.first_inputs, self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
@@ -233,7 +238,9 @@ def _is_trusted(
     elif solves > 1:
         trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
     else:
-        trusted = _bears_out(call, initial, states, tolerance)
+        trusted = _bears_out(call, initial, states, tolerance) and (
+            not differentiated or fused.has_gradients_of(call.step, call.z0, call.first_inputs, call.reached)
+        )
     fused.solves[differentiated] = solves  # who raised has to be asked again
     return trusted
 

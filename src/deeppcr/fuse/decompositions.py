@@ -114,7 +114,9 @@ def _linalg_slogdet(a: Tensor):
 
 def _linalg_cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False):
     a = a.mT if upper else a
-    n = a.shape[-1]
+    # PyTorch reads one triangle, and its derivative is that of a symmetric matrix.
+    symmetric = (a + a.mT) / 2
+    a, n = symmetric + (a - symmetric).detach(), a.shape[-1]
     factor: list[list[Tensor]] = [[torch.zeros_like(a[..., 0, 0]) for _ in range(n)] for _ in range(n)]
     for i in range(n):
         for k in range(i + 1):

@@ -202,17 +202,24 @@ class _Core:
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         known: dict[fx.Node, Any] = dict(zip(self._given, given, strict=True))
-        for node in self._order:
-            if node in known:
-                continue
-            if node.op == "output":
-                return [known[each] for each in pytree.tree_leaves(node.args[0])]
-            if node.op == "get_attr":
-                known[node] = getattr(self._graph, str(node.target))
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-            known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        raise AssertionError("a graph has an output")
+        return compute(self._graph, self._order, known, torch.device("cpu"))
+
+
+def compute(graph: fx.GraphModule, nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch.device) -> Any:
+    """Run nodes of a graph on a device, beside those that are known, to which they are added; returns what the graph's output is."""
+    for node in nodes:
+        if node in known:
+            continue
+        if node.op == "output":
+            return [known[each] for each in pytree.tree_leaves(node.args[0])]
+        if node.op == "get_attr":
+            known[node] = getattr(graph, str(node.target)).to(device)
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": device}
+        known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return None
 
 
 def values_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
@@ -317,30 +324,19 @@ def _evaluate_hoisted(
     wanted = [base.node for base in bases]
     needed = {each for node in wanted for each in _ancestors(node)}
     order = [node for node in row.graph.graph.nodes if node in needed]
-    graph, steps = row.graph, set(nodes[: row.inputs])
-
-    def run(known: dict[fx.Node, Any], some: list[fx.Node]) -> dict[fx.Node, Any]:
-        for node in some:
-            if node not in known:
-                if node.op == "get_attr":
-                    known[node] = getattr(graph, str(node.target)).to(device)
-                    continue
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": device}
-                known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        return known
+    steps = set(nodes[: row.inputs])
 
     have = dict(zip(nodes, outside, strict=True))
     rows = {node for node, has in zip(nodes, row.has_rows, strict=True) if has}
     changing = _reached([*steps, *rows], order)
-    fixed = run({node: have[node] for node in order if node in have and node not in changing},
-                [node for node in order if node not in changing])  # fmt: skip
+    fixed = {node: have[node] for node in order if node in have and node not in changing}
+    compute(row.graph, [node for node in order if node not in changing], fixed, device)
     moving = [node for node in order if node in changing and node in have]
     late = [node for node in wanted if node in changing and node not in have]
 
     def of_one(*values: Tensor) -> list[Tensor]:
-        known = run({**fixed, **dict(zip(moving, values, strict=True))}, order)
+        known = {**fixed, **dict(zip(moving, values, strict=True))}
+        compute(row.graph, order, known, device)
         return [known[node] for node in late]
 
     found = {**fixed, **{node: have[node] for node in moving}}

@@ -51,7 +51,7 @@ class OneRow:
     batch_dims: int
 
 
-class _StandIns(TorchFunctionMode):
+class StandIns(TorchFunctionMode):
     """Meanwhile the tensors that a function closes over are replaced; those that are not known yet, by stand-ins of their own."""
 
     def __init__(self, known: dict[int, Tensor], new: Callable[[Tensor], Tensor] | None = None):
@@ -88,15 +88,7 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
     """
     if torch.is_autocast_enabled(layout.device.type):
         raise NotCovered("autocast is not covered")
-    given, spec = ([], None) if inputs is None else pytree.tree_flatten(inputs)
-    if not all(isinstance(leaf, Tensor) for leaf in given):
-        raise NotCovered("xs that are not tensors are not covered")
-
-    def call(state: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
-        z = pytree.tree_unflatten(list(state), layout.spec)
-        found = step(z) if inputs is None else step(z, pytree.tree_unflatten(list(leaves), spec))  # pyright: ignore[reportArgumentType]
-        return pytree.tree_leaves(layout.in_order(found))
-
+    call, given = on_leaves(step, layout, inputs)
     try:
         with FakeTensorMode(), torch.enable_grad():
             row = _traced(call, layout, given)
@@ -110,6 +102,24 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
     return row
 
 
+def on_leaves(step: Callable, layout: Layout, inputs: Any) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
+    """A step as a function of the leaves of its state and of its inputs, to the leaves of the next state; and those of ``inputs``.
+
+    Raises:
+        NotCovered: they are not all tensors
+    """
+    given, spec = ([], None) if inputs is None else pytree.tree_flatten(inputs)
+    if not all(isinstance(leaf, Tensor) for leaf in given):
+        raise NotCovered("xs that are not tensors are not covered")
+
+    def call(state: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
+        z = pytree.tree_unflatten(list(state), layout.spec)
+        found = step(z) if inputs is None else step(z, pytree.tree_unflatten(list(leaves), spec))  # pyright: ignore[reportArgumentType]
+        return pytree.tree_leaves(layout.in_order(found))
+
+    return call, given
+
+
 def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
     def like(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -117,7 +127,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
     batch = layout.batch_shape
     whole = [torch.empty((*batch, *shape), dtype=layout.dtype, device=layout.device) for shape in layout.shapes]
     seen = [like(leaf) for leaf in given]
-    collecting = _StandIns({}, like)
+    collecting = StandIns({}, like)
     with collecting:
         call(whole, seen)
     closures = collecting.met
@@ -135,7 +145,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
 
     def function(*leaves: Tensor) -> list[Tensor]:
         beyond = leaves[len(state) + len(given) :]
-        with _StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
+        with StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
             return call(leaves[: len(state)], leaves[len(state) : len(state) + len(given)])
 
     with _quietly():
