@@ -10,8 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton
+from deeppcr.fuse import run
 from deeppcr.fuse.back import pull_back
-from deeppcr.fuse.run import Kind, first_chunk
+from deeppcr.fuse.run import Kind, first_chunk, solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, misaligned, offset, strided, thorough
 
@@ -238,6 +239,43 @@ def test_what_is_tried_before_the_loop():
         tried.append((kind.chunk, kind.rolls))
     assert tried == [(64, 8), (256, 0), (256, 8)]
     assert kind.chunk == 4096
+
+
+def test_chunks_are_tried_again_after_8_solves_then_16_and_32():
+    """Each time once, with the chunk that was tried first; what works is as new."""
+    kind = Kind(length=4096, chunk=64)
+    while kind.try_harder(width=1):
+        pass
+    tried = []
+    for solve in range(70):
+        kind.begin()
+        if not kind.gave_up:
+            tried.append((solve, kind.chunk, kind.rolls))
+            assert not kind.try_harder(width=1)
+        else:
+            kind.sufficed(0)
+        assert kind.chunk == 4096
+    assert tried == [(8, 64, 0), (25, 64, 0), (58, 64, 0)]
+    while kind.gave_up:
+        kind.begin()
+    kind.sufficed(3)
+    assert kind.try_harder(width=1)
+
+
+def test_a_loop_that_was_chaotic_is_solved_in_parallel_once_it_is_not(device, monkeypatch):
+    monkeypatch.setattr(run, "_PATIENCE", 2)
+    rate = torch.tensor([[3.9]], dtype=torch.float64, device=device)
+    z0 = torch.tensor([[0.3]], dtype=torch.float64, device=device)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    problem = Fused(step, z0, length=60)
+    kind, passes = Kind(60, 4, patience=2), []
+    for value in (3.9, 3.9, 3.9, 0.5, 0.5, 3.9):
+        rate.fill_(value)
+        found = solve(problem.run(), kind, Newton().tolerance(torch.float64))
+        passes.append(found.passes)
+        assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=1e-9, atol=1e-10)
+    assert [number > 0 for number in passes] == [True, False, False, True, True, True]
+    assert kind.gave_up
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
