@@ -247,10 +247,10 @@ def test_chunks_are_tried_again_after_8_solves_then_16_and_32():
     while kind.try_harder(width=1):
         pass
     tried = []
-    for solve in range(70):
+    for number in range(70):
         kind.begin()
         if not kind.gave_up:
-            tried.append((solve, kind.chunk, kind.rolls))
+            tried.append((number, kind.chunk, kind.rolls))
             assert not kind.try_harder(width=1)
         else:
             kind.sufficed(0)
