@@ -6,6 +6,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -205,10 +206,12 @@ def solve_fused(
     wanted = replace(tolerance, local=True) if differentiated else tolerance
     run = Run(fused.kernels, initial, bases, length)
     key, kind = fused.kind(length, newton.chunk, (wanted, guess is None))
+    exact_steps = None
     if loop:
         found = run.in_parallel(replace(kind, chunk=length), wanted)
     elif fixed is not None:
         found = run.in_parallel(kind, wanted, guess, most=fixed)
+        exact_steps = _spoil_failed(found, layout)
     else:
         found = solve(run, kind, wanted, guess)
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
@@ -219,7 +222,10 @@ def solve_fused(
     if differentiated:
         states = apply_directly(Apply, found, run, initial, *bases)
     looped = loop or (kind.gave_up and not found.passes)
-    solution = _solution(call, fused, found, states, newton, differentiated, fixed, looped)
+    solution = _solution(call, fused, found, states, newton, differentiated, fixed, exact_steps, looped)
+    if fixed is not None:
+        for name in _LATE:  # which a graph of the caller is to write anew each time
+            getattr(solution, name)
     if not loop and solution.result is not Result.NON_FINITE:  # of numbers that are none, nothing is to be learned
         fused.kinds.put(key, kind)
     return solution
@@ -257,12 +263,17 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
 
 
 def _solution(
-    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None, looped: bool
+    call: Call, fused: FusedStep, found: Found, states: Tensor, newton: Newton, differentiated: bool, fixed: int | None,
+    exact_steps: Tensor | None, looped: bool,
 ) -> FusedSolution:  # fmt: skip
-    """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
+    """
+    Args:
+        exact_steps: [B], of a fixed number of passes; None where all are
+        looped: it was the loop, because it was asked for, or nothing else is known to work
+    """
     layout, program = fused.layout, fused.kernels.program
     rows, length = layout.rows, len(states)
-    exact, exact_steps = length, None
+    exact = length
     results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
     if fixed is None and (found.left or found.floored):
         results, exact_steps, exact = _of_rows(found, rows, length)
@@ -335,6 +346,23 @@ _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
         else exact.reshape(layout.batch_shape)
     ),
 }
+
+
+@torch.no_grad()
+def _spoil_failed(found: Found, layout: Layout) -> Tensor | None:
+    """Where nobody can look: rows whose last corrections went beyond the numbers are NaN behind what is exact, as in ``graphs.straight``.
+
+    Returns:
+        [B], how many steps of each are exact, or as exact as so many passes get; None where all are
+    """
+    length, exact = len(found.states), found.passes * found.chunk
+    if not found.passes or exact >= length:
+        return None
+    lanes = ~torch.isfinite(found.notes.corrections[found.passes - 1])
+    found.notes.residual.masked_fill_(lanes, math.nan)
+    failed = lanes.unflatten(0, (layout.rows, -1)).any(-1)
+    found.states[exact:].masked_fill_(failed.unsqueeze(-1), math.nan)
+    return torch.where(failed, exact, length)
 
 
 def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor, int]:

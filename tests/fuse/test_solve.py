@@ -339,6 +339,27 @@ def test_a_fixed_number_of_passes_asks_nobody(device, poisoned_memory):
     assert error(found.states, by_loop(step, z0, xs)) < 1e-13
 
 
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("mixing", [False, *thorough(True)])
+def test_where_nobody_can_look_rows_that_overflow_end_in_nan(mixing, device):
+    """From their exact steps on; the others are left alone, and nothing waits until somebody asks for it."""
+    rates = torch.tensor([[1e60], [0.5], [1e60]], dtype=torch.float64, device=device)
+    step = lambda z: rates * (z.flip(-1) if mixing else z)  # noqa: E731
+    z0 = normal(3, 2, device=device).abs() + 0.1
+    z0[2] = 0.0  # of which nothing grows
+    right, newton = by_loop(step, z0, length=12), Newton(chunk=2)
+    solve(step, z0 * 1e-100, length=12, solver=newton)
+    call = fused.Call(step, z0, None, 12, None)
+    found = fused.solve_fused(call, newton, None, fixed=2)
+    assert found.result is Result.ITERATIONS_DONE
+    assert set(fused._LATE) <= set(vars(found))
+    assert found.exact_steps.tolist() == [4, 12, 12]
+    assert error(found.states[:4, 0], right[:4, 0]) < 1e-12
+    assert found.states[4:, 0].isnan().all()
+    assert error(found.states[:, 1:], right[:, 1:]) < 1e-12
+    assert found.residual.isnan().tolist() == [True, False, False]
+
+
 def test_half_precision(device):
     """Kept in it, computed in float32: rounded once, however many steps there are. (The interpreter cuts digits off.)"""
     z0, xs = normal(2, 3, device=device).bfloat16(), normal(12, 2, 3, device=device).bfloat16()
