@@ -299,6 +299,19 @@ def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
     assert fused.run().in_parallel(fused.kind, Newton().tolerance(torch.float64)).passes == 0
 
 
+def test_the_loop_takes_over_right_behind_what_is_exact(device):
+    """Of a step that jumps: corrections lead nowhere, and not even the next state is near."""
+    step = lambda z: torch.frac(3 * z + 0.1)  # noqa: E731
+    z0 = torch.rand(5, 1, dtype=torch.float64, device=device)
+    problem = Fused(step, z0, length=60).run()
+    found = problem.in_parallel(
+        Kind(60, 2), Newton().tolerance(torch.float64)
+    )  # without roll-outs, by which more is exact
+    assert found.left == 5
+    problem.loop(found.states, found)
+    assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=0, atol=1e-12)
+
+
 def test_cotangents_of_tensors_that_leaves_share(device):
     """Overlapping views of one input, of one row and of all: their cotangents add up."""
 
