@@ -51,15 +51,23 @@ def test_what_is_far_slower_is_tried_once():
     assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
 
 
-def test_what_did_not_work_is_not_tried_again():
-    record = known(loop=1.0, newton=0.1)
-    record.barred["newton"] = "it did not converge"
+def test_what_did_not_work_is_left_alone_for_a_while():
+    """For 8 solves, then for 16, 32 ...; until it works."""
+    for device, other in (("cpu", "loop"), ("cuda", "graph")):
+        record, tried = known(device, loop=1.0), []
+        for solve in range(60):
+            way = record.choose()[0]
+            record.took(way, {"newton": 0.1, "graph": 0.5, "loop": 1.0}[way])
+            if way == "newton":
+                tried.append(solve)
+                record.bar("newton", "it did not converge")
+            elif solve > 3:
+                assert way == other
+        assert tried == [0, 9, 26, 59]
+    record.bar("graph", "it cannot be recorded")
     assert record.choose()[0] == "loop"
-    record = known("cuda", loop=1.0, newton=0.1)
-    record.barred["newton"] = "it did not converge"
-    assert record.choose()[0] == "graph"
-    record.barred["graph"] = "it cannot be recorded"
-    assert record.choose()[0] == "loop"
+    del record.barred["newton"]
+    assert record.choose()[0] == "newton"
 
 
 def test_kernels_are_made_for_what_comes_again_or_is_long():
@@ -190,6 +198,21 @@ def test_what_is_not_finite_is_told_whichever_way(long, device, request):
         assert deeppcr.solve(step, z0, xs).result is Result.NON_FINITE
     (record,) = plan._records.values()
     assert not record.barred  # of numbers that are none, nothing is to be learned
+
+
+def test_a_parallel_solve_is_tried_again_where_a_parameter_has_changed(impatient, device, monkeypatch):
+    """From a chaotic loop to one that contracts; until it is tried, it is the loop."""
+    monkeypatch.setattr(plan, "_PATIENCE", 2)
+    rate = torch.tensor(3.9, dtype=torch.float64, device=device)
+    z0, results = torch.full((1, 1), 0.3, dtype=torch.float64, device=device), []
+    for value in (3.9, 3.9, 3.9, 3.9, 0.5, 0.5, 0.5, 0.5, 0.5):
+        rate.fill_(value)
+        results.append(deeppcr.solve(lambda z: rate * z * (1 - z), z0, length=200).result)
+    looped, failed = {Result.LOOP}, {Result.FINISHED_BY_LOOP}
+    assert [set(part) for part in (results[:1], results[1:3], results[3:4], results[4:8])] == [failed, looped] * 2
+    assert results[8] is Result.CONVERGED
+    (record,) = plan._records.values()
+    assert not record.barred
 
 
 def test_who_has_wishes_gets_the_iteration(device):

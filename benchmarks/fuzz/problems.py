@@ -6,7 +6,7 @@ Shapes: L steps, B rows, D the state of a row packed flat.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import deeppcr
+from deeppcr.fused import Call, solve_fused
 
 from .families import FAMILIES, Draw, Model
 
@@ -102,9 +103,21 @@ class Problem:
         shaped = [part.reshape(len(packed), *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return pytree.tree_unflatten(shaped, spec)
 
+    def by_way(self, way: str) -> Problem:
+        """As a way solves it: kernels know nothing of other Jacobians, guesses and gradients, and short loops are cut into several chunks."""
+        if way not in KERNELS:
+            return self
+        solver = {name: value for name, value in self.solver.items() if name in ("rtol", "atol")}
+        if way == "fused" and self.length <= _SHORT:
+            solver["chunk"] = max(2, self.length // 8)
+        asked = {name: value for name, value in self.asked.items() if name == "batch_dims"}
+        return replace(self, solver=solver, asked=asked, guess="")
+
     def solve(self, way: str, step: Callable, z0: Any, xs: Any, near: Any) -> deeppcr.Solution:
         """By ``way``; ``near``: the loop's states, for a guess."""
         asked = dict(self.asked)
+        if way in KERNELS:
+            return self._by_kernels(Call(step, z0, xs, self.length, asked.get("batch_dims")), loop=way == "fused-loop")
         if self.solver or way != "default":
             settings = {name: value for name, value in self.solver.items() if name != "kind"}
             asked["solver"] = getattr(deeppcr, self.solver.get("kind", "Newton"))(**settings)
@@ -117,6 +130,15 @@ class Problem:
         for _ in range(REPEATS.get(way, 1) - 1):
             deeppcr.solve(step, z0, xs, **asked)
         return deeppcr.solve(step, z0, xs, **asked)
+
+    def _by_kernels(self, call: Call, *, loop: bool) -> deeppcr.Solution:
+        made = call.make()
+        if isinstance(made, str):
+            raise NoKernels(made)
+        found = solve_fused(call, deeppcr.Newton(**self.solver), None, loop=loop)
+        if isinstance(found, str):
+            raise OtherResult(found)
+        return found
 
     def describe(self) -> str:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(self.z0)]
@@ -131,10 +153,21 @@ class Problem:
         return "; ".join(part for part in parts if part)
 
 
-#: How a problem may be solved: as a user gets it; by Newton's iteration whatever ``solve`` would choose; or by it for the
-#: fourth time, when a GPU replays what it recorded.
-WAYS = ("default", "newton", "repeated")
+#: How a problem may be solved: as a user gets it; by Newton's iteration whatever ``solve`` would choose; by it for the
+#: fourth time, when a GPU replays what it recorded; or by kernels, in parallel, and as the loop in one kernel.
+KERNELS = ("fused", "fused-loop")
+WAYS = ("default", "newton", "repeated", *KERNELS)
 REPEATS = {"repeated": 4}
+#: Kernels take so few steps for one chunk, or for few.
+_SHORT = 256
+
+
+class NoKernels(Exception):
+    """Of a step for which there are none, and why."""
+
+
+class OtherResult(Exception):
+    """Kernels whose states the step itself does not give."""
 
 
 def problem(number: int, *, seed: int = 0, longest: int = 5000) -> Problem:

@@ -2,6 +2,7 @@
 
     make fuzz ARGS="--count 1000"               on all cores; started again, it goes on where it was
     make fuzz ARGS="--device cuda"              on a GPU
+    make fuzz ARGS="--device cuda --way fused"  by the kernels of its steps, where there are some; interpreted without a GPU
     make fuzz ARGS="--only 1234"                one problem in detail
 
 Problem ``n`` depends on ``n``, the seed and the longest length alone. The table by family and verdict is printed, and written to
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 
 import deeppcr
+from deeppcr import runtime
 
-from .problems import WAYS, problem
+from .problems import KERNELS, WAYS, problem
 from .verdicts import BAD, PLANTED, VERDICTS, Report, examine
 
 ROOT = Path(__file__).parents[2]
@@ -56,19 +58,22 @@ def run_one(number: int, given: argparse.Namespace) -> dict[str, Any]:
     return asdict(report)
 
 
-def start_worker() -> None:
+def start_worker(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    if given.way in KERNELS and given.device == "cpu":
+        runtime.KERNEL_DEVICES.add("cpu")
+        os.environ["TRITON_INTERPRET"] = "1"  # nobody has imported Triton yet
 
 
 def finish(numbers: list[int], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The reports, in the order in which they come."""
     run = partial(run_one, given=given)
     if given.workers == 1:
-        start_worker()
+        start_worker(given)
         yield from map(run, numbers)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.workers, mp_context=context, initializer=start_worker) as pool:
+    with ProcessPoolExecutor(given.workers, mp_context=context, initializer=start_worker, initargs=(given,)) as pool:
         left, under_way = iter(numbers), set()
         while True:
             while len(under_way) < 2 * given.workers and (number := next(left, None)) is not None:
@@ -136,7 +141,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="+", help="these problems, in detail; nothing is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--longest", type=int, default=5000, help="steps; lengths are drawn from 1 to this, by their logarithm"
+        "--longest",
+        type=int,
+        help="steps; lengths are drawn from 1 to this, by their logarithm: 5000, and 40 where kernels are interpreted",
     )
     parser.add_argument("--way", choices=WAYS, default="default")
     parser.add_argument("--device", default="cpu")
@@ -145,6 +152,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plant", choices=PLANTED, default="", help="a fault, to see that it is found")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     given = parser.parse_args(arguments)
+    if given.longest is None:
+        given.longest = 40 if given.way in KERNELS and given.device == "cpu" else 5000
     if given.workers is None:
         given.workers = (os.cpu_count() or 1) if given.device == "cpu" else 1
     return given

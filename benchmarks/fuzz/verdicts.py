@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 import deeppcr
 
-from .problems import Problem
+from .problems import NoKernels, OtherResult, Problem
 from .reference import Precision, exponent
 
 #: How many tolerances an answer may be off, and how many times what rounding does to the loop.
@@ -43,6 +43,7 @@ STABLE = -0.02
 VERDICTS = {
     "right": "as the loop, and nothing was said",
     "loop": "finished by the loop, where that is no surprise, and right",
+    "not covered": "there are no kernels for its step",
     "told": "the caller was told that it did not work, and it did not",
     "warned": "the caller was told so, and it is right",
     "gave up": "finished by the loop with default settings, though it contracts",
@@ -93,6 +94,7 @@ PLANTED = ("state", "gradient", "tolerance", "rounding")
 
 def examine(problem: Problem, way: str = "default", device: str = "cpu", plant: str = "") -> Report:
     """Solve a problem, look at the loop, and judge."""
+    problem = problem.by_way(way)
     report = Report(problem.number, problem.family, "right", problem.describe())
     loops = Loops(problem, device)
     started = time.perf_counter()
@@ -181,8 +183,9 @@ def _found(problem: Problem, way: str, loops: Loops, plant: str) -> Found:
 def _verdict(problem: Problem, found: Found, loops: Loops, details: dict[str, Any]) -> str:
     if found.error is not None:
         details["error"] = f"{type(found.error).__name__}: {found.error}"[:300]
-        if isinstance(found.error, TimeoutError):
-            return "slow"
+        for kind, verdict in ((TimeoutError, "slow"), (NoKernels, "not covered"), (OtherResult, "refused")):
+            if isinstance(found.error, kind):
+                return verdict
         if not on_purpose(found.error):
             details["traceback"] = "".join(traceback.format_tb(found.error.__traceback__)[-3:])[-800:]
             return "crash"

@@ -102,6 +102,11 @@ class Call:
         return None
 
     @property
+    def first_inputs(self) -> Any:
+        """What the first step sees of xs; None where there are none."""
+        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
+
+    @property
     def fused(self) -> FusedStep | str | None:
         """The step's kernels, or why there are none; None where nobody has tried yet."""
         if self._fused is None:
@@ -127,9 +132,9 @@ class Call:
             from .fuse.expressions import NotCovered
             from .fuse.step import FusedStep
 
-            inputs = None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
+            layout = Layout.of(self.z0, self.batch_dims)
             try:
-                found = FusedStep.of(self.step, Layout.of(self.z0, self.batch_dims), inputs, self.reached)
+                found = FusedStep.of(self.step, layout, self.z0, self.first_inputs, self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
@@ -206,10 +211,12 @@ def solve_fused(
     run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
     key, known = fused.kind(length, newton.chunk, (wanted, guess is None))
     kind = known.copy()
+    exact_steps = None
     if loop:
         found = run.in_parallel(replace(kind, chunk=length), wanted)
     elif fixed is not None:
         found = run.in_parallel(kind, wanted, guess, most=fixed)
+        exact_steps = _spoil_failed(found, layout)
     else:
         found = solve(run, kind, wanted, guess)
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
@@ -224,8 +231,11 @@ def solve_fused(
     looped = loop or (kind.gave_up and not found.passes)
     promised = tolerance if found.passes and not differentiated and newton.stop.promises else None
     solution = _solution(
-        call, fused, found, fixed, looped, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised
+        call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised
     )
+    if fixed is not None:
+        for name in _LATE:  # which a graph of the caller is to write anew each time
+            getattr(solution, name)
     # Of numbers that are none, nothing is to be learned.
     if not loop and kind != known and solution.result is not Result.NON_FINITE:
         fused.kinds.put(key, kind)
@@ -245,7 +255,9 @@ def _is_trusted(
     elif solves > 1:
         trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
     else:
-        trusted = _bears_out(call, initial, states, tolerance)
+        trusted = _bears_out(call, initial, states, tolerance) and (
+            not differentiated or fused.has_gradients_of(call.step, call.z0, call.first_inputs, call.reached)
+        )
     fused.solves[differentiated] = solves  # who raised has to be asked again
     return trusted
 
@@ -262,12 +274,16 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
 
 
 def _solution(
-    call: Call, fused: FusedStep, found: Found, fixed: int | None, looped: bool, **known: Any
+    call: Call, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
 ) -> FusedSolution:
-    """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
+    """
+    Args:
+        looped: it was the loop, because it was asked for, or nothing else is known to work
+        exact_steps: [B], of a fixed number of passes; None where all are
+    """
     layout, program = fused.layout, fused.kernels.program
     rows, length = layout.rows, len(found.states)
-    exact, exact_steps = length, None
+    exact = length
     result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
     results = (result,) * rows
     if fixed is None and (found.left or found.floored):
@@ -326,16 +342,33 @@ def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
     return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape((*of_lanes.shape[:-1], *layout.batch_shape))
 
 
-_LATE: dict[str, Callable[[Found, Layout, list[int] | None], Tensor]] = {
+_LATE: dict[str, Callable[[Found, Layout, Any], Tensor]] = {
     "iterations": lambda found, layout, _: _by_row(found.notes.taken.abs(), layout).long(),
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
         torch.full(layout.batch_shape, len(found.states), device=layout.device)
         if exact is None
-        else torch.tensor(exact, device=layout.device).reshape(layout.batch_shape)
+        else torch.as_tensor(exact, device=layout.device).reshape(layout.batch_shape)
     ),
 }
+
+
+@torch.no_grad()
+def _spoil_failed(found: Found, layout: Layout) -> Tensor | None:
+    """Where nobody can look: rows whose last corrections went beyond the numbers are NaN behind what is exact, as in ``graphs.straight``.
+
+    Returns:
+        [B], how many steps of each are exact, or as exact as so many passes get; None where all are
+    """
+    length, exact = len(found.states), found.passes * found.chunk
+    if not found.passes or exact >= length:
+        return None
+    lanes = ~torch.isfinite(found.notes.corrections[found.passes - 1])
+    found.notes.residual.masked_fill_(lanes, math.nan)
+    failed = lanes.unflatten(0, (layout.rows, -1)).any(-1)
+    found.states[exact:].masked_fill_(failed.unsqueeze(-1), math.nan)
+    return torch.where(failed, exact, length)
 
 
 def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int], int]:

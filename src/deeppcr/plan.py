@@ -32,9 +32,20 @@ _EXPECTED, _EVALUATIONS = 6, 32
 _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
 #: A way is tried so often before it is judged by its time: on a GPU the first solves record graphs.
 _TRIES = 3
+#: A way that did not work is tried again after so many solves, then after twice as many: a step's parameters change.
+_PATIENCE = 8
 #: How many kinds are remembered.
 _MOST_KINDS = 1024
 _T = TypeVar("_T")
+
+
+@dataclass
+class Bar:
+    """Of a way that did not work: why, how many solves it is left alone for, and until which one."""
+
+    why: str
+    wait: int
+    until: int
 
 
 @dataclass
@@ -46,14 +57,16 @@ class Record:
         sizes: L, B and D, the numbers of a row's state
         seconds: the least that each way took; of the loop maybe estimated
         tries: how often each way was taken
-        barred: ways that did not work, and why
+        solves: how many there were
+        barred: ways that did not work the last time
     """
 
     device: str
     sizes: tuple[int, int, int] = (1, 1, 1)
     seconds: dict[Way, float] = field(default_factory=dict)
     tries: dict[Way, int] = field(default_factory=dict)
-    barred: dict[Way, str] = field(default_factory=dict)
+    solves: int = 0
+    barred: dict[Way, Bar] = field(default_factory=dict)
 
     def choose(self) -> tuple[Way, str]:
         """The way to take, and why."""
@@ -66,9 +79,8 @@ class Record:
                 return way, f"the loop takes {written(loop)}; this is tried"
         if len(self.seconds) == 1:
             return "loop", f"the loop takes {written(loop)}, and nothing else is worth a try"
-        known: dict[Way, float] = {way: took for way, took in self.seconds.items() if way not in self.barred}
-        best = min(known, key=lambda way: known[way])
-        return best, "of this kind " + ", ".join(f"{way} took {written(known[way])}" for way in known)
+        best = min(self.seconds, key=lambda way: self.seconds[way])
+        return best, "of this kind " + ", ".join(f"{way} took {written(took)}" for way, took in self.seconds.items())
 
     def _candidates(self, loop: float) -> list[Way]:
         """The ways that are worth trying beside a loop of so many seconds."""
@@ -77,7 +89,13 @@ class Record:
         ways: list[Way] = ["newton"] if self.expected_newton(loop) < _PAYS * loop or "newton" in self.seconds else []
         if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
-        return [way for way in ways if way not in self.barred]
+        return [way for way in ways if way not in self.barred or self.solves >= self.barred[way].until]
+
+    def bar(self, way: Way, why: str) -> None:
+        """Leave a way alone that did not work; how long it took says nothing of what it takes where it does."""
+        wait = 2 * self.barred[way].wait if way in self.barred else _PATIENCE
+        self.barred[way] = Bar(why, wait, self.solves + wait)
+        self.seconds.pop(way, None)
 
     def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
         """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many."""
@@ -95,6 +113,7 @@ class Record:
     def took(self, way: Way, seconds: float) -> None:
         self.seconds[way] = min(seconds, self.seconds.get(way, seconds))
         self.tries[way] = self.tries.get(way, 0) + 1
+        self.solves += 1
 
     def timed(self, way: Way, function: Callable[[], _T]) -> _T:
         """Take a way, and note how long it took."""

@@ -186,14 +186,16 @@ class _Planned:
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
-            self.record.barred["newton"] = found.description
+            self.record.bar("newton", found.description)
+        else:
+            self.record.barred.pop("newton", None)
         return found
 
     def _by_graph(self) -> Solution:
         try:
             return self.record.timed("graph", lambda: self._by(Loop(by="graph")))
         except (RuntimeError, ValueError) as error:
-            self.record.barred["graph"] = str(error)
+            self.record.bar("graph", str(error))
             return self._by_python()
 
     def _by_python(self) -> Solution:

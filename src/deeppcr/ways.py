@@ -215,11 +215,10 @@ def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient
 
 def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution | None:
     """By CUDA graphs of an earlier solve of its kind; None where there are none, or the step is no longer what they hold."""
-    replayed = Plan()
+    replayed = Plan(notes=[*plan.notes])
     found = captured_solves.solve(solver, sequence, start, replayed)
     if found is None:
-        for note in replayed.notes:
-            plan.note(note)
+        plan.notes = replayed.notes
         return None
     outcome, residual = found  # which has been checked
     judged = _Judged(outcome, residual, None)

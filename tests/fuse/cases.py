@@ -19,6 +19,7 @@ UNARY = {
     "asin": torch.asin,
     "asinh": torch.asinh,
     "atan": torch.atan,
+    "atan2_of_numbers": lambda x: torch.atan2(x, torch.zeros_like(x)) + torch.atan2(torch.ones_like(x), x),
     "atanh": torch.atanh,
     "bitwise_not": lambda x: torch.where(~(x > 0), x, 2 * x),
     "ceil": torch.ceil,
@@ -48,6 +49,7 @@ UNARY = {
     "hardswish": F.hardswish,
     "hardtanh": lambda x: F.hardtanh(x, -1, 2.5),
     "heaviside": lambda x: torch.heaviside(x, torch.full_like(x, 0.5)),
+    "hypot_of_number": lambda x: torch.hypot(x, torch.full_like(x, 2.0)),
     "isfinite": lambda x: x.isfinite(),
     "isinf": lambda x: x.isinf(),
     "isnan": lambda x: x.isnan(),
@@ -132,6 +134,12 @@ BINARY = {
     "sub": lambda x, y: torch.sub(x, y, alpha=2),
     "where": lambda x, y: torch.where(x > y, x * y, y),
     "xlogy": lambda x, y: torch.xlogy(x, y.abs()),
+}
+
+#: of which PyTorch knows no derivative
+NO_TANGENT = {
+    *("floor_divide", "floor_divide_negative", "heaviside", "isfinite", "isinf", "isnan", "logical_not", "logical_xor"),
+    *("or", "compare"),
 }
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from deeppcr import fused, plan, runtime
+import deeppcr
+from deeppcr import runtime
 from kernel_support import compiled, gpu, poisoned_memory, pytest_configure, quick_interpreter
 
 __all__ = ["compiled", "gpu", "kernels", "poisoned_memory", "pytest_configure", "quick_interpreter"]
@@ -12,8 +13,6 @@ __all__ = ["compiled", "gpu", "kernels", "poisoned_memory", "pytest_configure", 
 def kernels(device, monkeypatch):
     """Kernels on the device, whichever it is, and nothing known of any step."""
     monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
-    fused.forget_kernels()
-    plan.forget_records()
+    deeppcr.clear_caches()
     yield
-    fused.forget_kernels()
-    plan.forget_records()
+    deeppcr.clear_caches()

@@ -99,19 +99,22 @@ class Emitted:
     def by_kernel(self, folder, device, dtype=torch.float64):
         """By a kernel with as many lanes: interpreted on a CPU."""
         lanes = 1 << max(self.lanes - 1, 0).bit_length()
-        path = folder / "emitted_kernel.py"
-        path.write_text(self.source(dtype))
-        spec = importlib.util.spec_from_file_location("emitted_kernel", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         arguments = torch.zeros(len(self.values) + 1, lanes, dtype=torch.float64)
         for row, value in zip(arguments, self.values.values(), strict=False):
             row[: self.lanes] = value
         arguments = arguments.to(device, dtype)
         numbers = torch.tensor([*self.code.numbers, 0.0], device=device, dtype=torch.float64).to(dtype)
         results = torch.full((len(self.texts), lanes), float("nan"), device=device, dtype=dtype)
-        module.kernel[(1,)](arguments, numbers, results, lanes)
+        self.kernel(folder, dtype)[(1,)](arguments, numbers, results, lanes)
         return list(results[:, : self.lanes].cpu())
+
+    def kernel(self, folder, dtype):
+        path = folder / "emitted_kernel.py"
+        path.write_text(self.source(dtype))
+        spec = importlib.util.spec_from_file_location("emitted_kernel", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.kernel
 
     def source(self, dtype):
         kinds = {"real": "REAL", "int": "tl.int64", "bool": "tl.int1"}

@@ -42,7 +42,7 @@ class Fused:
 
     def bases(self):
         closures = [tensor.to(self.layout.device) for tensor in self.row.closures]
-        return self.program.parts.values(self.inputs, closures)
+        return self.program.parts.values(self.inputs, closures, self.layout.device)
 
     def run(self):
         return Run(self.kernels, self.layout.pack(self.z0), self.bases(), self.length)

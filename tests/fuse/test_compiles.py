@@ -1,9 +1,12 @@
 """Emitted kernels compile: for a GPU that need not be there. The interpreter takes what the compiler does not, such as a name that
 changes its type in a loop."""
 
+import itertools
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from deeppcr.fuse.joints import parts_of
 from deeppcr.fuse.program import program_of
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
+from fuse.cases import BINARY, NO_TANGENT, UNARY
+from fuse.emitted import Emitted, pulled_back, pushed_forward, trace
+from kernel_support import thorough
 
 triton = pytest.importorskip("triton")
 
@@ -46,11 +52,41 @@ STEPS = {"elementwise": elementwise, "narrow": narrow, "wide": wide}
 POINTERS = {"unsettled": "*i32", "taken": "*i32", "found": "*fp32", "residual": "*fp32"}
 
 
-def compile_all(name: str) -> None:
-    """Compile every kernel of a step for an H100."""
+def compile_for_hopper(kernel, signature: dict[str, str], constants: dict[str, int]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+
+
+def compile_operations(names: str) -> None:
+    """Compile operations as one program, in both precisions.
+
+    Args:
+        names: "all" that go number by number, with their derivatives; or some of one number, separated by commas
+    """
+    every = names == "all"
+    families = (UNARY, BINARY) if every else ({name: UNARY[name] for name in names.split(",")},)
+    transforms = (lambda function: function, pushed_forward, pulled_back) if every else (lambda function: function,)
+    for family, transform in itertools.product(families, transforms):
+        number = torch.full((1,), 0.5, dtype=torch.float64)
+        arguments = [number] * (2 if family is BINARY else 1)
+        lane = [each[0] for each in arguments]
+        graphs = [trace(function, *lane) for name, function in family.items() if name not in NO_TANGENT]
+        if transform is pushed_forward:
+            arguments = [*arguments, *map(torch.clone, arguments)]
+        program = trace(lambda *given: [transform(graph)(*given) for graph in graphs], *(each[0] for each in arguments))  # noqa: B023
+        emitted = Emitted(program, *arguments)
+        for dtype, real in ((torch.float64, "*fp64"), (torch.float32, "*fp32")):
+            with tempfile.TemporaryDirectory() as folder:
+                signature = {"ARGUMENTS": real, "NUMBERS": real, "RESULTS": real, "LANES": "constexpr"}
+                compile_for_hopper(emitted.kernel(Path(folder), dtype), signature, {"LANES": 32})
+
+
+def compile_step(name: str) -> None:
+    """Compile every kernel of a step."""
     step, z0, x = STEPS[name]()
     layout = Layout.of(z0, None)
     kernels = Kernels(program_of(one_row(step, layout, x), layout))
@@ -85,25 +121,29 @@ def compile_all(name: str) -> None:
           for kernel in (kernels.joints.join, kernels.joints.chain) for part in parts_of(program.width)),
     ]  # fmt: skip
     for kernel, constants in asked:
-        names = kernel.arg_names
-        signature = {each: "constexpr" if each in constants else kind_of(each) for each in names}
-        values = {(names.index(each),): value for each, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=values)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+        signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}
+        compile_for_hopper(kernel, signature, constants)
 
 
-@pytest.mark.parametrize(
-    "name", ["elementwise", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("narrow", "wide"))]
-)
-def test_every_kernel_compiles(name):
+#: Functions of two arguments, one of them a number.
+OF_NUMBERS = "atan2_of_numbers,fmod,hypot_of_number,pow_7,pow_odd,pow_of_number,remainder"
+
+
+@pytest.mark.parametrize("what", [f"elementwise {OF_NUMBERS}", *thorough("narrow", "wide", "all")])
+def test_every_kernel_compiles(what):
     # In a process of its own: in this one Triton interprets.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, name], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", __file__, *what.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
 
 
 if __name__ == "__main__":
-    compile_all(sys.argv[1])
+    for what in sys.argv[1:]:
+        (compile_step if what in STEPS else compile_operations)(what)

@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deeppcr.fuse.expressions import Code, NotCovered
 from deeppcr.fuse.operations import check_dtypes, is_pointwise, pointwise
-from fuse.cases import ARRAYS, AWKWARD, BINARY, MATRICES, ORDINARY, UNARY
+from fuse.cases import ARRAYS, AWKWARD, BINARY, MATRICES, NO_TANGENT, ORDINARY, UNARY
 from fuse.emitted import Emitted, expected, pulled_back, pushed_forward, trace
 from kernel_support import thorough
 
@@ -50,11 +51,6 @@ def compare_derivatives(cases, arguments, transform, device, folder):
     compare(cases, arguments, transform, device, folder, rtol=1e-12, atol=1e-13)
 
 
-#: of which PyTorch knows none
-NO_TANGENT = {
-    *("floor_divide", "floor_divide_negative", "heaviside", "isfinite", "isinf", "isnan", "logical_not", "logical_xor"),
-    *("or", "compare"),
-}
 #: PyTorch's own has 1/6 in float32; two that are close are subtracted
 LOOSE = {"hardsigmoid": 1e-7, "sinc": 1e-8}
 
@@ -166,6 +162,30 @@ def test_values_of_small_matrices(n, device, tmp_path):
 def test_derivatives_of_small_matrices(n, name, transform, device, tmp_path):
     arguments = [torch.randn(3, n, 4, dtype=torch.float64) for _ in range(2 if transform is pushed_forward else 1)]
     compare({name: MATRICES[name]}, arguments, transform, device, tmp_path, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("cell", "fused"), [(nn.GRUCell, "gru"), (nn.LSTMCell, "lstm")])
+def test_cells_as_a_gpu_has_them(cell, fused, bias):
+    """One operation, which a CPU only knows by name; against the cell itself, and its derivatives."""
+    cell = cell(2, 3, bias, dtype=torch.float64)
+    x, h, c = (torch.randn(4, size, dtype=torch.float64) for size in (2, 3, 3))
+    biases = [cell.bias_ih.detach(), cell.bias_hh.detach()] if bias else []
+    operation = getattr(torch.ops.aten, f"_thnn_fused_{fused}_cell").default
+
+    def by_operation(x, h, c):
+        gates = x @ cell.weight_ih.detach().mT, h @ cell.weight_hh.detach().mT
+        return operation(*gates, h if fused == "gru" else c, *biases)[: 1 if fused == "gru" else 2]
+
+    def by_cell(x, h, c):
+        found = cell(x, h if fused == "gru" else (h, c))
+        return [found] if fused == "gru" else found
+
+    for transform in (of_itself, pulled_back):
+        graph = trace(transform(trace(by_operation, x, h, c)), x, h, c)
+        for one, other in zip(graph(x, h, c), transform(by_cell)(x, h, c), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        Emitted(graph, *(each.unsqueeze(0) for each in (x, h, c)))
 
 
 NOT_COVERED = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import deeppcr
 from deeppcr import Loop, Newton, StepError
@@ -76,14 +77,16 @@ def test_no_gradient_goes_through_data(device):
         assert error(a, b) < 1e-12
 
 
-@pytest.mark.parametrize("cell", [nn.GRUCell, *thorough(nn.RNNCell)])
+@pytest.mark.parametrize("cell", [nn.GRUCell, *thorough(nn.RNNCell, nn.LSTMCell)])
 def test_a_cell_of_pytorch_is_differentiated(cell, device):
-    """That of a GRU works in place inside."""
+    """That of a GRU works in place inside, and on a GPU is one operation, as that of an LSTM."""
     cell = cell(2, 3, dtype=torch.float64, device=device)
-    z0, xs = normal(2, 3, device=device).requires_grad_(), normal(9, 2, 2, device=device).requires_grad_()
+    h, c, xs = (normal(*shape, device=device).requires_grad_() for shape in ((2, 3), (2, 3), (9, 2, 2)))
+    z0, wanted = ((h, c), [c]) if isinstance(cell, nn.LSTMCell) else (h, [])
     ours = deeppcr.solve(lambda z, x: cell(x, z), z0, xs, solver=Loop(by="kernel")).states
-    theirs, wanted = by_loop(lambda z, x: cell(x, z), z0, xs), [z0, xs, *cell.parameters()]
-    for a, b in zip(*(torch.autograd.grad((s**2).sum(), wanted) for s in (ours, theirs)), strict=True):
+    theirs, wanted = by_loop(lambda z, x: cell(x, z), z0, xs), [*wanted, h, xs, *cell.parameters()]
+    losses = [sum((leaf**2).sum() for leaf in tree_leaves(states)) for states in (ours, theirs)]
+    for a, b in zip(*(torch.autograd.grad(loss, wanted) for loss in losses), strict=True):
         assert error(a, b) < 1e-12
 
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton, launch
+from deeppcr.fuse import run
 from deeppcr.fuse.back import pull_back
-from deeppcr.fuse.run import Kind, first_chunk
+from deeppcr.fuse.run import Kind, first_chunk, solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, misaligned, offset, strided, thorough
 
@@ -240,6 +241,43 @@ def test_what_is_tried_before_the_loop():
     assert kind.chunk == 4096
 
 
+def test_chunks_are_tried_again_after_8_solves_then_16_and_32():
+    """Each time once, with the chunk that was tried first; what works is as new."""
+    kind = Kind(length=4096, chunk=64)
+    while kind.try_harder(width=1):
+        pass
+    tried = []
+    for number in range(70):
+        kind.begin()
+        if not kind.gave_up:
+            tried.append((number, kind.chunk, kind.rolls))
+            assert not kind.try_harder(width=1)
+        else:
+            kind.sufficed(0)
+        assert kind.chunk == 4096
+    assert tried == [(8, 64, 0), (25, 64, 0), (58, 64, 0)]
+    while kind.gave_up:
+        kind.begin()
+    kind.sufficed(3)
+    assert kind.try_harder(width=1)
+
+
+def test_a_loop_that_was_chaotic_is_solved_in_parallel_once_it_is_not(device, monkeypatch):
+    monkeypatch.setattr(run, "_PATIENCE", 2)
+    rate = torch.tensor([[3.9]], dtype=torch.float64, device=device)
+    z0 = torch.tensor([[0.3]], dtype=torch.float64, device=device)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    problem = Fused(step, z0, length=60)
+    kind, passes = Kind(60, 4, patience=2), []
+    for value in (3.9, 3.9, 3.9, 0.5, 0.5, 3.9):
+        rate.fill_(value)
+        found = solve(problem.run(), kind, Newton().tolerance(torch.float64))
+        passes.append(found.passes)
+        assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=1e-9, atol=1e-10)
+    assert [number > 0 for number in passes] == [True, False, False, True, True, True]
+    assert kind.gave_up
+
+
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 63, 1000, 10**6])
 @pytest.mark.parametrize("rows", [1, 1000])
@@ -259,6 +297,19 @@ def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
     assert error(found.states[:, 1], by_loop(step, z0, length=60)[:, 1]) < 1e-9
     assert fused.kind.gave_up  # the next time it is the loop at once
     assert fused.run().in_parallel(fused.kind, Newton().tolerance(torch.float64)).passes == 0
+
+
+def test_the_loop_takes_over_right_behind_what_is_exact(device):
+    """Of a step that jumps: corrections lead nowhere, and not even the next state is near."""
+    step = lambda z: torch.frac(3 * z + 0.1)  # noqa: E731
+    z0 = torch.rand(5, 1, dtype=torch.float64, device=device)
+    problem = Fused(step, z0, length=60).run()
+    found = problem.in_parallel(
+        Kind(60, 2), Newton().tolerance(torch.float64)
+    )  # without roll-outs, by which more is exact
+    assert found.left == 5
+    problem.loop(found.states, found)
+    assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=0, atol=1e-12)
 
 
 def test_cotangents_of_tensors_that_leaves_share(device):
@@ -376,3 +427,21 @@ def test_launches_of_both_directions_are_noted(device, compiled, monkeypatch):
         torch.autograd.grad(fused.states(4).sum(), [first, second])
     assert len(launch._noted) > 1
     assert None not in launch._noted.values()
+
+
+@pytest.mark.parametrize(
+    ("seed", "length", "rtol", "floored"),
+    [
+        (2, 24, 1e-5, False),  # the last correction is a tenth of what is allowed
+        (3, 128, 1e-6, False),  # one is twice what is allowed, when chunks join to the last digits for the first time
+        (2, 24, 1e-6, True),  # so it is here, and there is no pass left
+    ],
+)
+def test_a_correction_that_still_shrinks_is_no_floor_of_rounding(seed, length, rtol, floored, device):
+    generator = torch.Generator().manual_seed(seed)
+    z0, xs = (torch.randn(*shape, 2, 1, generator=generator).to(device) for shape in ((), (length,)))
+    problem = Fused(lambda z, x: 0.9 * torch.sin(z) + x, z0, xs)
+    found = problem.solve(4, newton=Newton(rtol=rtol))
+    assert found.left == 0
+    assert bool((found.notes.taken < 0).any()) is bool(found.floored) is floored
+    assert error(found.states.squeeze(-1), by_loop(problem.step, z0, xs).squeeze(-1)) < 1e-6

@@ -12,8 +12,10 @@ from torch import nn
 
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
+from deeppcr.graphs import record
 from fuse.loops import by_loop
 from kernel_support import error, thorough
+from tape import Tape
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 #: Chunks that keep the interpreter's time short.
@@ -213,10 +215,14 @@ def test_a_step_that_knows_how_many_rows_there_are_is_not_trusted_to_kernels(dev
         assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
 
 
-def test_what_is_not_covered_stands_in_the_plan(device):
+def test_what_is_not_covered_stands_in_the_plan(device, monkeypatch):
+    """Also where the solve is replayed as a CUDA graph."""
+    if device.type == "cpu":
+        monkeypatch.setitem(record.RECORDERS, "cpu", Tape)
     step, z0 = lambda z: 0.5 * z.sort(-1).values, normal(2, 3, device=device)
-    found = solve(step, z0, length=9)
-    assert "not by kernels: aten.sort is not covered" in found.plan.notes
+    for _ in range(3):
+        found = deeppcr.solve(step, z0, length=9, solver=NEWTON)
+    assert found.plan.notes == ["not by kernels: aten.sort is not covered", "replayed as a CUDA graph"]
     with pytest.raises(ValueError, match=r"no kernel for this step: aten.sort is not covered. Loop\(\) takes any step"):
         deeppcr.solve(step, z0, length=9, solver=Loop(by="kernel"))
 
@@ -331,6 +337,27 @@ def test_a_fixed_number_of_passes_asks_nobody(device, poisoned_memory):
         assert found.states.isfinite().all()
         assert found.updates.shape == (passes, 2)
     assert error(found.states, by_loop(step, z0, xs)) < 1e-13
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("mixing", [False, *thorough(True)])
+def test_where_nobody_can_look_rows_that_overflow_end_in_nan(mixing, device):
+    """From their exact steps on; the others are left alone, and nothing waits until somebody asks for it."""
+    rates = torch.tensor([[1e60], [0.5], [1e60]], dtype=torch.float64, device=device)
+    step = lambda z: rates * (z.flip(-1) if mixing else z)  # noqa: E731
+    z0 = normal(3, 2, device=device).abs() + 0.1
+    z0[2] = 0.0  # of which nothing grows
+    right, newton = by_loop(step, z0, length=12), Newton(chunk=2)
+    solve(step, z0 * 1e-100, length=12, solver=newton)
+    call = fused.Call(step, z0, None, 12, None)
+    found = fused.solve_fused(call, newton, None, fixed=2)
+    assert found.result is Result.ITERATIONS_DONE
+    assert set(fused._LATE) <= set(vars(found))
+    assert found.exact_steps.tolist() == [4, 12, 12]
+    assert error(found.states[:4, 0], right[:4, 0]) < 1e-12
+    assert found.states[4:, 0].isnan().all()
+    assert error(found.states[:, 1:], right[:, 1:]) < 1e-12
+    assert found.residual.isnan().tolist() == [True, False, False]
 
 
 def test_half_precision(device):

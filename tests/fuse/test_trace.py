@@ -6,16 +6,20 @@ Shapes: B rows, D numbers of the state, L steps. ``CASES`` make a step, z0, xs a
 import functools
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from deeppcr.fuse import parts
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.parts import take_apart
+from deeppcr.fuse.step import FusedStep
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 from fuse.loops import Fused
@@ -246,6 +250,13 @@ def test_projections_of_xs_are_done_before_the_kernels():
     assert program.covers_whole(0)
 
 
+def test_what_a_step_makes_lies_on_its_device():
+    """Also where there are no inputs and no closures that would say which that is."""
+    fused = Fused(lambda z: torch.sin(z) * (1 + torch.arange(3, device=z.device)), torch.randn(2, 3), length=5)
+    (base,) = fused.program.parts.values([], [], torch.device("meta"))
+    assert (base.device.type, tuple(base.shape)) == ("meta", (3,))
+
+
 def test_xs_are_read_where_they_lie():
     fused = problem("gates")
     (base,) = fused.bases()
@@ -312,9 +323,41 @@ def test_what_is_not_covered_is_named(step, width, reason):
         Fused(step, z0, length=5).kernels.forward_source  # noqa: B018
 
 
+def test_a_tensor_on_another_device_is_not_covered():
+    """Kernels could not read it; a single number is moved."""
+    layout = replace(Layout.of(torch.randn(2, 3), None), device=torch.device("cuda", 0))
+    for held in (torch.randn(3), torch.randn(1)):
+        step = closing(lambda held, z: z * held.to(z.device), held)
+        with pytest.raises(NotCovered, match="a tensor on cpu is not covered"):
+            FusedStep.of(step, layout, None, None, [held])
+
+
 def test_autocast_is_not_covered():
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(NotCovered, match="autocast"):
         Fused(torch.cos, normal(2, 3), length=5)
+
+
+def test_derivatives_are_traced_outside_of_inference_mode(monkeypatch):
+    """Where some versions of PyTorch differentiate nothing; nor do they on tensors that were made there."""
+    traced = []
+
+    def watched(function, **options):
+        def run(*examples):
+            assert not torch.is_inference_mode_enabled()
+            assert not any(each.is_inference() for each in examples)
+            traced.append(make_fx(function, **options)(*examples))
+            return traced[-1]
+
+        return run
+
+    monkeypatch.setattr(parts, "make_fx", watched)
+    with torch.inference_mode():
+        fused = Fused(lambda z: torch.sin(z[..., [1, 0]]) * torch.tensor([0.3, 0.7]), torch.randn(3, 2), length=5)
+        assert not any(constant.is_inference() for constant in fused.row.graph.buffers())
+        assert fused.program.jacobian
+        assert fused.program.cotangents == []
+    assert len(traced) == 3
+    assert any(list(graph.buffers()) for graph in traced)
 
 
 def test_nothing_is_left_behind_by_tracing():

@@ -114,7 +114,9 @@ def _linalg_slogdet(a: Tensor):
 
 def _linalg_cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False):
     a = a.mT if upper else a
-    n = a.shape[-1]
+    # PyTorch reads one triangle, and its derivative is that of a symmetric matrix.
+    symmetric = (a + a.mT) / 2
+    a, n = symmetric + (a - symmetric).detach(), a.shape[-1]
     factor: list[list[Tensor]] = [[torch.zeros_like(a[..., 0, 0]) for _ in range(n)] for _ in range(n)]
     for i in range(n):
         for k in range(i + 1):
@@ -179,6 +181,43 @@ def _place_only(extreme: Callable) -> Callable:
     return decompose
 
 
+def _gates(inputs: Tensor, hidden: Tensor, bias: Tensor | None, hidden_bias: Tensor | None, count: int):
+    """Of a recurrent cell what comes from its inputs and from its state, [..., count H] each, gate by gate."""
+    inputs = inputs if bias is None else inputs + bias
+    hidden = hidden if hidden_bias is None else hidden + hidden_bias
+    return inputs.chunk(count, -1), hidden.chunk(count, -1)
+
+
+def _thnn_fused_gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What ``nn.GRUCell`` is on a GPU: the next state, and what a kernel for its derivatives would need."""
+    (a_reset, a_keep, a_new), (b_reset, b_keep, b_new) = _gates(input_gates, hidden_gates, input_bias, hidden_bias, 3)
+    reset, keep = (a_reset + b_reset).sigmoid(), (a_keep + b_keep).sigmoid()
+    new = (a_new + reset * b_new).tanh()
+    return new + keep * (hx - new), torch.cat((reset, keep, new, hx, b_new), -1)
+
+
+def _thnn_fused_lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``nn.LSTMCell`` is on a GPU."""
+    take, keep, new, show = (
+        a + b for a, b in zip(*_gates(input_gates, hidden_gates, input_bias, hidden_bias, 4), strict=True)
+    )
+    take, keep, new, show = take.sigmoid(), keep.sigmoid(), new.tanh(), show.sigmoid()
+    cell = keep * cx + take * new
+    return show * cell.tanh(), cell, torch.cat((take, keep, new, show), -1)
+
+
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     # The operation itself has no derivative in forward mode.
     return source.to(target.dtype).expand_as(target).clone()
@@ -210,4 +249,6 @@ DECOMPOSITIONS: dict[Any, Callable] = {
     _aten.linalg_solve_triangular.default: _linalg_solve_triangular,
     _aten.max.dim: _max,
     _aten.min.dim: _min,
+    _aten._thnn_fused_gru_cell.default: _thnn_fused_gru_cell,
+    _aten._thnn_fused_lstm_cell.default: _thnn_fused_lstm_cell,
 }

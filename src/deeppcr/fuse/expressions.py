@@ -243,7 +243,11 @@ class Code:
         numbers = [each for each in arguments if is_number(each)]
         if len(numbers) == len(arguments):
             return _fold(FUNCTIONS[function], *numbers)
-        return self.emit(f"{function}({', '.join(map(self.text, arguments))})", "real", *arguments)
+        # Functions are found by the types of their arguments, and a number by itself is float32.
+        texts = [
+            self.text(each) if isinstance(each, Value) else f"tl.cast({self.text(each)}, REAL)" for each in arguments
+        ]
+        return self.emit(f"{function}({', '.join(texts)})", "real", *arguments)
 
     def abs(self, a: Scalar) -> Scalar:
         if not isinstance(a, Value):

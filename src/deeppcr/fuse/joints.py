@@ -164,19 +164,7 @@ def _join(width: int) -> str:
         "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "alive = inside & ~settled(found, passes, r, rows, inside)",
-        "later = inside & (r * 0 + passes > 0)",
-        "before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)",
-        "enough = later & is_enough(before, largest)",
-        "# Where chunks join to the last digit, corrections are what rounding is amplified to: nothing better can be had.",
-        "floored = alive & later & ~enough & (rough <= ROUGH) & (largest < float('inf'))",
-        "tl.store(found + passes * rows + r, tl.where(floored, 0.0, largest), mask=inside)",
-        "passed = (r * 0 + passes + 1).to(tl.int32)",
-        "tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)",
-        "tl.store(residual + r, missed, mask=alive)",
-        "tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))",
-        "left = inside & ~(enough | floored)",
-        "tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))",
+        "note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [

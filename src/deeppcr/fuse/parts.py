@@ -92,11 +92,12 @@ class Parts:
             return [holders.index(base.node) for base in self.bases]
         return None
 
-    def values(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
+    def values(self, inputs: list[Tensor], closures: list[Tensor], device: torch.device) -> list[Tensor]:
         """The bases: [L, rows, ...], without L or rows where they are the same for all.
 
         Args:
             inputs: the leaves of xs, [L, ...] each
+            device: of what the step itself makes
         """
         row, outside = self.row, [*inputs, *closures]
         if row.batch_dims > 1:
@@ -108,7 +109,7 @@ class Parts:
         if self._places is not None:
             return [outside[place] for place in self._places]
         nodes = [node for node in row.graph.graph.nodes if node.op == "placeholder"][row.states :]
-        return _evaluate_hoisted(row, self.bases, nodes, outside)
+        return _evaluate_hoisted(row, self.bases, nodes, outside, device)
 
 
 def take_apart(row: OneRow, narrow: int, widest: int) -> Parts:
@@ -248,17 +249,24 @@ class _Core:
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         known: dict[fx.Node, Any] = dict(zip(self._given, given, strict=True))
-        for node in self._order:
-            if node in known:
-                continue
-            if node.op == "output":
-                return [known[each] for each in pytree.tree_leaves(node.args[0])]
-            if node.op == "get_attr":
-                known[node] = getattr(self._graph, str(node.target))
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-            known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        raise AssertionError("a graph has an output")
+        return compute(self._graph, self._order, known, torch.device("cpu"))
+
+
+def compute(graph: fx.GraphModule, nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch.device) -> Any:
+    """Run nodes of a graph on a device, beside those that are known, to which they are added; returns what the graph's output is."""
+    for node in nodes:
+        if node in known:
+            continue
+        if node.op == "output":
+            return [known[each] for each in pytree.tree_leaves(node.args[0])]
+        if node.op == "get_attr":
+            known[node] = getattr(graph, str(node.target)).to(device)
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": device}
+        known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return None
 
 
 def values_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
@@ -275,7 +283,7 @@ def tangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
         return torch.func.jvp(lambda *z: parts.core(*z, *leaves), state, tangents)[1]
 
     given = _examples(parts, dtype)
-    return _made(push, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+    return _made(push, *given[:count], *given)
 
 
 def adjoint_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
@@ -307,14 +315,15 @@ def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
         return torch.func.vjp(of_leaves, *[leaves[i] for i in real])[1](list(cotangents))
 
     given = _examples(parts, dtype)
-    return _made(pull, *given[:count], *map(torch.clone, given[:count]), *given[count:])
+    return _made(pull, *given[:count], *given)
 
 
 def _made(function: Callable, *examples: Tensor) -> fx.GraphModule:
     """Traced on real numbers: forward mode has tensors of zeros that stand-ins know nothing of."""
-    with torch.enable_grad():
+    # In inference mode, or on tensors that were made there, some versions of PyTorch differentiate nothing.
+    with torch.inference_mode(False), torch.enable_grad():
         made = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS,
-                       tracing_mode="real")(*examples)  # fmt: skip
+                       tracing_mode="real")(*map(torch.clone, examples))  # fmt: skip
     made.graph.eliminate_dead_code()
     return made
 
@@ -382,37 +391,25 @@ def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:
 
 
 def _evaluate_hoisted(
-    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor]
+    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor], device: torch.device
 ) -> list[Tensor]:
     """By vmap over steps and rows; what depends on neither is computed once."""
     wanted = [base.node for base in bases]
     needed = {each for node in wanted for each in _ancestors(node)}
     order = [node for node in row.graph.graph.nodes if node in needed]
-    graph, steps = row.graph, set(nodes[: row.inputs])
-    device = outside[0].device if outside else torch.device("cpu")
-
-    def run(known: dict[fx.Node, Any], some: list[fx.Node]) -> dict[fx.Node, Any]:
-        for node in some:
-            if node not in known:
-                if node.op == "get_attr":
-                    known[node] = getattr(graph, str(node.target)).to(device)
-                    continue
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": device}
-                known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        return known
+    steps = set(nodes[: row.inputs])
 
     have = dict(zip(nodes, outside, strict=True))
     rows = {node for node, has in zip(nodes, row.has_rows, strict=True) if has}
     changing = _reached([*steps, *rows], order)
-    fixed = run({node: have[node] for node in order if node in have and node not in changing},
-                [node for node in order if node not in changing])  # fmt: skip
+    fixed = {node: have[node] for node in order if node in have and node not in changing}
+    compute(row.graph, [node for node in order if node not in changing], fixed, device)
     moving = [node for node in order if node in changing and node in have]
     late = [node for node in wanted if node in changing and node not in have]
 
     def of_one(*values: Tensor) -> list[Tensor]:
-        known = run({**fixed, **dict(zip(moving, values, strict=True))}, order)
+        known = {**fixed, **dict(zip(moving, values, strict=True))}
+        compute(row.graph, order, known, device)
         return [known[node] for node in late]
 
     found = {**fixed, **{node: have[node] for node in moving}}

@@ -29,6 +29,8 @@ _FEWEST_PASSES = 4
 _ROLLS = 8
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
+#: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
+_PATIENCE = 8
 #: Lanes of a program: of elementwise steps, of narrow ones.
 _LANES = {True: 128, False: 32}
 #: What a lane reads is on its way so many steps before: of few numbers, and of many.
@@ -47,24 +49,47 @@ class Kind:
         chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
         rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
+        first: steps of a chunk at first
         gave_up: only the loop sufficed
+        looped, patience: solves since then, and after how many of them chunks are tried again
     """
 
     length: int
     chunk: int
     rolls: int = 0
     passes: int = 3
+    first: int = 0
     gave_up: bool = False
+    looped: int = 0
+    patience: int = _PATIENCE
+
+    def __post_init__(self):
+        self.first = self.first or self.chunk
+
+    def begin(self) -> None:
+        """Before a solve: what is to be tried."""
+        if self.gave_up and self.looped == self.patience:
+            self.chunk, self.rolls, self.gave_up = self.first, 0, False
+            self.looped, self.patience = 0, 2 * self.patience
+        self.looped += self.gave_up
+
+    def sufficed(self, passes: int) -> None:
+        """After a solve that did not need the loop."""
+        self.passes = max(2, passes)
+        if not self.gave_up:
+            self.patience = _PATIENCE
 
     def copy(self) -> Kind:
-        return Kind(self.length, self.chunk, self.rolls, self.passes, self.gave_up)
+        return Kind(
+            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience
+        )  # fmt: skip
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
-        larger = _GROWTH * self.chunk
-        if self.rolls == 0:
+        larger, tried_again = _GROWTH * self.chunk, self.patience > _PATIENCE
+        if self.rolls == 0 and not tried_again:
             self.rolls = _ROLLS
-        elif _FEWEST_PASSES * larger * (1 + width) <= self.length:
+        elif _FEWEST_PASSES * larger * (1 + width) <= self.length and not tried_again:
             self.chunk, self.rolls = larger, 0
         else:
             self.chunk, self.gave_up = self.length, True
@@ -368,10 +393,11 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
 
     What worked is noted in ``kind``, for the next time.
     """
+    kind.begin()
     while True:
         found = run.in_parallel(kind, tolerance, guess)
         if not found.left:
-            kind.passes = max(2, found.passes)
+            kind.sufficed(found.passes)
             return found
         if not kind.try_harder(run.program.width):
             run.loop(found.states, found)

@@ -17,6 +17,7 @@ from ..tolerance import Tolerance, measure
 from .compiled import Kernels
 from .expressions import NotCovered
 from .program import program_of
+from .rows import rows_agree
 from .run import Kind, first_chunk
 from .trace import TRACING, one_row
 
@@ -46,11 +47,11 @@ class FusedStep:
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
     @staticmethod
-    def of(step: Callable, layout: Layout, inputs: Any, reached: list[Tensor]) -> FusedStep:
+    def of(step: Callable, layout: Layout, z0: Any, inputs: Any, reached: list[Tensor]) -> FusedStep:
         """Trace a step.
 
         Args:
-            inputs: what it sees of xs at one step
+            z0, inputs: a state, and what the step sees of xs at one step
             reached: the tensors that it reaches
 
         Raises:
@@ -66,7 +67,14 @@ class FusedStep:
         for tensor in row.closures:
             if tensor.device != layout.device and tensor.ndim:
                 raise NotCovered(f"a tensor on {tensor.device} is not covered")
+        if not rows_agree(step, row, layout, z0, inputs, list(row.closures)):
+            raise NotCovered("rows depend on each other, or on how many there are")
         return FusedStep(Kernels(program), layout, tuple(where[id(tensor)] for tensor in row.closures))
+
+    def has_gradients_of(self, step: Callable, z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
+        """Whether rows of the step have the gradients that they have by themselves: ``x - x.mean(0) + x.mean(0).detach()`` has others."""
+        row, closures = self.kernels.program.parts.row, [reached[place] for place in self.places]
+        return rows_agree(step, row, self.layout, z0, inputs, closures, gradients=True)
 
     def kind(self, length: int, chunk: int | str, settings: tuple) -> tuple[tuple, Kind]:
         """What is known of solves of this length, and by which key: a copy is for one of them to change, and to be noted in ``kinds``.
@@ -90,7 +98,7 @@ class FusedStep:
         closures = [reached[place] for place in self.places]
         if any(tensor.device != device for tensor in closures):  # single numbers
             closures = [tensor.to(device) for tensor in closures]
-        return self.kernels.program.parts.values(inputs, closures)
+        return self.kernels.program.parts.values(inputs, closures, device)
 
     @torch.no_grad()
     def is_borne_out(self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance) -> bool:

@@ -18,6 +18,8 @@ from ..convergence import ENOUGH, NEGLIGIBLE
 FAR = tl.constexpr(10.0)
 #: Misses of so many units of rounding are nothing else.
 ROUGH = tl.constexpr(32.0)
+#: A correction that is not below this part of the one before it has not shrunk.
+SHRUNK = tl.constexpr(0.5)
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 _ENOUGH = tl.constexpr(ENOUGH)
 
@@ -50,3 +52,29 @@ def in_units(change, unit):
     """Of nothing, nothing, whatever the unit; what is not a number is infinite."""
     ratio = tl.where(change == 0, 0.0, change / unit)
     return tl.where(ratio == ratio, ratio, float("inf"))
+
+
+@triton.jit
+def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit):
+    """What a pass found of lanes ``r``.
+
+    Args:
+        largest: correction, in units of the tolerance
+        missed, rough: the largest miss, and the same in units of rounding
+    """
+    alive = inside & ~settled(found, passes, r, rows, inside)
+    later = inside & (r * 0 + passes > 0)
+    before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)
+    enough = later & is_enough(before, largest)
+    # Where chunks join to the last digit, corrections are what rounding is amplified to. Within the tolerance that is all that was
+    # asked for; beyond it nothing better can be had once corrections no longer shrink, or nobody may look again.
+    joined = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
+    floored = joined & (largest > 1) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
+    enough = enough | (joined & (largest <= 1))
+    tl.store(found + passes * rows + r, tl.where(floored | (joined & enough), 0.0, largest), mask=inside)
+    passed = (r * 0 + passes + 1).to(tl.int32)
+    tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)
+    tl.store(residual + r, missed, mask=alive)
+    tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))
+    left = inside & ~(enough | floored)
+    tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))

@@ -97,7 +97,7 @@ def join(
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
-        wide.note, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit),
+        wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit),
         (_LANES,), warps=1,
     )  # fmt: skip
 

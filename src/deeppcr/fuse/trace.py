@@ -51,7 +51,7 @@ class OneRow:
     batch_dims: int
 
 
-class _StandIns(TorchFunctionMode):
+class StandIns(TorchFunctionMode):
     """Meanwhile the tensors that a function closes over are replaced; those that are not known yet, by stand-ins of their own."""
 
     def __init__(self, known: dict[int, Tensor], new: Callable[[Tensor], Tensor] | None = None):
@@ -88,6 +88,26 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
     """
     if torch.is_autocast_enabled(layout.device.type):
         raise NotCovered("autocast is not covered")
+    call, given = on_leaves(step, layout, inputs)
+    try:
+        with FakeTensorMode(), torch.enable_grad():
+            row = _traced(call, layout, given)
+    except NotCovered:
+        raise
+    except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
+        raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
+    with torch.inference_mode(False):  # where nobody could differentiate what was made in it
+        for name, constant in list(row.graph.named_buffers()):
+            setattr(row.graph, name, constant.clone())
+    return row
+
+
+def on_leaves(step: Callable, layout: Layout, inputs: Any) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
+    """A step as a function of the leaves of its state and of its inputs, to the leaves of the next state; and those of ``inputs``.
+
+    Raises:
+        NotCovered: they are not all tensors
+    """
     given, spec = ([], None) if inputs is None else pytree.tree_flatten(inputs)
     if not all(isinstance(leaf, Tensor) for leaf in given):
         raise NotCovered("xs that are not tensors are not covered")
@@ -97,13 +117,7 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
         found = step(z) if inputs is None else step(z, pytree.tree_unflatten(list(leaves), spec))  # pyright: ignore[reportArgumentType]
         return pytree.tree_leaves(layout.in_order(found))
 
-    try:
-        with FakeTensorMode(), torch.enable_grad():
-            return _traced(call, layout, given)
-    except NotCovered:
-        raise
-    except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
-        raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
+    return call, given
 
 
 def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
@@ -113,7 +127,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
     batch = layout.batch_shape
     whole = [torch.empty((*batch, *shape), dtype=layout.dtype, device=layout.device) for shape in layout.shapes]
     seen = [like(leaf) for leaf in given]
-    collecting = _StandIns({}, like)
+    collecting = StandIns({}, like)
     with collecting:
         call(whole, seen)
     closures = collecting.met
@@ -131,7 +145,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
 
     def function(*leaves: Tensor) -> list[Tensor]:
         beyond = leaves[len(state) + len(given) :]
-        with _StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
+        with StandIns({id(tensor): one for tensor, one in zip(closures, beyond, strict=True)}):
             return call(leaves[: len(state)], leaves[len(state) : len(state) + len(given)])
 
     with _quietly():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .support import FAR, ROUGH, finite_or_zero, in_units, is_enough, settled
+from .support import FAR, finite_or_zero, in_units, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "given_step", "steps"]
@@ -149,26 +149,15 @@ def spread(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def note(worst, found, unsettled, taken, residual, rows, passes, limit, LANES: tl.constexpr):
-    """What was found of every row, as ``joints`` has it."""
+def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, LANES: tl.constexpr):
+    """What was found of every row."""
     r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = r < rows
     alive = inside & ~settled(found, passes, r, rows, inside)
     largest = tl.load(worst + r, mask=alive, other=0.0)
     missed = tl.load(worst + rows + r, mask=alive, other=0.0)
     rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
-    later = inside & (r * 0 + passes > 0)
-    before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)
-    enough = later & is_enough(before, largest)
-    # Where chunks join to the last digit, corrections are what rounding is amplified to: nothing better can be had.
-    floored = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
-    tl.store(found + passes * rows + r, tl.where(floored, 0.0, largest), mask=inside)
-    passed = (r * 0 + passes + 1).to(tl.int32)
-    tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)
-    tl.store(residual + r, missed, mask=alive)
-    tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))
-    left = inside & ~(enough | floored)
-    tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))
+    note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit)
 
 
 @triton.jit(do_not_specialize=_SIZES)
