@@ -5,6 +5,8 @@ Shapes: L steps in chunks of C, B rows, D numbers of the state.
 
 from dataclasses import replace
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -282,7 +284,8 @@ def test_a_loop_that_was_chaotic_is_solved_in_parallel_once_it_is_not(device, mo
 @pytest.mark.parametrize("length", [1, 2, 63, 1000, 10**6])
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_a_chunk_is_no_longer_than_the_loop(length, rows, elementwise):
-    assert 1 <= first_chunk(length, rows, elementwise) <= length
+    program = SimpleNamespace(elementwise=elementwise, parts=SimpleNamespace(tiled=False))
+    assert 1 <= first_chunk(length, rows, program) <= length
 
 
 def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
