@@ -88,7 +88,7 @@ class Kind:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
         larger, tried_again = _GROWTH * self.chunk, self.patience > _PATIENCE
         if self.rolls == 0 and not tried_again:
-            self.rolls = _ROLLS
+            self.rolls = max(2, _ROLLS * self.first // self.chunk)  # as many steps, whatever the chunks
         elif _FEWEST_PASSES * larger * (1 + width) <= self.length and not tried_again:
             self.chunk, self.rolls = larger, 0
         else:
