@@ -26,7 +26,7 @@ from .tile_program import TileProgram
 _MOST_PASSES = 16
 _FEWEST_PASSES = 4
 #: So many times chunks are rolled out from the ends of those before them, where corrections from the guess lead astray.
-_ROLLS = 8
+_ROLLS = (2, 8)
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
@@ -87,8 +87,8 @@ class Kind:
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
         larger, tried_again = _GROWTH * self.chunk, self.patience > _PATIENCE
-        if self.rolls == 0 and not tried_again:
-            self.rolls = max(2, _ROLLS * self.first // self.chunk)  # as many steps, whatever the chunks
+        if self.rolls < _ROLLS[-1] and not tried_again:
+            self.rolls = next(each for each in _ROLLS if each > self.rolls)
         elif _FEWEST_PASSES * larger * (1 + width) <= self.length and not tried_again:
             self.chunk, self.rolls = larger, 0
         else:
@@ -310,17 +310,17 @@ class Run:
             starts, ends, sizes, products, *maps = workspace.split(parts)
             worst = maps[-1:] if self.shape.tiled else ()
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
-            guessed, into = guess, states
-            for _ in range(rolls):
+            guessed = guess
+            for left in range(rolls, 0, -1):  # the last of them is not where the passes write
+                into = other if left % 2 else states
                 self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
-                guessed, into = into, other if guessed is None or into is states else states
+                guessed = into
             for passes in range(first, last):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
                 join = tiled.join if self.shape.tiled else _join
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
 
-        # Rolled out an even number of times, so that the last of them is not where the passes write.
-        rolls = kind.rolls + kind.rolls % 2
+        rolls = kind.rolls
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)

@@ -95,11 +95,16 @@ def _leaf_arguments(program: TileProgram) -> tuple[list[str], list[str]]:
 
 
 def _addresses(program: TileProgram, lines: _Lines, begin: str) -> list[str]:
-    found = []
+    """Where leaves begin, in words that tell the compiler how far apart the least of them are: EVEN, by four numbers."""
+    even, found = [], []
     for i in sorted({read.leaf for read in (*lines.fixed, *lines.moving)}):
-        text = f"a{i} = p{i} + offset{i} + b * row{i}"
-        found.append(text + (f" + {begin} * step{i}" if program.leaves[i].per_step else ""))
-    return found
+        leaf = program.leaves[i]
+        steps = [*(["row"] if leaf.per_row else []), *(["step"] if leaf.per_step else [])]
+        even += [f"    {name}{i} = tl.multiple_of({name}{i}, 4)" for name in steps]
+        parts = [f"p{i}", *([str(leaf.offset)] if leaf.offset else [])]
+        parts += [*([f"b * row{i}"] if leaf.per_row else []), *([f"{begin} * step{i}"] if leaf.per_step else [])]
+        found.append(f"a{i} = {' + '.join(parts)}")
+    return [*(["if EVEN:", *even] if even else []), *found]
 
 
 def _advance(program: TileProgram, lines: _Lines, sign: str) -> list[str]:
@@ -154,7 +159,7 @@ def _indented(lines: list[str], depth: int = 1) -> list[str]:
 
 
 def _roll(program: TileProgram) -> str:
-    code, width, count = program.code, program.width, len(program.shapes)
+    width, count = program.width, len(program.shapes)
     tangents = [_with_lead(program, tile) for tile in program.tangents]
     plain = _Lines(program, [tile.value for tile in program.values])
     whole = _Lines(program, [tile.value for tile in (*program.values, *tangents)])
@@ -249,11 +254,11 @@ def _roll(program: TileProgram) -> str:
         "guess_step", "rows", "steps", "first", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run a chunk from its start; WHOLE: a row that is not settled, from ``initial`` before step ``first`` to the end."""'
-    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
 
 
 def _sweep(program: TileProgram) -> str:
-    code, width, count = program.code, program.width, len(program.shapes)
+    width, count = program.width, len(program.shapes)
     maps = [_with_lead(program, tile) for tile in program.adjoints]
     single, of_reads = program.adjoint, program.cotangents
     as_map = _Lines(program, [tile.value for tile in (*maps, *single)])
@@ -352,7 +357,7 @@ def _sweep(program: TileProgram) -> str:
         "given_step", "rows", "steps", "chunk", "chunks",
     ]  # fmt: skip
     doc = '"""Run a chunk backwards. MAP: as a map of what comes behind; else with that, to the cotangents of all that is read."""'
-    return kernel_text("sweep", arguments, ["MAP", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+    return kernel_text("sweep", arguments, ["MAP", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
 
 
 def _zero(program: TileProgram, tile: Tile) -> str:

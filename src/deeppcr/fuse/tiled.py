@@ -20,6 +20,8 @@ _LANES = 32
 #: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
 _BUSY, _LEAST = 2048, 16
 
+#: Chunks on their way where they are joined.
+_STAGES = 3
 #: Numbers that the registers of a warp hold beside all else.
 _OF_A_WARP = 2048
 
@@ -54,9 +56,11 @@ class _How:
         self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
         self.padded = max(16, next_power_of_2(self.width))
         self.rough, self.fine = "tf32", "tf32x3"
+        # How far apart steps and rows are, of every leaf: what begins at multiples of four numbers is read four at a time.
+        self.even = all(each % 4 == 0 for at, each in enumerate(run.strides) if at % 4 < 2)
         numbers = sum(math.prod(map(padded, read.tile.sizes)) for read in program.reads)
         self.warps = max(1, min(8, next_power_of_2(-(-numbers // _OF_A_WARP))))
-        self.join_warps = 1 if self.padded <= 16 else 2 if self.padded <= 32 else 4
+        self.join_warps = 1 if self.padded <= 32 else 4
         self.stages = 2 if self.padded <= 32 else 1
 
 
@@ -72,7 +76,7 @@ def roll(
     blocks = how.blocks if product else 1
     integers = (*run.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
     launch(
-        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, blocks, how.lead, how.rough, how.stages),
+        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, how.even, blocks, how.lead, how.rough, how.stages),
         warps=how.warps, integers=integers,
     )  # fmt: skip
 
@@ -89,11 +93,11 @@ def join(
     shape = (how.width, how.padded)
     integers = (chunks * rows * how.width**2 >= 2**31,)
     launch(
-        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, how.blocks, how.lead, how.rough, 2),
+        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, how.blocks, how.lead, how.rough, _STAGES),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
-        wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, 2),
+        wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, _STAGES),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
@@ -123,7 +127,7 @@ def sweep(
     )  # fmt: skip
     blocks = how.blocks if as_map else 1
     launch(
-        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, blocks, how.lead, how.fine, how.stages),
+        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, how.even, blocks, how.lead, how.fine, how.stages),
         warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
     )  # fmt: skip
 
@@ -137,8 +141,8 @@ def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -
     integers = (given.dtype, chunks * rows * how.width**2 >= 2**31)
     arguments = (adjoints, adjoints, products, adjoints, maps, terms, terms, adjoints, rows, chunks, each, 0)
     launch(
-        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, how.blocks, how.lead, how.fine, 2),
+        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, how.blocks, how.lead, how.fine, _STAGES),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     arguments = (products, adjoints, given, maps, terms, rows, chunks, each, run.initial.numel(), run.length)
-    launch(wide.chain, groups * rows, arguments, (*shape, 2), warps=how.join_warps, integers=integers)
+    launch(wide.chain, groups * rows, arguments, (*shape, _STAGES), warps=how.join_warps, integers=integers)

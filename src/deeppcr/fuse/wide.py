@@ -74,8 +74,8 @@ def gather(
 
 @triton.jit
 def beyond(values):
-    """Infinity where one of them is not a number."""
-    return tl.where(tl.min((tl.abs(values) < float("inf")).to(tl.int32), 0) > 0, 0.0, float("inf"))
+    """Infinity where they are not numbers."""
+    return tl.where(tl.abs(values) < float("inf"), 0.0, float("inf"))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -83,15 +83,18 @@ def spread(
     starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, ``worst`` [3, B]."""
+    """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, ``worst`` [3, B].
+
+    What is noted is kept number by number: to look for the largest of a row takes as long as all else.
+    """
     group, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
     tile = i[:, None] * WIDTH + i[None, :]
     if not settled(found, passes, row, rows, row >= 0):
-        far_off, missed, rough = 0.0, 0.0, 0.0
         d = tl.zeros((PADDED,), tl.float32)
+        off, missed, rough = d, d, d
         size = tl.abs(tl.load(starts + row * WIDTH + i, mask=inside, other=0.0))
         for earlier in tl.range(0, group.to(tl.int32), num_stages=STAGES):
             at = earlier * rows + row
@@ -99,15 +102,11 @@ def spread(
             term = tl.load(terms + at * WIDTH + i, mask=inside, other=0.0)
             size = tl.maximum(size, tl.load(largest + at * WIDTH + i, mask=inside, other=0.0))
             d = tl.sum(d[:, None] * p, 0) + term
-            far_off = tl.maximum(far_off, beyond(d))
+            off = tl.maximum(off, beyond(d))
             d = finite_or_zero(d)
         count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
         first = group * group_chunks
-        before = tl.load(
-            ends + ((first - 1) * rows + row) * WIDTH + i,
-            mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks),
-            other=0.0,
-        )
+        before = tl.load(ends + ((first - 1) * rows + row) * WIDTH + i, mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks), other=0.0)
         for q in tl.range(0, count, num_stages=STAGES):
             n = first + q
             at = (n * rows + row) * WIDTH + i
@@ -116,36 +115,32 @@ def spread(
             start = tl.load(starts + at, mask=inside, other=0.0)
             end = tl.load(ends + at, mask=inside, other=0.0)
             # Behind the group it may be written by now, and nobody here asks for it.
-            after = tl.load(
-                starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0
-            )
+            after = tl.load(starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0)
             own = tl.load(sizes + at, mask=inside, other=0.0)
             size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
-            unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)  # how far it may be off
+            whole = tl.where(i * 0 + local > 0, own, size)
+            unit = atol + rtol * whole  # how far it may be off
             miss = before - start
             y = before + (d - miss)
-            known = beyond(tl.where(joined, d, 0.0)) + beyond(tl.where(joined, miss, 0.0)) + beyond(end)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
             far = tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0
-            far_off = tl.maximum(
-                far_off, tl.max(tl.where(joined, in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), 0.0), 0)
-            )
-            missed = tl.maximum(missed, tl.max(tl.where(joined, tl.abs(miss), 0.0), 0))
-            rough = tl.maximum(rough, tl.max(tl.where(joined, in_units(tl.abs(miss), _EPS * size), 0.0), 0))
+            change = tl.maximum(in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end))
+            off = tl.maximum(off, tl.where(joined, change, 0.0))
+            missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
+            rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * whole), 0.0))
             y = tl.where(far, tl.where(tl.abs(before) < float("inf"), before, start), y)
             y = tl.where(i * 0 + n <= passes + 1, before, y)
             tl.store(starts + at, y, mask=joined)
             d = tl.where(joined, y - start, 0.0)  # which is what the chunks that follow hear of
             pushed = tl.sum(d[:, None] * p, 0)
             # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
-            far_off = tl.maximum(far_off, tl.max(tl.where(inside, in_units(tl.abs(pushed), unit), 0.0), 0))
-            known += beyond(pushed)
-            far_off = tl.maximum(far_off, tl.where(n > 0, known, 0.0))
+            moved = in_units(tl.abs(pushed), unit)
+            off = tl.maximum(off, tl.where(inside, tl.where(i * 0 + n > 0, tl.maximum(moved, beyond(pushed)), moved), 0.0))
             d = finite_or_zero(pushed + (end - after))
             before = end
-        tl.atomic_max(worst + row, far_off)
-        tl.atomic_max(worst + rows + row, missed)
-        tl.atomic_max(worst + 2 * rows + row, rough)
+        tl.atomic_max(worst + row, tl.max(off, 0))
+        tl.atomic_max(worst + rows + row, tl.max(missed, 0))
+        tl.atomic_max(worst + 2 * rows + row, tl.max(rough, 0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
