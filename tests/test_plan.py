@@ -51,6 +51,25 @@ def test_what_is_far_slower_is_tried_once():
     assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
 
 
+@pytest.mark.parametrize(("part", "way"), [(0.6, "newton"), (0.8, "loop")])
+def test_a_parallel_solve_is_tried_where_it_is_expected_to_pay(part, way, monkeypatch):
+    """By a margin: it may not converge."""
+    monkeypatch.setattr(Record, "expected_newton", lambda self, loop: part * loop)
+    assert known(loop=1.0).choose()[0] == way
+
+
+def test_what_a_parallel_solve_is_expected_to_take():
+    def expected(length, rows=1, width=1):
+        return Record("cuda", (length, rows, width)).expected_newton(1.0)
+
+    # Of few numbers operations are what counts: as many as a chunk has steps, which are the root of the length, and 32 at most.
+    assert expected(16) / expected(256) == pytest.approx(4, rel=1e-3)
+    assert expected(4096) / expected(16384) == pytest.approx(4, rel=1e-2)
+    # Of many numbers those count, of every row, and of a Jacobian of every row.
+    assert expected(4096, 2 * 10**6) / expected(4096, 10**6) == pytest.approx(2, rel=1e-2)
+    assert expected(4096, 10**4, 200) / expected(4096, 10**4, 100) == pytest.approx(4, rel=0.02)
+
+
 def test_what_did_not_work_is_left_alone_for_a_while():
     """For 8 solves, then for 16, 32 ...; until it works."""
     for device, other in (("cpu", "loop"), ("cuda", "graph")):

@@ -314,6 +314,31 @@ def test_the_loop_takes_over_right_behind_what_is_exact(device):
     assert torch.allclose(found.states, torch.cat([step(z0)[None], step(found.states[:-1])]), rtol=0, atol=1e-12)
 
 
+def test_corrections_far_beyond_the_states_are_not_believed(device):
+    """Of a step whose states stay below 80, and whose linearisation over a chunk leads to millions."""
+    step = lambda z: 40 * torch.sin(z) + 0.5 * z  # noqa: E731
+    problem = Fused(step, 1 + torch.rand(5, 1, dtype=torch.float64, device=device), length=24).run()
+    found = problem.in_parallel(Kind(24, 3), Newton().tolerance(torch.float64), most=2)
+    assert 1 < found.states.abs().max() <= 0.5 * 10 * 80 + 40  # a step after the start of a chunk
+
+
+def test_local_digits_are_those_of_every_chunk(device):
+    """Of states that die out: what is rounding beside the largest so far is none beside those of a chunk."""
+    step = lambda z: 0.2 * torch.sin(z)  # noqa: E731
+    problem = Fused(step, torch.ones(1, 1, dtype=torch.float64, device=device), length=40)
+    expected, tolerance = by_loop(step, problem.z0, length=40), Newton(rtol=1e-9).tolerance(torch.float64)
+
+    def digits_lost(found):
+        return float(((found.states - expected) / expected).abs().max())
+
+    found = problem.run().in_parallel(Kind(40, 4), tolerance)
+    assert (found.left, found.floored) == (0, 0)
+    assert digits_lost(found) > 1
+    found = problem.run().in_parallel(Kind(40, 4), replace(tolerance, local=True))
+    assert (found.left, found.floored) == (1, 0)
+    assert digits_lost(solve(problem.run(), Kind(40, 4), replace(tolerance, local=True))) < 1e-8
+
+
 def test_cotangents_of_tensors_that_leaves_share(device):
     """Overlapping views of one input, of one row and of all: their cotangents add up."""
 

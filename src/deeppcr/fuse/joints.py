@@ -136,7 +136,7 @@ def _join(width: int) -> str:
             "far = far | ~(tl.abs(y{k}) <= FAR * m{k} + atol)",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
-            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * m{k}), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.where(r * 0 + local > 0, o{k}, m{k})), 0.0))",
         )),
         "    exact = n <= passes + 1",
         *("    " + line for line in for_each(

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered, Value
 from .operations import is_pointwise, name_of, pointwise
-from .tiles import MOST_SUMMED, Combination, Shape, Tile, Tiles, as_tile, has_lead, has_padding, padded
+from .tiles import MOST_SUMMED, Combination, Shape, Tile, Tiles, has_lead, has_padding, padded
 
 #: Numbers of the largest tile.
 _MOST = 2**16
@@ -313,7 +313,7 @@ def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Ti
         if node.op == "placeholder":
             known[node] = next(remaining)
         elif node.op == "output":
-            return [as_tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
+            return [tiles.tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
         elif node.op == "get_attr":
             known[node] = getattr(graph, str(node.target))
         else:
@@ -343,7 +343,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
         raise NotCovered(f"{name_of(node.target)} is not covered")
     args = pytree.tree_map(tiles.solid, args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
-    converted = [as_tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    converted = [tiles.tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
     return rule(tiles, node, *converted, **options)
 
 
@@ -362,7 +362,7 @@ def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Comb
         combined = tiles.combined(name, shape, list(args))
         if combined is not None:
             return combined
-    given = [as_tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
+    given = [tiles.tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]

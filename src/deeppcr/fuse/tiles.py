@@ -122,6 +122,40 @@ class Tiles:
             found = self.code.add(found, self.code.mul(self.along(size, lead + at, rank), stride))
         return found
 
+    # Numbers that are known while the code is written.
+
+    def tile(self, value: Any) -> Tile:
+        """What an operation is given."""
+        if isinstance(value, Tile):
+            return value
+        if not isinstance(value, Tensor):
+            return Tile(value, ())
+        shape, numbers = tuple(value.shape), value.reshape(-1).tolist()
+        if len(set(numbers)) == 1:
+            return Tile(numbers[0], shape)
+        varying = [axis for axis, size in enumerate(shape) if size > 1 and not value.eq(value.narrow(axis, 0, 1)).all()]
+        if len(varying) == 1:
+            row = value.movedim(varying[0], -1).reshape(-1, shape[varying[0]])[0].tolist()
+            pattern = self._pattern(row)
+            if pattern is not None:
+                one = tuple(size if axis in varying else 1 for axis, size in enumerate(shape))
+                return self.expanded(Tile(pattern, one), shape)
+        raise NotCovered("different numbers that are made in a step are not covered: make them before it")
+
+    def _pattern(self, row: list[Any]) -> Scalar | None:
+        """Numbers in steps, or what is true from one place to another, as a formula."""
+        places = self.places(len(row))
+        if isinstance(row[0], bool):
+            start, end = row.index(True), len(row) - row[::-1].index(True)
+            if not all(row[start:end]):
+                return None
+            return self.code.both(self.code.compare(">=", places, start), self.code.compare("<", places, end))
+        step = row[1] - row[0]
+        if any(number != row[0] + step * at for at, number in enumerate(row)):
+            return None
+        kind = "real" if isinstance(row[0], float) else "int"
+        return self.code.add(self.code.mul(self.code.cast(places, kind), step), row[0])
+
     # Shapes.
 
     def spread(self, tile: Tile, shape: Shape, lead: bool) -> Scalar:
@@ -196,16 +230,16 @@ class Tiles:
             return self._scaled(args[0], Tile(-1.0 if name == "neg" else 1.0, ()), shape)
         if name == "mul" and sum(tangents) == 1:
             one, other = args if tangents[0] else args[::-1]
-            return self._scaled(one, as_tile(other), shape)
+            return self._scaled(one, self.tile(other), shape)
         if name == "div" and tangents == [True, False]:
-            other = as_tile(args[1])
+            other = self.tile(args[1])
             if isinstance(other.value, Value):
                 return self._scaled(args[0], replace(other, value=self.code.div(1.0, other.value), clean=False), shape)
             return self._scaled(args[0], Tile(1.0 / other.value, ()), shape)
         if name in ("add", "sub") and len(args) == 2:
             return self._summed(args, [1.0, -1.0 if name == "sub" else 1.0], shape)
         if name == "where" and not tangents[0]:
-            condition = as_tile(args[0])
+            condition = self.tile(args[0])
             chosen = self._chosen(condition, 1.0, 0.0), self._chosen(condition, 0.0, 1.0)
             parts = [self._scaled(each, factor, shape) if self._is_zero(each) or (isinstance(each, Combination | Tile) and has_lead(each)) else None
                      for each, factor in zip(args[1:], chosen, strict=True)]  # fmt: skip
@@ -418,15 +452,3 @@ class Tiles:
 
 def has_lead(each: Any) -> bool:
     return isinstance(each, Combination) or (isinstance(each, Tile) and each.lead)
-
-
-def as_tile(value: Any) -> Tile:
-    """A tensor that is known while the code is written."""
-    if isinstance(value, Tile):
-        return value
-    if not isinstance(value, Tensor):
-        return Tile(value, ())
-    numbers = set(value.reshape(-1).tolist())
-    if len(numbers) != 1:
-        raise NotCovered("different numbers that are made in a step are not covered: make them before it")
-    return Tile(numbers.pop(), tuple(value.shape))
