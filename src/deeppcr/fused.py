@@ -205,6 +205,8 @@ def solve_fused(
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
     starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
+    if differentiated and fused.kernels.no_gradients:
+        return fused.kernels.no_gradients
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..runtime import is_capturing
 from . import templates, tile_templates
+from .expressions import NotCovered
 from .joints import joints_source
 from .program import Program
 from .tile_program import TileProgram
@@ -48,6 +49,15 @@ class Kernels:
     def backward_source(self) -> str:
         with TRACING:
             return (tile_templates if self.program.parts.tiled else templates).backward_source(self.program)  # pyright: ignore[reportArgumentType]
+
+    @cached_property
+    def no_gradients(self) -> str | None:
+        """Why there are none by kernels; None where there are."""
+        try:
+            self.backward_source  # noqa: B018 - which is made here
+        except NotCovered as reason:
+            return str(reason)
+        return None
 
     @cached_property
     def roll(self) -> Any:

@@ -69,7 +69,9 @@ class FusedStep:
                 raise NotCovered(f"a tensor on {tensor.device} is not covered")
         if not rows_agree(step, row, layout, z0, inputs, list(row.closures)):
             raise NotCovered("rows depend on each other, or on how many there are")
-        return FusedStep(Kernels(program), layout, tuple(where[id(tensor)] for tensor in row.closures))
+        kernels = Kernels(program)
+        kernels.forward_source  # noqa: B018 - with derivatives, which may not be covered
+        return FusedStep(kernels, layout, tuple(where[id(tensor)] for tensor in row.closures))
 
     def has_gradients_of(self, step: Callable, z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
         """Whether rows of the step have the gradients that they have by themselves: ``x - x.mean(0) + x.mean(0).detach()`` has others."""
