@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 
 from .fused import Call, solve_fused
 from .gradient import Gradient, Implicit, Unrolled
-from .guess import RepeatInitial
+from .guess import RepeatInitial, as_guess
+from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
+from .sequence.lengths import up_to
 from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, first_not_finite
 from .ways import solve_by
 
@@ -34,6 +36,7 @@ def solve(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
+    lengths: Tensor | None = None,
     solver: Newton | Loop | None = None,
     guess: Any = RepeatInitial(),
     gradient: Implicit | Unrolled = Implicit(),
@@ -50,6 +53,10 @@ def solve(
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
+        lengths: [*batch], integers: row b takes its first lengths[b] steps, and then its state stays what it was (z0 where that is 0).
+            What pads a leaf [L, *batch, ...] of xs behind them does not matter, and its gradient is 0. Of a kind of loop the step is
+            called twice more, once, to tell such a leaf from one that all rows share. Numbers below 0 or above L are refused on the
+            CPU; on a GPU, which would have to be waited for, they are taken for 0 and L
         solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
@@ -67,11 +74,19 @@ def solve(
     >>> solution = deeppcr.solve(step, z0, weights, solver=deeppcr.Newton())
     >>> solution.states.shape, solution.result.name
     (torch.Size([1000, 4, 8]), 'CONVERGED')
+
+    Rows of different lengths, filled up to the longest:
+
+    >>> counted = deeppcr.solve(
+    ...     lambda z, x: z + x, torch.zeros(2, 1), torch.ones(5, 2, 1), lengths=torch.tensor([2, 5])
+    ... ).states
+    >>> counted[:, :, 0].T.tolist()
+    [[1.0, 2.0, 2.0, 2.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0]]
     """
     # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
     # compiler with the library.)
     run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
-    return run(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
+    return run(step, z0, xs, length, batch_dims, lengths, solver, guess, gradient, on_failure)
 
 
 def _solve(
@@ -80,12 +95,18 @@ def _solve(
     xs: Any,
     length: int | None,
     batch_dims: int | None,
+    lengths: Tensor | None,
     solver: Newton | Loop | None,
     guess: Any,
     gradient: Gradient,
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if lengths is not None:
+        if isinstance(solver, Newton):
+            refuse_given(solver.jacobian)
+        guess = as_guess(guess, z0, xs)  # which may be a function of xs as they are given
+        step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     if solver is not None:
         return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
     call = Call(step, z0, xs, length, batch_dims)
@@ -106,6 +127,15 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
         raise RuntimeError(
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
             "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
+        )
+
+
+def refuse_given(jacobian: Jacobian) -> None:
+    """Raise where blocks are given, which know nothing of rows that are done."""
+    if jacobian.given:
+        raise ValueError(
+            "lengths: a GivenJacobian is that of the step alone, while rows that are done keep their state; use DenseJacobian() or "
+            "DiagonalJacobian()"
         )
 
 
