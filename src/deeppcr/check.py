@@ -206,7 +206,11 @@ def _fading(sequence: Sequence) -> Iterator[Finding]:
     tolerance = Tolerance(0.0, default_tolerance(layout.dtype))
     parts, first = layout.split(torch.stack(states[1:])), layout.split(initial)
     for leaf, start in zip(parts, first, strict=True):
-        lost = tolerance.has_died_out(leaf, start) if leaf.shape[-1] else leaf.new_zeros(leaf.shape[:2])
+        lost = (
+            tolerance.has_died_out(leaf, tolerance.scale(leaf, start))
+            if leaf.shape[-1]
+            else leaf.new_zeros(leaf.shape[:2])
+        )
         if lost[-1].any():
             step, row = min((int(lost[:, row].long().argmax()), row) for row in lost[-1].nonzero().flatten().tolist())
             yield Finding(

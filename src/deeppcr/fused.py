@@ -22,11 +22,11 @@ from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
-from .solution import Plan, Result, Solution, first_not_finite, worst_of
+from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from .fuse.run import Found
+    from .fuse.run import Found, Others
     from .fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -44,11 +44,13 @@ class Call:
 
     Attributes:
         length: L; None where it cannot be told
+        every: the states after every so many steps are to be kept
         reached: the tensors that the step reaches
         refusal: why there can be no kernels, as far as can be said before the step is looked at
     """
 
-    def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
+    def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
+        self.every = every
         self.step = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.states, self.spec = _flattened(z0)
@@ -173,7 +175,7 @@ def covers(newton: Newton) -> bool:
 
 
 def solve_fused(
-    call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None
+    call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None, every: int = 1
 ) -> FusedSolution | str:
     """By the kernels of the step; or why that cannot be.
 
@@ -181,6 +183,7 @@ def solve_fused(
         guess: states to start from, [L, B, D]; None: the initial one everywhere
         loop: one step after the other, whatever is known of the kind
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
+        every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
     from .fuse.back import Apply
     from .fuse.run import Run, solve
@@ -192,7 +195,7 @@ def solve_fused(
     layout = fused.layout
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
-            return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
+            return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
     initial, bases = layout.pack(call.z0), fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (initial, *bases))
     tolerance = newton.tolerance(layout.dtype)
@@ -200,12 +203,13 @@ def solve_fused(
     wanted = replace(tolerance, local=True) if differentiated else tolerance
     run = Run(fused.kernels, initial, bases, length)
     key, kind = fused.kind(length, newton.chunk, (wanted, guess is None))
-    if loop:
-        found = run.in_parallel(replace(kind, chunk=length), wanted)
-    elif fixed is not None:
+    checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
+    if differentiated or checked or wanted.local:
+        every = 1  # that needs all states
+    if fixed is not None:
         found = run.in_parallel(kind, wanted, guess, most=fixed)
     else:
-        found = solve(run, kind, wanted, guess)
+        found = solve(run, replace(kind, chunk=length) if loop else kind, wanted, guess, every)
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
@@ -228,7 +232,7 @@ def _is_trusted(
     Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
     """
     solves = fused.solves[differentiated] + 1
-    if solves & (solves - 1):
+    if not _is_due(solves):
         trusted = True
     elif solves > 1:
         trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
@@ -236,6 +240,11 @@ def _is_trusted(
         trusted = _bears_out(call, initial, states, tolerance)
     fused.solves[differentiated] = solves  # who raised has to be asked again
     return trusted
+
+
+def _is_due(solves: int) -> bool:
+    """Whether a solve is held against the step itself: the first, the second, the fourth ..."""
+    return not solves & (solves - 1)
 
 
 def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
@@ -254,7 +263,7 @@ def _solution(
 ) -> FusedSolution:  # fmt: skip
     """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
     layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, len(states)
+    rows, length = layout.rows, found.length
     exact, exact_steps = length, None
     results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
     if fixed is None and (found.left or found.floored):
@@ -267,13 +276,31 @@ def _solution(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
         "groups of chunks" if found.passes else "none", found.chunk,
     )  # fmt: skip
+    tolerance = newton.promised(layout.dtype) if found.passes and not differentiated else None
+    dropped = None
+    if found.others is not None:
+        known = torch.full((rows,), length, device=layout.device)
+        if tolerance is not None:
+            known = _known_steps(found, found.others, tolerance)
+        final = layout.unpack(found.others.final)
+        dropped = Dropped(found.others.every, length, final, known.reshape(layout.batch_shape))
     z0 = call.z0.detach() if layout.spec.is_leaf() else pytree.tree_map(torch.detach, call.z0)
     return FusedSolution(
         (found, layout, exact_steps),
         states=layout.unpack(states), result=result, results=results, plan=plan,
         description=result.value.format(step=exact), z0=z0,
-        tolerance=newton.promised(layout.dtype) if found.passes and not differentiated else None,
+        tolerance=tolerance, dropped=dropped,
     )  # fmt: skip
+
+
+def _known_steps(found: Found, others: Others, tolerance: Tolerance) -> Tensor:
+    """[B], by the states that were written and the last one, each beside the largest size up to the end of the chunk that it is in."""
+    states, final = found.states, others.final.unsqueeze(0)
+    numbers = torch.arange(1, len(states) + 1, device=states.device) * others.every
+    numbers = torch.cat([numbers, torch.full_like(numbers[:1], found.length)])
+    scale = others.sizes.cummax(0).values[(numbers - 1) // found.chunk].to(states)
+    lost = tolerance.has_died_out(torch.cat([states, final]), scale)
+    return torch.where(lost, 0, numbers.unsqueeze(1)).amax(0)
 
 
 class FusedSolution(Solution):
@@ -323,7 +350,7 @@ _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
-        torch.full(layout.batch_shape, len(found.states), device=layout.device)
+        torch.full(layout.batch_shape, found.length, device=layout.device)
         if exact is None
         else exact.reshape(layout.batch_shape)
     ),

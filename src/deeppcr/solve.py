@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,15 @@ from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
 from .sequence.history import WithHistory
+from .sequence.kept import KeptStates
 from .sequence.layout import Layout
 from .sequence.lengths import up_to
-from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, first_not_finite
+from .sequence.sequence import find_length
+from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure
 from .ways import solve_by
 
+#: So many entries of xs are taken apart at a time.
+_ENTRIES = 4096
 #: What a solve is by Newton's method where nobody says otherwise.
 _USUAL = Newton()
 
@@ -37,6 +42,7 @@ def solve(
     length: int | None = None,
     batch_dims: int | None = None,
     lengths: Tensor | None = None,
+    keep: Literal["all", "last"] | int = "all",
     solver: Newton | Loop | None = None,
     guess: Any = RepeatInitial(),
     gradient: Implicit | Unrolled = Implicit(),
@@ -57,6 +63,11 @@ def solve(
             What pads a leaf [L, *batch, ...] of xs behind them does not matter, and its gradient is 0. Of a kind of loop the step is
             called twice more, once, to tell such a leaf from one that all rows share. Numbers below 0 or above L are refused on the
             CPU; on a GPU, which would have to be waited for, they are taken for 0 and L
+        keep: which states are returned: "all", the "last" alone ([1, ...]), or those after every so many steps (k: ``states[k - 1 :: k]``,
+            [L // k, ...]). ``solution.final`` is the last state whatever is kept, and all that is said of the states (result, residual,
+            known_steps) is said of all. A loop by Python without gradients holds what is kept and about a thousand states, and kernels write
+            no more from the second solve of a kind on (but every second, fourth, eighth ..., which the step itself has to bear out).
+            With gradients, and by Newton's method operation by operation, all are computed, and the others dropped
         solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
@@ -66,7 +77,7 @@ def solve(
             "return" returns what there is, and a backward pass through it raises
 
     Returns:
-        a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0], differentiable in z0, xs and all that step closes over
+        a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0] (fewer by ``keep``), differentiable in z0, xs and all that step closes over
 
     >>> import torch, deeppcr
     >>> weights = torch.randn(1000, 8, 8) / 8**0.5
@@ -82,11 +93,17 @@ def solve(
     ... ).states
     >>> counted[:, :, 0].T.tolist()
     [[1.0, 2.0, 2.0, 2.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0]]
+
+    Of a long loop every hundredth state:
+
+    >>> solution = deeppcr.solve(torch.cos, torch.ones(1), length=1050, keep=100)
+    >>> solution.states.shape, solution.final.shape
+    (torch.Size([10, 1]), torch.Size([1]))
     """
     # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
     # compiler with the library.)
     run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
-    return run(step, z0, xs, length, batch_dims, lengths, solver, guess, gradient, on_failure)
+    return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure)
 
 
 def _solve(
@@ -96,6 +113,7 @@ def _solve(
     length: int | None,
     batch_dims: int | None,
     lengths: Tensor | None,
+    keep: str | int,
     solver: Newton | Loop | None,
     guess: Any,
     gradient: Gradient,
@@ -107,14 +125,31 @@ def _solve(
             refuse_given(solver.jacobian)
         guess = as_guess(guess, z0, xs)  # which may be a function of xs as they are given
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
+    every = _every(keep, step, xs, length)
     if solver is not None:
-        return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
-    call = Call(step, z0, xs, length, batch_dims)
+        return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
+    call = Call(step, z0, xs, length, batch_dims, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
     if not plain or not can_be_planned(call, step):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
-        return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure)
-    return _Planned(call, step, length).solve()
+        return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
+    return _Planned(call, step, length).solve().keeping(every)
+
+
+def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
+    """The states after every so many steps are kept."""
+    if isinstance(keep, str) and keep == "all":
+        return 1
+    if keep != "last" and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f'keep: expected "all", "last" or a whole number from 1, got {keep!r}')
+    steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
+    if keep == "last":
+        return steps
+    if keep > steps:
+        raise ValueError(
+            f"keep: of {steps} steps none is the {keep}th; solution.final is the last state, whatever is kept"
+        )
+    return keep
 
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
@@ -193,7 +228,7 @@ class _Planned:
         return record_of(self.call.key, self.call.sizes, self.call.states[0].device)
 
     def _by_kernels(self) -> Solution | None:
-        found = solve_fused(self.call, _USUAL, None)
+        found = solve_fused(self.call, _USUAL, None, every=self.call.every)
         if isinstance(found, str):
             return None
         if found.result is Result.LOOP:
@@ -205,7 +240,16 @@ class _Planned:
     def _by(self, solver: Newton | Loop) -> Solution:
         call = self.call
         return solve_by(
-            self.step, call.z0, call.xs, self.length, call.batch_dims, solver, RepeatInitial(), Implicit(), "loop"
+            self.step,
+            call.z0,
+            call.xs,
+            self.length,
+            call.batch_dims,
+            solver,
+            RepeatInitial(),
+            Implicit(),
+            "loop",
+            call.every,
         )
 
     def _by_newton(self) -> Solution:
@@ -245,55 +289,56 @@ class _Planned:
         begin = time.perf_counter()
         try:
             layout = Layout.of(self.call.z0, self.call.batch_dims)
-            states = self._bare_loop(layout, probe)
+            kept = KeptStates(layout, self.call.length or 1, self.call.every)
+            if not self._bare_loop(layout, kept, probe):
+                return None
+            states = kept.states()
         except Exception:
             return self._by_python()
-        if states is None:
-            return None
-        found = _of_loop(layout, self.call, states)
+        found = _of_loop(layout, self.call, kept, states)
         self.record.took("loop", time.perf_counter() - begin)
         return found
 
-    def _bare_loop(self, layout: Layout, probe: Probe | None) -> list[Tensor] | None:
-        """The states, one tensor [L, ...] for each leaf."""
+    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
+        """Whether it came to its end."""
         call, step = self.call, self.step
         flat = _flattening(layout)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
-        trajectory, versions = [], []
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
-        counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
         for index, x in enumerate(_inputs_of_steps(call)):
             z = step(z, *x)
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
                 raise ValueError("the step changes its inputs in place")
-            leaves = flat(z)
-            trajectory.append(leaves)
-            if counted:
-                versions += [leaf._version for leaf in leaves]
+            kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
-                return None
-        # All at once, in the end: a state that a later step changed has been kept, or is the caller's.
-        after = [leaf._version for leaves in trajectory for leaf in leaves] if counted else []
-        if versions != after or before != [version_of(leaf) for leaf in first]:
+                return False
+        if before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
-        return [torch.stack(each) for each in zip(*trajectory, strict=True)]
+        return True
 
 
 def _inputs_of_steps(call: Call) -> Iterable[tuple]:
     """Of each step what it takes beside its state."""
     if call.xs is None:
         return repeat((), call.length or 0)
-    inputs = zip(*[leaf.unbind() for leaf in call.inputs], strict=True)
+    inputs = zip(*[_entries(leaf) for leaf in call.inputs], strict=True)
     if isinstance(call.xs, Tensor):
         return inputs
     if type(call.xs) is tuple and len(call.inputs) == len(call.xs):  # for which a nest takes as long as a step
         return zip(inputs, strict=True)
     spec = pytree.tree_structure(call.xs)
     return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
+
+
+def _entries(leaf: Tensor) -> Iterable[Tensor]:
+    """The entries of a tensor, of a long one some at a time: each is an object of its own."""
+    if len(leaf) <= _ENTRIES:
+        return leaf.unbind()
+    return chain.from_iterable(part.unbind() for part in leaf.split(_ENTRIES))
 
 
 def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
@@ -305,29 +350,32 @@ def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
     return (lambda z: z if type(z) is tuple else general(z)) if plain else general
 
 
-def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
+def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor]) -> Solution:
     """What a loop found, and warned of where it is not finite."""
-    rows, length, device, batch = layout.rows, len(states[0]), layout.device, layout.batch_shape
-    packed = layout.pack(pytree.tree_unflatten([leaf.detach() for leaf in states], layout.spec), lead=1)
-    exact = torch.full((rows,), length, device=device)
+    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
+    exact = torch.full((rows,), call.length or 1, device=device)
     result, results = Result.LOOP, (Result.LOOP,) * rows
     description = result.value
-    if not torch.isfinite(packed).all():
-        at = first_not_finite(packed)
+    if at is not None:
         places = at.tolist()
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
         description = result.value.format(step=min(place for place in places if place >= 0) + 1)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
+    exact = exact.reshape(batch)
+    dropped = kept.dropped(exact)
+    if dropped is not None:
+        dropped = replace(dropped, final=pytree.tree_unflatten(dropped.final, layout.spec))
     return Solution(
         states=pytree.tree_unflatten(states, layout.spec),
         iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
         residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
         result=result,
         results=results,
-        exact_steps=exact.reshape(batch),
+        exact_steps=exact,
         updates=torch.zeros(0, *batch, device=device),
         plan=Plan(),
         description=description,
         z0=layout.unpack(layout.pack(call.z0).detach()),
+        dropped=dropped,
     )

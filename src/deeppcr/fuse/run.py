@@ -44,6 +44,7 @@ class Kind:
         rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
         gave_up: only the loop sufficed
+        joined: corrections settled all lanes the last time
     """
 
     length: int
@@ -51,6 +52,12 @@ class Kind:
     rolls: int = 0
     passes: int = 3
     gave_up: bool = False
+    joined: bool = False
+
+    @property
+    def goes_on_from_ends(self) -> bool:
+        """Whether a solve of this kind is expected to need no states but those before and after chunks, which are noted in any case."""
+        return self.chunk >= self.length or (self.joined and not self.rolls)
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -81,7 +88,8 @@ class Found:
     """What a run came to.
 
     Attributes:
-        states: [L, B, D]
+        length: L
+        states: [L, B, D]; fewer where not all were written
         notes: what the kernels wrote of each lane
         passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
@@ -89,8 +97,10 @@ class Found:
         floored: lanes of which rounding is all that is left
         unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
             other in the end. What is not finite is among them
+        others: what is known of states that were not written; None where all were
     """
 
+    length: int
     states: Tensor
     notes: Notes
     passes: int
@@ -98,6 +108,22 @@ class Found:
     left: int
     floored: int
     unsettled: int
+    others: Others | None = None
+
+
+@dataclass(frozen=True)
+class Others:
+    """What is known where the states after every so many steps alone were written.
+
+    Attributes:
+        every: so many
+        final: [B, D], the last state
+        sizes: [N, B, D], the largest size of each number in each chunk
+    """
+
+    every: int
+    final: Tensor
+    sizes: Tensor
 
 
 class Notes:
@@ -203,43 +229,62 @@ class Run:
             places += (number, tensor.data_ptr() - first.data_ptr())
         repeat((self.shape, *key, *places), tuple([first for _, first in homes.values()]), make)
 
-    def new_states(self) -> Tensor:
-        return self.initial.new_empty(self.length, *self.initial.shape)
+    def new_states(self, every: int = 1) -> Tensor:
+        return self.initial.new_empty(self.length // every, *self.initial.shape)
 
-    def loop(self, states: Tensor, found: Found | None = None) -> None:
-        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
+    def others(self, every: int, ends: Tensor, sizes: Tensor) -> Others:
+        """From what kernels note of chunks, [N * K * R] each: copies in the order of states."""
+        program, (rows, width) = self.program, self.initial.shape
+        ends, sizes = (
+            each.view(-1, program.width, rows, program.channels).transpose(1, 2).reshape(-1, rows, width)
+            for each in (ends, sizes)
+        )
+        return Others(every, ends[-1].to(self.initial, copy=True), sizes.clone())
+
+    def loop(
+        self, states: Tensor, found: Found | None = None, *, every: int = 1, noted: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on.
+
+        Args:
+            every: the states after every so many steps are written
+            noted: [K * R] each, where the last states go and the largest sizes of all, if not all states are written
+        """
         self.kernels.roll  # noqa: B018 - before the numbers, of which its source may bring more
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
-        memory = (nothing, nothing, nothing, nothing, nothing if found is None else found.notes.corrections, nothing)
+        corrections = nothing if found is None else found.notes.corrections
+        ends, sizes = (nothing, nothing) if noted is None else noted
+        memory = (nothing, ends, nothing, sizes, corrections, nothing)
         passes = 0 if found is None else found.passes
-        sizes = (0, first, self.length, 1, self.length - first, passes, 0)
-        self._launch_roll(start, start, states, memory, sizes, False, True)
+        numbers = (0, every, first, self.length, 1, self.length - first, passes, 0)
+        self._launch_roll(start, start, states, memory, numbers, False, True)
 
     def _roll(
-        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *, product: bool
+        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *,
+        product: bool, every: int,
     ) -> None:  # fmt: skip
         step = 0 if guess is None else self.initial.numel()
-        sizes = (step, 0, chunk, chunks, chunk, passes, limit)
+        sizes = (step, every, 0, chunk, chunks, chunk, passes, limit)
         self._launch_roll(self.initial, self.initial if guess is None else guess, states, memory, sizes, product, False)
 
     def _launch_roll(
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
         product: bool, whole: bool,
     ) -> None:  # fmt: skip
-        step, first, chunk, chunks, turns, passes, limit = sizes
-        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes, limit)
+        step, every, first, chunk, chunks, turns, passes, limit = sizes
+        sizes = (step, self.rows, self.program.channels, self.length, every, first, chunk, chunks, turns, passes, limit)
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
-        constants = (product, whole, self.block, self.stages)
+        constants = (product, whole, every == 1, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
         launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
-        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
+        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -247,15 +292,21 @@ class Run:
             kind: how large chunks are, and how many passes may be made before anybody looks
             guess: states to start from, [L, B, D]; None: the initial one everywhere
             most: so many passes and no look, as inside a CUDA graph
+            every: the states after every so many steps are written; others than 1 for kinds that need no more
         """
         width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
-        states, notes = self.new_states(), Notes(limit, rows, self.device)
+        states, notes = self.new_states(every), Notes(limit, rows, self.device)
         if chunks == 1:
             notes.memory.zero_()
-            self.loop(states)
-            return Found(states, notes, 0, chunk, 0, 0, rows)
+            if every == 1:
+                self.loop(states)
+                return Found(self.length, states, notes, 0, chunk, 0, 0, rows)
+            ends, sizes = torch.empty(2, width * rows, dtype=self.program.dtype, device=self.device)
+            self.loop(states, every=every, noted=(ends, sizes))
+            bad = int((~torch.isfinite(sizes.view(width, rows))).any(0).sum())
+            return Found(self.length, states, notes, 0, chunk, 0, 0, bad, self.others(every, ends, sizes))
         groups, lanes = groups_of(chunks, rows)
         real, parts = self.program.dtype, parts_of_workspace(width, rows, chunks, groups, 3)
         workspace = torch.empty(sum(parts), dtype=real, device=self.device)
@@ -267,7 +318,7 @@ class Run:
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled)
             guessed, into = guess, states
             for _ in range(rolls):
-                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
+                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
                 guessed, into = into, other if guessed is None or into is states else states
             sizes_of_join = (rows, chunks, groups, -(-chunks // groups))
             arguments = (
@@ -282,20 +333,21 @@ class Run:
                 notes.residual,
             )
             for passes in range(first, last):
-                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
+                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
                 for part in parts_of(width):
                     launch(
                         join, -(-rows // lanes), (*arguments, *sizes_of_join, passes, limit, *how), (part, groups, lanes),
                         warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
                     )  # fmt: skip
 
+        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
         # Rolled out an even number of times, so that the last of them is not where the passes write.
         rolls = kind.rolls + kind.rolls % 2
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guess is None, how)
+            key = (chunk, limit, done, wanted, rolls, guess is None, how, every)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
             *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()
@@ -305,7 +357,12 @@ class Run:
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
                 unsettled = 0 if 0 in left else left[-1]
-                return Found(states, notes, passes, chunk, 0 if over else unsettled, floored, unsettled)
+                others = None
+                if every > 1:
+                    _, ends, sizes, _, _ = workspace.split(parts)
+                    others = self.others(every, *(each[: chunks * width * rows] for each in (ends, sizes)))
+                left_over = 0 if over else unsettled
+                return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
             wanted = min(limit, done + 2)
 
     def limit(self, chunk: int) -> int:
@@ -341,13 +398,22 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [_aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
+def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+
+    No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
+    or not finite), all of them are, in a run from the start.
 
     What worked is noted in ``kind``, for the next time.
     """
+    if every > 1 and kind.goes_on_from_ends:
+        found = run.in_parallel(kind, tolerance, guess, every=every)
+        if not found.unsettled:
+            kind.passes = max(2, found.passes)
+            return found
     while True:
         found = run.in_parallel(kind, tolerance, guess)
+        kind.joined = not found.unsettled
         if not found.left:
             kind.passes = max(2, found.passes)
             return found
