@@ -22,6 +22,7 @@ from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
+from .sequence.words import in_words
 from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
 
@@ -102,6 +103,10 @@ class Call:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
+    def inputs_of(self, index: int) -> Any:
+        """What a step sees of xs."""
+        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
+
     @property
     def fused(self) -> FusedStep | str | None:
         """The step's kernels, or why there are none; None where nobody has tried yet."""
@@ -128,9 +133,9 @@ class Call:
             from .fuse.expressions import NotCovered
             from .fuse.step import FusedStep
 
-            inputs = None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
             try:
-                found = FusedStep.of(self.step, Layout.of(self.z0, self.batch_dims), inputs, self.reached)
+                layout = Layout.of(self.z0, self.batch_dims)
+                found = FusedStep.of(self.step, layout, self.inputs_of(0), self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
@@ -264,13 +269,14 @@ def _solution(
     """``looped``: it was the loop, because it was asked for, or nothing else is known to work."""
     layout, program = fused.layout, fused.kernels.program
     rows, length = layout.rows, found.length
-    exact, exact_steps = length, None
+    exact_steps = None
     results = ((Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE,) * rows
     if fixed is None and (found.left or found.floored):
-        results, exact_steps, exact = _of_rows(found, rows, length)
+        results, exact_steps = _of_rows(found, rows, length)
     if fixed is None and found.unsettled:
-        results, exact_steps, exact = _not_finite(call, results, exact_steps, states.detach(), exact)
+        results, exact_steps = _not_finite(call, results, exact_steps, states.detach())
     result = worst_of(results)
+    description = result.value if exact_steps is None else in_words(results, exact_steps, call.inputs_of, layout)
     way = "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
@@ -288,8 +294,7 @@ def _solution(
     return FusedSolution(
         (found, layout, exact_steps),
         states=layout.unpack(states), result=result, results=results, plan=plan,
-        description=result.value.format(step=exact), z0=z0,
-        tolerance=tolerance, dropped=dropped,
+        description=description, z0=z0, tolerance=tolerance, dropped=dropped,
     )  # fmt: skip
 
 
@@ -357,8 +362,8 @@ _LATE: dict[str, Callable[[Found, Layout, Tensor | None], Tensor]] = {
 }
 
 
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor, int]:
-    """Where not all lanes were settled by their corrections: how each row ended, its exact steps, and the fewest of them."""
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], Tensor]:
+    """Where not all lanes were settled by their corrections: how each row ended, and its exact steps."""
     last, before = found.notes.corrections[found.passes - 2 : found.passes].double().flip(0)
     enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
     left = ~enough if found.left else torch.zeros_like(enough)
@@ -368,22 +373,22 @@ def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], 
         Result.FINISHED_BY_LOOP if looped else Result.PRECISION_FLOOR if rough else Result.CONVERGED
         for looped, rough in zip(left.tolist(), floored.tolist(), strict=True)
     )
-    return results, torch.where(left, exact, length), exact
+    return results, torch.where(left, exact, length)
 
 
 def _not_finite(
-    call: Call, results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor, exact: int
-) -> tuple[tuple[Result, ...], Tensor | None, int]:
+    call: Call, results: tuple[Result, ...], exact_steps: Tensor | None, states: Tensor
+) -> tuple[tuple[Result, ...], Tensor | None]:
     """Rows whose states are not finite somewhere end so."""
     at = first_not_finite(states)
     places = at.tolist()
     if max(places, default=-1) < 0:
-        return results, exact_steps, exact
+        return results, exact_steps
     if 0 in places:
         Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
     known = torch.full_like(at, len(states)) if exact_steps is None else exact_steps
-    return found, torch.where(at >= 0, at, known), min(place for place in places if place >= 0) + 1
+    return found, torch.where(at >= 0, at, known)
 
 
 def forget_kernels() -> None:

@@ -20,11 +20,13 @@ from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
 from .sequence.layout import Layout
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
+from .sequence.words import in_words
 from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure
 from .ways import solve_by
 
@@ -197,6 +199,7 @@ class _Planned:
 
     def __init__(self, call: Call, step: Any, length: int | None):
         self.call, self.step, self.length = call, step, length
+        self._raised: Exception | None = None
 
     def solve(self) -> Solution:
         call = self.call
@@ -285,7 +288,7 @@ class _Planned:
 
     def _by_loop(self, probe: Probe | None) -> Solution | None:
         """The loop as a user would write it; None where the probe gives it up. What goes wrong goes wrong again in ``ways``, where it
-        is said what it is."""
+        is said what it is; but for what the step itself raises after the first time, of which there is no more to say."""
         begin = time.perf_counter()
         try:
             layout = Layout.of(self.call.z0, self.call.batch_dims)
@@ -293,7 +296,9 @@ class _Planned:
             if not self._bare_loop(layout, kept, probe):
                 return None
             states = kept.states()
-        except Exception:
+        except Exception as error:
+            if isinstance(error, StepError) or error is self._raised:
+                raise
             return self._by_python()
         found = _of_loop(layout, self.call, kept, states)
         self.record.took("loop", time.perf_counter() - begin)
@@ -308,7 +313,12 @@ class _Planned:
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
         for index, x in enumerate(_inputs_of_steps(call)):
-            z = step(z, *x)
+            try:
+                z = step(z, *x)
+            except Exception as error:
+                if index > 0 and layout.complaint(z, layout.batch_shape) is None:
+                    self._raised = error
+                raise
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
@@ -360,7 +370,7 @@ def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor])
         places = at.tolist()
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
-        description = result.value.format(step=min(place for place in places if place >= 0) + 1)
+        description = in_words(results, exact, call.inputs_of, layout)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
     exact = exact.reshape(batch)
     dropped = kept.dropped(exact)

@@ -27,8 +27,8 @@ from .runtime import declares, is_capturing
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
 from .sequence.kept import KeptStates
-from .sequence.layout import Layout
 from .sequence.trace import coarser_products
+from .sequence.words import in_words
 from .solution import (
     ConvergenceWarning,
     Plan,
@@ -38,7 +38,6 @@ from .solution import (
     loop_on,
     settle,
     worst_of,
-    worst_rows,
 )
 from .tolerance import Tolerance, measure
 
@@ -456,29 +455,7 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
 
 def _describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
-    worst = worst_of(outcome.results)
-    if worst.severity <= Result.PRECISION_FLOOR.severity:
-        return worst.value
-    row, exact, count = worst_rows(outcome.results, outcome.exact_steps)
-    step = exact + 1 if worst is Result.NON_FINITE else exact
-    text = worst.value.format(step=step)
-    if worst is Result.NON_FINITE and _has_nan(sequence.inputs(step - 1), sequence.layout, row):
-        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
-    if len(outcome.results) > 1:
-        text += f" (row {row}; {count} of {len(outcome.results)} rows)"
-    return "; ".join([text, *outcome.reasons])
-
-
-def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
-    """Whether a step's inputs hold NaN, in their part for a row where they have one. Infinities may be masks."""
-    batch = layout.batch_shape
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.shape[: len(batch)] == batch:
-                leaf = leaf.reshape(layout.rows, -1)[row]
-            if torch.isnan(leaf).any():
-                return True
-    return False
+    return in_words(outcome.results, outcome.exact_steps, sequence.inputs, sequence.layout, *outcome.reasons)
 
 
 def _solution(

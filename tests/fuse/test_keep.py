@@ -104,6 +104,9 @@ def test_what_is_not_finite_is_told_also_where_it_was_not_kept(solver, bad, devi
     whole = deeppcr.solve(step, z0, xs, solver=solver)
     assert found.plan.evaluation.startswith("fused kernels")
     assert found.results == whole.results
+    assert found.message == whole.message
+    assert "step 4 produced a value that is not finite; xs holds" in found.message
+    assert "(row 2; 2 of 3 rows)" in found.message
     assert found.results[1:] == (Result.NON_FINITE, Result.NON_FINITE)
     assert found.exact_steps[1:].tolist() == [5, 3]
     assert found.states.isfinite().all()
