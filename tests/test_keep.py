@@ -68,6 +68,13 @@ def test_what_is_kept_is_what_the_loop_gives(name, length):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
+def test_numbers_whose_sum_is_not_finite_are_finite():
+    found = deeppcr.solve(lambda z: -z, torch.full((2, 3), 3e38), length=5)
+    assert found.result is Result.LOOP
+    found = deeppcr.solve(lambda z: z.clone(), torch.full((2, 3), 3e38), length=5, keep=2, solver=Loop())
+    assert found.result is Result.LOOP
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 def test_nests_and_lengths(name):
     step = lambda z, x: (torch.sin(z[0]) + x, z[1] * 0.5 + z[0].mean(-1, keepdim=True))  # noqa: E731
@@ -143,8 +150,8 @@ def test_a_loop_holds_no_more_than_is_kept(solver):
         with torch.no_grad(), PeakMemory() as memory:
             deeppcr.solve(step, z0, length=length, keep=keep, solver=solver)
         peaks[keep] = memory.peak / (8 * 16 * 4)
-    assert peaks["all"] > 2 * length  # or nothing is seen
-    assert peaks["last"] < 4 * 256
+    assert peaks["all"] > length  # or nothing is seen
+    assert peaks["last"] < 3 * 256
 
 
 def test_xs_are_taken_apart_some_at_a_time(monkeypatch):

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ def solve(
             CPU; on a GPU, which would have to be waited for, they are taken for 0 and L
         keep: which states are returned: "all", the "last" alone ([1, ...]), or those after every so many steps (k: ``states[k - 1 :: k]``,
             [L // k, ...]). ``solution.final`` is the last state whatever is kept, and all that is said of the states (result, residual,
-            known_steps) is said of all. A loop by Python without gradients holds what is kept and about a thousand states, and kernels write
+            known_steps) is said of all. A loop by Python without gradients holds what is kept and some hundred states, and kernels write
             no more from the second solve of a kind on (but every second, fourth, eighth ..., which the step itself has to bear out).
             With gradients, and by Newton's method operation by operation, all are computed, and the others dropped
         solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
@@ -226,7 +227,7 @@ class _Planned:
         found.plan.note(why)
         return found
 
-    @property
+    @cached_property
     def record(self) -> Record:
         return record_of(self.call.key, self.call.sizes, self.call.states[0].device)
 
@@ -386,6 +387,6 @@ def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor])
         updates=torch.zeros(0, *batch, device=device),
         plan=Plan(),
         description=description,
-        z0=layout.unpack(layout.pack(call.z0).detach()),
+        z0=call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0),
         dropped=dropped,
     )

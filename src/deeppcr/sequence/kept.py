@@ -53,11 +53,12 @@ class KeptStates:
             raise StepError(changes_in_place("its state"))
         stacked = [torch.stack(each) for each in zip(*self._held, strict=True)]
         seen = [leaf.detach() for leaf in stacked]
-        packed = self._layout.pack(seen[0] if len(seen) == 1 else seen, lead=1)
-        if not torch.isfinite(packed).all():
-            at = first_not_finite(packed)
-            at = torch.where(at >= 0, at + self._seen, at)
-            self._at = at if self._at is None else torch.where(self._at >= 0, self._at, at)
+        # What is not finite makes a sum so. A large sum may be so by itself; to look at each number takes several times the memory.
+        if not all(torch.isfinite(leaf.sum()) for leaf in seen):
+            at = first_not_finite(self._layout.pack(seen[0] if len(seen) == 1 else seen, lead=1))
+            if (at >= 0).any():
+                at = torch.where(at >= 0, at + self._seen, at)
+                self._at = at if self._at is None else torch.where(self._at >= 0, self._at, at)
         if self._every > 1:
             self._last = [leaf[-1].clone() for leaf in stacked]
             first = self._every - 1 - self._seen % self._every
