@@ -266,3 +266,18 @@ def test_what_xs_bring_along_is_not_blamed_on_the_step(bad, words, solver):
         deeppcr.solve(lambda z, x: torch.tanh(z) + x, torch.zeros(2, 3), xs, solver=solver)
     with pytest.warns(deeppcr.ConvergenceWarning, match=r"^step 1 .* although its input is: .*\(row 0; 1 of 2 rows\)"):
         deeppcr.solve(lambda z: 1 / z, torch.tensor([[0.0], [1.0]]), length=4, solver=solver)
+
+
+def test_nests_of_inputs_are_put_together_as_they_were():
+    a, b = torch.randn(5, 2, 1), torch.randn(5, 2, 1)
+    for xs, step in (
+        ({"b": b, "a": a}, lambda z, x: z / 2 + x["b"] - 2 * x["a"]),
+        ((b, a), lambda z, x: z / 2 + x[0] - 2 * x[1]),
+        (((b, a), ()), lambda z, x: z / 2 + x[0][0] - 2 * x[0][1]),
+        ({"c": (b, a), "d": ()}, lambda z, x: z / 2 + x["c"][0] - 2 * x["c"][1]),
+    ):
+        z, expected = torch.zeros(2, 1), []
+        for l in range(5):
+            z = z / 2 + b[l] - 2 * a[l]
+            expected.append(z)
+        assert torch.equal(deeppcr.solve(step, torch.zeros(2, 1), xs).states, torch.stack(expected))

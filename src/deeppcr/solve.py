@@ -339,9 +339,12 @@ def _inputs_of_steps(call: Call) -> Iterable[tuple]:
     inputs = zip(*[_entries(leaf) for leaf in call.inputs], strict=True)
     if isinstance(call.xs, Tensor):
         return inputs
-    if type(call.xs) is tuple and len(call.inputs) == len(call.xs):  # for which a nest takes as long as a step
-        return zip(inputs, strict=True)
     spec = pytree.tree_structure(call.xs)
+    # Of one level, to put together a nest of PyTorch's takes as long as a step.
+    if type(call.xs) is tuple and all(isinstance(each, Tensor) for each in call.xs):
+        return zip(inputs, strict=True)
+    if type(call.xs) is dict and all(isinstance(each, Tensor) for each in call.xs.values()):
+        return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
     return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
 
 
