@@ -52,6 +52,7 @@ class Kind:
         first: steps of a chunk at first
         gave_up: only the loop sufficed
         looped, patience: solves since then, and after how many of them chunks are tried again
+        joined: corrections settled all lanes the last time
     """
 
     length: int
@@ -62,6 +63,7 @@ class Kind:
     gave_up: bool = False
     looped: int = 0
     patience: int = _PATIENCE
+    joined: bool = False
 
     def __post_init__(self):
         self.first = self.first or self.chunk
@@ -81,8 +83,13 @@ class Kind:
 
     def copy(self) -> Kind:
         return Kind(
-            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience
+            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience, self.joined
         )  # fmt: skip
+
+    @property
+    def goes_on_from_ends(self) -> bool:
+        """Whether a solve of this kind is expected to need no states but those before and after chunks, which are noted in any case."""
+        return self.chunk >= self.length or (self.joined and not self.rolls)
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -115,7 +122,8 @@ class Found:
     """What a run came to.
 
     Attributes:
-        states: [L, B, D]
+        length: L
+        states: [L, B, D]; fewer where not all were written
         notes: what the kernels wrote of each lane
         passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
@@ -123,8 +131,10 @@ class Found:
         floored: lanes of which rounding is all that is left
         unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
             other in the end. What is not finite is among them
+        others: what is known of states that were not written; None where all were
     """
 
+    length: int
     states: Tensor
     notes: Notes
     passes: int
@@ -132,6 +142,22 @@ class Found:
     left: int
     floored: int
     unsettled: int
+    others: Others | None = None
+
+
+@dataclass(frozen=True)
+class Others:
+    """What is known where the states after every so many steps alone were written.
+
+    Attributes:
+        every: so many
+        final: [B, D], the last state
+        sizes: [N, B, D], the largest size of each number in each chunk
+    """
+
+    every: int
+    final: Tensor
+    sizes: Tensor
 
 
 class Notes:
@@ -243,46 +269,65 @@ class Run:
         tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
         repeat((self.shape, *key), tensors, make)
 
-    def new_states(self) -> Tensor:
-        return self.initial.new_empty(self.length, *self.initial.shape)
+    def new_states(self, every: int = 1) -> Tensor:
+        return self.initial.new_empty(self.length // every, *self.initial.shape)
 
-    def loop(self, states: Tensor, found: Found | None = None) -> None:
-        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
+    def others(self, every: int, ends: Tensor, sizes: Tensor) -> Others:
+        """From what kernels note of chunks, [N * K * R] each: copies in the order of states."""
+        program, (rows, width) = self.program, self.initial.shape
+        ends, sizes = (
+            each.view(-1, program.width, rows, program.channels).transpose(1, 2).reshape(-1, rows, width)
+            for each in (ends, sizes)
+        )
+        return Others(every, ends[-1].to(self.initial, copy=True), sizes.clone())
+
+    def loop(
+        self, states: Tensor, found: Found | None = None, *, every: int = 1, noted: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on.
+
+        Args:
+            every: the states after every so many steps are written
+            noted: [K * R] each, where the last states go and the largest sizes of all, if not all states are written
+        """
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
         corrections = nothing if found is None else found.notes.corrections
-        memory = (*[nothing] * 4, corrections, *[nothing] * (1 + self.shape.tiled))
+        ends, sizes = (nothing, nothing) if noted is None else noted
+        memory = (nothing, ends, nothing, sizes, corrections, *[nothing] * (1 + self.shape.tiled))
         passes = 0 if found is None else found.passes
-        sizes = (0, first, self.length, 1, self.length - first, passes, 0)
-        self._launch_roll(start, start, states, memory, sizes, False, True)
+        numbers = (0, first, self.length, 1, self.length - first, passes, 0)
+        self._launch_roll(start, start, states, memory, numbers, False, True, every)
 
     def _roll(
-        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *, product: bool
+        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *,
+        product: bool, every: int,
     ) -> None:  # fmt: skip
         step = 0 if guess is None else self.initial.numel()
         sizes = (step, 0, chunk, chunks, chunk, passes, limit)
-        self._launch_roll(self.initial, self.initial if guess is None else guess, states, memory, sizes, product, False)
+        start = self.initial if guess is None else guess
+        self._launch_roll(self.initial, start, states, memory, sizes, product, False, every)
 
     def _launch_roll(
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
-        product: bool, whole: bool,
+        product: bool, whole: bool, every: int,
     ) -> None:  # fmt: skip
         if self.shape.tiled:
             tiled.roll(self, initial, guess, states, memory, sizes, product, whole)
             return
         step, first, chunk, chunks, turns, passes, limit = sizes
-        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes, limit)
+        sizes = (step, self.rows, self.program.channels, self.length, every, first, chunk, chunks, turns, passes, limit)
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
-        constants = (product, whole, self.block, self.stages)
+        constants = (product, whole, every == 1, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
         launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
-        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
+        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -290,15 +335,14 @@ class Run:
             kind: how large chunks are, and how many passes may be made before anybody looks
             guess: states to start from, [L, B, D]; None: the initial one everywhere
             most: so many passes and no look, as inside a CUDA graph
+            every: the states after every so many steps are written; others than 1 for kinds that need no more
         """
         width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
-        states, notes = self.new_states(), Notes(limit, rows, self.device)
+        states, notes = self.new_states(every), Notes(limit, rows, self.device)
         if chunks == 1:
-            self.repeat(("loop",), (states,), partial(self.loop, states))
-            notes.memory.zero_()
-            return Found(states, notes, 0, chunk, 0, 0, rows)
+            return self._in_one(states, notes, every)
         if self.shape.tiled:
             parts = [_aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
         else:
@@ -312,20 +356,21 @@ class Run:
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
             guessed, into = guess, states
             for _ in range(rolls):
-                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
+                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
                 guessed, into = into, other if guessed is None or into is states else states
             for passes in range(first, last):
-                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
+                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
                 join = tiled.join if self.shape.tiled else _join
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
 
+        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
         # Rolled out an even number of times, so that the last of them is not where the passes write.
         rolls = kind.rolls + kind.rolls % 2
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guess is None, how)
+            key = (chunk, limit, done, wanted, rolls, guess is None, how, every)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
             *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()
@@ -335,8 +380,28 @@ class Run:
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
                 unsettled = 0 if 0 in left else left[-1]
-                return Found(states, notes, passes, chunk, 0 if over else unsettled, floored, unsettled)
+                others = None
+                if every > 1:
+                    _, ends, sizes, *_ = workspace.split(parts)
+                    others = self.others(every, *(each[: chunks * width * rows] for each in (ends, sizes)))
+                left_over = 0 if over else unsettled
+                return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
             wanted = min(limit, done + 2)
+
+    def _in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
+        """All steps as one chunk: the loop in one kernel."""
+        others, unsettled = None, self.rows
+        if every == 1:
+            self.repeat(("loop",), (states,), partial(self.loop, states))
+        else:
+            size = self.program.width * self.rows
+            noted = torch.empty(2, _aligned_size(size), dtype=self.program.dtype, device=self.device)
+            ends, sizes = noted[0, :size], noted[1, :size]
+            self.loop(states, every=every, noted=(ends, sizes))
+            others = self.others(every, ends, sizes)
+            unsettled = int((~torch.isfinite(sizes.view(-1, self.rows))).any(0).sum())
+        notes.memory.zero_()
+        return Found(self.length, states, notes, 0, self.length, 0, 0, unsettled, others)
 
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
@@ -344,7 +409,9 @@ class Run:
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
-def _join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
+def _join(
+    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+) -> None:
     """``memory``: starts, ends, sizes, products, maps."""
     starts, ends, sizes, products, maps = memory
     rows, width, real = run.rows, run.program.width, run.program.dtype
@@ -388,14 +455,23 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [_aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
+def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+
+    No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
+    or not finite), all of them are, in a run from the start.
 
     What worked is noted in ``kind``, for the next time.
     """
     kind.begin()
+    if every > 1 and kind.goes_on_from_ends:
+        found = run.in_parallel(kind, tolerance, guess, every=every)
+        if not found.unsettled:
+            kind.sufficed(found.passes)
+            return found
     while True:
         found = run.in_parallel(kind, tolerance, guess)
+        kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)
             return found
