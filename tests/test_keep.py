@@ -114,6 +114,18 @@ def test_what_is_not_finite_is_told_also_where_it_was_not_kept(solver):
     assert found.exact_steps.tolist() == whole.exact_steps.tolist() == [15, 9, 6]
 
 
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("keep", ["all", 3])
+@pytest.mark.parametrize("solver", [None, Loop()])
+def test_what_is_not_finite_in_a_state_of_several_tensors(keep, solver):
+    step = lambda z, x: (torch.tanh(z[1]) + x, z[0].sum(-1, keepdim=True))  # noqa: E731
+    xs = normal(9, 2, 3)
+    xs[4, 1, 2] = torch.nan
+    found = deeppcr.solve(step, (normal(2, 3), normal(2, 1)), xs, keep=keep, solver=solver)
+    assert found.results == (Result.LOOP, Result.NON_FINITE)
+    assert found.exact_steps.tolist() == [9, 4]
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("keep", ["all", "last", 3])
 @pytest.mark.parametrize("solver", [None, Loop()])

@@ -138,3 +138,17 @@ def test_gradients_need_all_states(written, device):
     (one,) = torch.autograd.grad(found.states, z0, seed)
     (other,) = torch.autograd.grad(expected[2::3], z0, seed)
     assert error(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("solver", [Loop(by="kernel"), *thorough(Newton(chunk=4))])
+def test_steps_on_tiles_write_all_states_of_which_those_that_are_kept_are_returned(solver, written, device):
+    length, keep, weight = 9, 4, 0.3 * torch.randn(10, 10, device=device)
+    step, z0, xs = lambda z, x: torch.tanh(z @ weight + x), torch.randn(2, 10, device=device), torch.randn(length, 10, device=device)  # fmt: skip
+    for _ in range(4):
+        found = deeppcr.solve(step, z0, xs, keep=keep, solver=solver)
+    assert found.plan.evaluation == "fused kernels (tiles)"
+    assert set(written) == {length}
+    expected = by_loop(step, z0, xs)
+    assert error(found.states, expected[keep - 1 :: keep]) < 1e-4
+    assert error(found.final, expected[-1]) < 1e-4
+    assert found.exact_steps.tolist() == found.known_steps.tolist() == [length] * 2

@@ -4,7 +4,6 @@ Shapes: L steps in chunks of C, B rows, D numbers of the state.
 """
 
 from dataclasses import replace
-
 from types import SimpleNamespace
 
 import pytest

@@ -314,6 +314,7 @@ class Run:
         product: bool, whole: bool, every: int,
     ) -> None:  # fmt: skip
         if self.shape.tiled:
+            assert every == 1, "kernels on tiles write all states"
             tiled.roll(self, initial, guess, states, memory, sizes, product, whole)
             return
         step, first, chunk, chunks, turns, passes, limit = sizes

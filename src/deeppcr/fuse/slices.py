@@ -32,7 +32,8 @@ def pushed(row: OneRow) -> OneRow:
     changed = True
     while changed:
         depends = _depending(holders, graph)
-        changed = any([_rewritten(node, rewriter) for node in list(graph.nodes) if node in depends and node.users])
+        rewritten = [_rewritten(node, rewriter) for node in list(graph.nodes) if node in depends and node.users]
+        changed = any(rewritten)
         graph.eliminate_dead_code()
     graph.lint()
     module.recompile()

@@ -154,7 +154,7 @@ def _indented(lines: list[str], depth: int = 1) -> list[str]:
 
 
 def _roll(program: TileProgram) -> str:
-    code, width, count = program.code, program.width, len(program.shapes)
+    width, count = program.width, len(program.shapes)
     tangents = [_with_lead(program, tile) for tile in program.tangents]
     plain = _Lines(program, [tile.value for tile in program.values])
     whole = _Lines(program, [tile.value for tile in (*program.values, *tangents)])
@@ -253,7 +253,7 @@ def _roll(program: TileProgram) -> str:
 
 
 def _sweep(program: TileProgram) -> str:
-    code, width, count = program.code, program.width, len(program.shapes)
+    width, count = program.width, len(program.shapes)
     maps = [_with_lead(program, tile) for tile in program.adjoints]
     single, of_reads = program.adjoint, program.cotangents
     as_map = _Lines(program, [tile.value for tile in (*maps, *single)])

@@ -207,7 +207,7 @@ class Tiles:
         if name == "where" and not tangents[0]:
             condition = as_tile(args[0])
             chosen = self._chosen(condition, 1.0, 0.0), self._chosen(condition, 0.0, 1.0)
-            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or isinstance(each, Combination | Tile) and has_lead(each) else None
+            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or (isinstance(each, Combination | Tile) and has_lead(each)) else None
                      for each, factor in zip(args[1:], chosen, strict=True)]  # fmt: skip
             return None if None in parts else self._summed(parts, [1.0, 1.0], shape)
         return None
