@@ -70,7 +70,8 @@ def solve(
             [L // k, ...]). ``solution.final`` is the last state whatever is kept, and all that is said of the states (result, residual,
             known_steps) is said of all. A loop by Python without gradients holds what is kept and some hundred states, and kernels write
             no more from the second solve of a kind on (but every second, fourth, eighth ..., which the step itself has to bear out).
-            With gradients, and by Newton's method operation by operation, all are computed, and the others dropped
+            With gradients, by Newton's method operation by operation, and by kernels on tiles (steps that mix more than 8 numbers), all are
+            computed, and the others dropped
         solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,

@@ -5,7 +5,7 @@ import torch
 
 import deeppcr
 from deeppcr import Loop, Newton, Result
-from deeppcr.fuse.run import Kind, Run
+from deeppcr.fuse.run import Kind, Run, solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, thorough
 
@@ -152,3 +152,22 @@ def test_steps_on_tiles_write_all_states_of_which_those_that_are_kept_are_return
     assert error(found.states, expected[keep - 1 :: keep]) < 1e-4
     assert error(found.final, expected[-1]) < 1e-4
     assert found.exact_steps.tolist() == found.known_steps.tolist() == [length] * 2
+
+
+def test_chunks_that_are_tried_again_after_the_loop_write_all_states(device):
+    rate, z0 = torch.tensor([[[3.9]], [[0.3]]], dtype=torch.float64, device=device)
+    problem = Fused(lambda z: rate * z * (1 - z), z0, length=60)
+    kind, written = Kind(60, 60, first=4, gave_up=True, patience=2), []
+    for value in (3.9, 3.9, 2.0, 2.0):
+        rate.fill_(value)
+        found = solve(problem.run(), kind, Newton().tolerance(torch.float64), every=7)
+        written.append((len(found.states), found.passes > 0))
+        expected = by_loop(problem.step, z0, length=60)
+        assert error(found.states, expected if found.others is None else expected[6::7]) < 1e-9
+    assert written == [(8, False), (8, False), (60, True), (8, True)]
+
+
+def test_a_copy_of_what_is_known_of_a_kind_is_all_of_it():
+    kind = Kind(60, 4, rolls=8, passes=5, first=2, gave_up=True, looped=3, patience=16, joined=True)
+    assert kind.copy() == kind
+    assert kind.copy() is not kind
