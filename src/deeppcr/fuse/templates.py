@@ -1,7 +1,7 @@
 """The source of the kernels of a step: what a program computes, put into two frames; two others (``joints``) know nothing of it.
 
 Shapes: L steps in N chunks, R lanes (rows, times channels of an elementwise step), K numbers of the state a lane. ``states``
-[L, R * K] as they are packed; ``starts``, ``ends``, ``sizes`` [N, K, R] and ``products`` [N, K * K, R] of the chunks.
+[L, R * K] as they are packed, or [L // every, R * K]; ``starts``, ``ends``, ``sizes`` [N, K, R] and ``products`` [N, K * K, R] of the chunks.
 
 * ``roll`` runs all chunks at once, each from its start, with the product of its Jacobians; or, WHOLE, one after the other.
 * ``join`` corrects the starts: each is to be the end of the chunk before it. See ``nn.kernels``, which does the same for networks.
@@ -137,9 +137,16 @@ def _roll(program: Program) -> str:
         *("    " + line for line in for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
         "else:",
         *("    " + line for line in (*plain.body, *next_state)),
-        *for_each(width, "z{k} = tl.where(active, y{k}, z{k})", "m{k} = tl.maximum(m{k}, tl.abs(z{k}))",
-              "tl.store(out + {k} * channels, z{k}, mask=active)"),
-        "out += rows * " + str(width),
+        *for_each(width, "z{k} = tl.where(active, y{k}, z{k})", "m{k} = tl.maximum(m{k}, tl.abs(z{k}))"),
+        "if ALL:",
+        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active)")),
+        "    out += rows * " + str(width),
+        "else:",
+        "    if WHOLE:",
+        *("        " + line for line in for_each(width, "m{k} = tl.where(z{k} == z{k}, m{k}, float('inf'))")),
+        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active & (due == 0))")),
+        "    out += tl.where(due == 0, rows * " + str(width) + ", 0)",
+        "    due = tl.where(due == 0, every, due) - 1",
         *_advance(program, whole, "+"),
     ]  # fmt: skip
     lines = [
@@ -169,9 +176,17 @@ def _roll(program: Program) -> str:
         *("        " + line for line in [
             f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)
         ]),
-        f"    out = states + begin * rows * {width} + at",
+        "    if ALL:",
+        f"        out = states + begin * rows * {width} + at",
+        "    else:",
+        f"        out = states + (begin // every) * rows * {width} + at",
+        "        due = every - 1 - begin % every  # steps until one is kept",
         "    for t in tl.range(0, turns, num_stages=STAGES):",
         *("        " + line for line in turns),
+        "    if WHOLE and not ALL:",
+        *("        " + line for line in for_each(
+            width, "tl.store(ends + {k} * rows + r, z{k}, mask=live)", "tl.store(sizes + {k} * rows + r, m{k}, mask=live)"
+        )),
         "    if not WHOLE:",
         *("        " + line for line in for_each(
             width,
@@ -183,10 +198,13 @@ def _roll(program: Program) -> str:
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", *pointers, *strides,
-        "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes", "limit",
+        "guess_step", "rows", "channels", "steps", "every", "first", "chunk", "chunks", "turns", "passes", "limit",
     ]  # fmt: skip
-    doc = '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end."""'
-    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "BLOCK", "STAGES"], doc, lines)
+    doc = (
+        '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end. ALL: all '
+        'states are written; else those after ``every`` so many steps; where a state was not finite, its size is infinite if WHOLE."""'
+    )
+    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "ALL", "BLOCK", "STAGES"], doc, lines)
 
 
 def _sweep(program: Program) -> str:

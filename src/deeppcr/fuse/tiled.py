@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..launch import kinds, launch, next_power_of_2
 from . import wide
+from .bound import BoundKernels, Notes
+from .outputs import Outputs
+from .tile_program import TileProgram
 from .tiles import padded
-
-if TYPE_CHECKING:
-    from .back import Outputs
-    from .run import Notes, Run
 
 #: Rows whose notes one program writes.
 _LANES = 32
@@ -51,8 +49,9 @@ class _How:
         fine: that of those which nobody looks at again
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: BoundKernels):
         program = run.program
+        assert isinstance(program, TileProgram)
         self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
         self.padded = max(16, next_power_of_2(self.width))
         self.rough, self.fine = "tf32", "tf32x3"
@@ -65,7 +64,7 @@ class _How:
 
 
 def roll(
-    run: Run, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
+    run: BoundKernels, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
     product: bool, whole: bool,
 ) -> None:  # fmt: skip
     """``memory``: starts, ends, products, sizes, corrections, unsettled, and the worst of every row."""
@@ -82,7 +81,7 @@ def roll(
 
 
 def join(
-    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+    run: BoundKernels, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
 ) -> None:
     """``memory``: starts, ends, sizes, products, maps, terms, largest, worst."""
     starts, ends, sizes, products, maps, terms, largest, worst = memory
@@ -114,7 +113,7 @@ def backward_sizes(width: int, rows: int, chunks: int) -> list[int]:
 
 
 def sweep(
-    run: Run, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+    run: BoundKernels, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
     memory: list[Tensor], chunk: int, chunks: int, as_map: bool,
 ) -> None:  # fmt: skip
     how = _How(run)
@@ -132,7 +131,7 @@ def sweep(
     )  # fmt: skip
 
 
-def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
+def chain(run: BoundKernels, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
     adjoints, products, maps, terms = workspace
     how, rows = _How(run), run.rows
     groups = groups_of(chunks)
