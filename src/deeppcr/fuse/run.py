@@ -24,7 +24,7 @@ from .tile_program import TileProgram
 _MOST_PASSES = 16
 _FEWEST_PASSES = 4
 #: So many times chunks are rolled out from the ends of those before them, where corrections from the guess lead astray.
-_ROLLS = (2, 8)
+_ROLLS = (2, 4, 8)
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
