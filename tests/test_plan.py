@@ -298,7 +298,7 @@ def test_a_step_that_raises_is_not_run_again():
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"), [(torch.nan, "xs holds NaN there"), (torch.inf, "xs holds what is infinite there")]
+    ("bad", "words"), [(torch.nan, "xs holds NaN there"), (torch.inf, "step 5 produced a value that is not finite")]
 )
 @pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
 def test_what_xs_bring_along_is_not_blamed_on_the_step(bad, words, solver):

@@ -14,9 +14,15 @@ from ..launch import aligned, kinds, launch
 from ..runtime import check_backward
 from ..sequence.layout import Layout
 from . import tiled
-from .joints import parts_of
+from .bound import Notes, aligned_size
 from .outputs import Outputs
-from .run import Found, Run, first_chunk, groups_of, parts_of_workspace
+from .run import Found, Run, first_chunk, groups_of, join_lanes, parts_of_workspace
+
+#: Passes after which cotangents that do not join are taken step by step: the first finds them, the second sees that they do, and one more
+#: mends what rounding was amplified to.
+_PASSES = 3
+#: How far they may be off where chunks join, relative to the largest behind.
+_TOLERANCE = {torch.float32: 3e-5, torch.float64: 3e-10}
 
 
 def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tensor, list[Tensor | None]]:
@@ -32,65 +38,49 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     given = aligned(given.resolve_neg().contiguous())
     outputs = Outputs.of(run)
     memory = outputs.memory(run, chunks)
-    of_initial = torch.empty_like(run.initial)
-    place = tiled if run.shape.tiled else _Lanes
-    parts = place.backward_sizes(width, rows, chunks)
+    of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
+    notes = Notes(_PASSES, rows, run.device)
+    if tiles:
+        parts = [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
+    else:
+        parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
     workspace = torch.empty(sum(parts), dtype=program.dtype, device=run.device)
-
-    def sweep(as_map: bool) -> None:
-        place.sweep(run, states, given, workspace.split(parts), of_initial, outputs, memory, chunk, chunks, as_map)
+    tolerance = (0.0, _TOLERANCE[program.dtype], 0, 1)
 
     def all_of_it() -> None:
-        sweep(True)
-        place.chain(run, given, workspace.split(parts), chunks)
-        sweep(False)
+        starts, ends, sizes, products, *maps = workspace.split(parts)
+        of_chunks = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *(maps[-1:] if tiles else ()))
+        place, join = (tiled.sweep, tiled.join) if tiles else (_sweep_lanes, join_lanes)
 
-    if chunks > 1:
-        run.repeat(("back", chunk), (states, given, workspace, of_initial, *memory), all_of_it)
-    else:
-        batch = rows // program.channels
-        last = given[-1].reshape(batch, width, program.channels)
-        last = last.permute(0, 2, 1) if run.shape.tiled else last.permute(1, 0, 2)
-        workspace[: width * rows].view(last.shape).copy_(last)
-        sweep(False)
+        def sweep(passes: int, as_map: bool, whole: bool) -> None:
+            place(run, states, given, of_chunks, of_initial, outputs, memory, (chunk, chunks, passes, _PASSES), as_map, whole)
+
+        if chunks > 1:
+            for passes in range(_PASSES):
+                sweep(passes, passes == 0, False)
+                join(run, (starts, ends, sizes, products, *maps), notes, chunks, passes, _PASSES, tolerance)
+        sweep(_PASSES if chunks > 1 else 0, False, True)
+
+    run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
     return of_initial, outputs.of_bases(run, memory)
 
 
-class _Lanes:
-    """The launches of lanes; ``tiled`` has those of tiles."""
-
-    @staticmethod
-    def backward_sizes(width: int, rows: int, chunks: int) -> list[int]:
-        return parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 1)
-
-    @staticmethod
-    def sweep(
-        run: Run, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
-        memory: list[Tensor], chunk: int, chunks: int, as_map: bool,
-    ) -> None:  # fmt: skip
-        adjoints, products, _ = workspace
-        into = outputs.pointers(run, memory)
-        sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, chunk, chunks)
-        arguments = (
-            run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
-            *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
-        )  # fmt: skip
-        launch(
-            run.kernels.sweep, -(-chunks * run.rows // run.block), arguments, (as_map, run.block, run.stages),
-            warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
-        )  # fmt: skip
-
-    @staticmethod
-    def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
-        adjoints, products, maps = workspace
-        groups, lanes = groups_of(chunks, run.rows)
-        sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, chunks, groups, -(-chunks // groups))
-        for part in parts_of(run.program.width):
-            launch(
-                run.kernels.joints.chain, -(-run.rows // lanes), (products, adjoints, given, maps, *sizes), (part, groups, lanes),
-                warps=max(1, groups * lanes // 32),
-                integers=(run.program.dtype, given.dtype, *(size >= 2**31 for size in sizes)),
-            )  # fmt: skip
+def _sweep_lanes(
+    run: Run, states: Tensor, given: Tensor, of_chunks: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+    memory: list[Tensor], cut: tuple[int, int, int, int], as_map: bool, whole: bool,
+) -> None:  # fmt: skip
+    """``cut``: steps of a chunk, chunks, passes before this one, and all of them. ``tiled`` has the same for tiles."""
+    into = outputs.pointers(run, memory)
+    sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, *cut)
+    arguments = (
+        run.initial, run.kernels.numbers(run.device), states, given, *of_chunks, of_initial,
+        *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
+    )  # fmt: skip
+    programs = -(-(1 if whole else cut[1]) * run.rows // run.block)
+    launch(
+        run.kernels.sweep, programs, arguments, (as_map, whole, run.block, run.stages),
+        warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
+    )  # fmt: skip
 
 
 class Apply(torch.autograd.Function):

@@ -235,7 +235,7 @@ class Run(BoundKernels):
         else:
             parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
         workspace = torch.empty(sum(parts), dtype=self.program.dtype, device=self.device)
-        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
+        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
             starts, ends, sizes, products, *maps = workspace.split(parts)
@@ -248,7 +248,7 @@ class Run(BoundKernels):
                 guessed = into
             for passes in range(first, last):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
-                join = tiled.join if self.shape.tiled else _join
+                join = tiled.join if self.shape.tiled else join_lanes
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
 
         assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
@@ -296,7 +296,7 @@ class Run(BoundKernels):
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
-def _join(
+def join_lanes(
     run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
 ) -> None:
     """``memory``: starts, ends, sizes, products, maps."""

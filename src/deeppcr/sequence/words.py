@@ -29,24 +29,20 @@ def in_words(
     row, exact, count = worst_rows(results, exact_steps)
     step = exact + 1 if worst is Result.NON_FINITE else exact
     text = worst.value.format(step=step)
-    if worst is Result.NON_FINITE:
-        came = _not_finite(inputs(step - 1), layout, row)
-        if came is not None:
-            text = f"step {step} produced a value that is not finite; xs holds {came} there, and the loop does so too"
+    if worst is Result.NON_FINITE and _has_nan(inputs(step - 1), layout, row):
+        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
     if len(results) > 1:
         text += f" (row {row}; {count} of {len(results)} rows)"
     return "; ".join([text, *reasons])
 
 
-def _not_finite(inputs: Any, layout: Layout, row: int) -> str | None:
-    """What a step's inputs hold that is not finite, in their part for a row where they have one."""
-    batch, found = layout.batch_shape, None
+def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
+    """Whether a step's inputs hold NaN, in their part for a row where they have one. An infinity is as a rule a mask."""
+    batch = layout.batch_shape
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if leaf.shape[: len(batch)] == batch:
                 leaf = leaf.reshape(layout.rows, -1)[row]
             if torch.isnan(leaf).any():
-                return "NaN"
-            if torch.isinf(leaf).any():
-                found = "what is infinite"
-    return found
+                return True
+    return False
