@@ -104,7 +104,7 @@ def _bmm(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
         raise NotCovered(f"{batch} products of {i} x {k} and {k} x {j} numbers are not covered")
     if has_padding([k]):
         a, b = tiles.cleaned(a), tiles.cleaned(b)
-    cube = (batch, i, k, j)
+    cube, a, b = (batch, i, k, j), tiles.full(a), tiles.full(b)
     left = tiles.spread(replace(a, shape=(batch, i, k, 1)), cube, lead)
     right = tiles.spread(replace(b, shape=(batch, 1, k, j)), cube, lead)
     terms = Tile(tiles.code.mul(left, right), cube, lead, clean=True)
@@ -124,7 +124,8 @@ def _added(rule: Callable) -> Callable:
         product, shape, code = rule(tiles, node, a, b), _shape_of(node), tiles.code
         lead = product.lead or start.lead
         terms = [code.mul(beta, tiles.spread(start, shape, lead)), code.mul(alpha, tiles.spread(product, shape, lead))]
-        return Tile(code.add(*terms), shape, lead, start.clean and product.clean)
+        clean = start.clean and product.clean and start.shape == shape
+        return replace(tiles.whole(code.add(*terms), shape, [start, product]), clean=clean)
 
     return added
 
@@ -196,8 +197,11 @@ def _index_put(
         nothing = not isinstance(a.value, Value) and a.value == 0
         if nothing and sorted(places) == list(range(size)):
             return tiles.taken(values, dim, [places.index(i) for i in range(size)])
-        if (nothing or not accumulate) and places == list(range(places[0], places[0] + len(places))):
-            return tiles.replaced(a, values, dim, places[0], places[0] + len(places))
+        if len(places) > 1 and places[1] < places[0]:
+            values, places = tiles.taken(values, dim, list(range(len(places)))[::-1]), places[::-1]
+        step = places[1] - places[0] if len(places) > 1 else 1
+        if (nothing or not accumulate) and step > 0 and places == list(range(places[0], places[-1] + 1, step)):
+            return tiles.replaced(a, values, dim, places[0], places[-1] + 1, step)
     raise NotCovered("aten.index_put without a pattern is not covered")
 
 
@@ -227,10 +231,8 @@ def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
 def _slice_scatter(
     tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int = 0, start=None, end=None, step: int = 1
 ) -> Tile:
-    if step != 1:
-        raise NotCovered("aten.slice_scatter in steps is not covered")
     start, end, _ = slice(start, end).indices(a.shape[dim])
-    return tiles.replaced(a, source, dim, start, end)
+    return tiles.replaced(a, source, dim, start, end, step)
 
 
 def _select_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int, index: int) -> Tile:
@@ -242,8 +244,9 @@ def _select_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int
 def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float = 0) -> Tile:
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = len(a.shape) - 1 - number
-        if before < 0 or after < 0:
-            raise NotCovered("aten.constant_pad_nd that cuts is not covered")
+        if before < 0 or after < 0:  # which cuts
+            a = tiles.taken(a, dim, list(range(a.shape[dim]))[max(0, -before) : a.shape[dim] - max(0, -after)])
+            before, after = max(0, before), max(0, after)
         shape = (*a.shape[:dim], before + a.shape[dim] + after, *a.shape[dim + 1 :])
         a = tiles.replaced(Tile(float(value), shape), a, dim, before, before + a.shape[dim])
     return a
@@ -343,7 +346,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
         raise NotCovered(f"{name_of(node.target)} is not covered")
     args = pytree.tree_map(tiles.solid, args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
-    converted = [tiles.tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    converted = pytree.tree_map_only(Tensor, lambda each: tiles.tile(each) if each.is_floating_point() else each, args)
     return rule(tiles, node, *converted, **options)
 
 
@@ -366,9 +369,8 @@ def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Comb
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]
-    value = pointwise(node, values, tiles.code)
     numbers = [each for each in given if not isinstance(each, Tile) or not isinstance(each.value, Value)]
     keeps = name in _KEEPS_ZEROS and (not numbers or name == "mul" or len(given) == 1)
-    whole = all(each.shape == shape or not isinstance(each.value, Value) for each in found)
-    clean = keeps and whole and all(each.clean for each in found if isinstance(each.value, Value))
-    return Tile(value, shape, lead, clean)
+    varying = [each for each in found if isinstance(each.value, Value)]
+    clean = keeps and all(each.clean and each.shape == shape for each in varying)
+    return replace(tiles.whole(pointwise(node, values, tiles.code), shape, found), clean=clean)
