@@ -115,10 +115,6 @@ def _mv(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
     return tiles.product(a, replace(b, shape=(*b.shape, 1)), _shape_of(node))
 
 
-def _dot(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    return tiles.product(replace(a, shape=(1, *a.shape)), replace(b, shape=(*b.shape, 1)), _shape_of(node))
-
-
 def _added(rule: Callable) -> Callable:
     def added(tiles: Tiles, node: fx.Node, start: Tile, a: Tile, b: Tile, *, beta: float = 1, alpha: float = 1) -> Tile:
         product, shape, code = rule(tiles, node, a, b), _shape_of(node), tiles.code
@@ -138,16 +134,6 @@ def _permute(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return tiles.permuted(a, dims)
 
 
-def _transpose(tiles: Tiles, node: fx.Node, a: Tile, one: int, other: int) -> Tile:
-    dims = list(range(len(a.shape)))
-    dims[one], dims[other] = dims[other], dims[one]
-    return tiles.permuted(a, dims)
-
-
-def _turned(tiles: Tiles, node: fx.Node, a: Tile) -> Tile:
-    return tiles.permuted(a, list(range(len(a.shape)))[::-1])
-
-
 def _expand(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
     return tiles.expanded(a, _shape_of(node))
 
@@ -160,11 +146,6 @@ def _slice(
     tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tile:
     return tiles.taken(a, dim, list(range(a.shape[dim])[slice(start, end, step)]))
-
-
-def _unbind(tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0) -> list[Tile]:
-    shapes = [tuple(each.shape) for each in node.meta["val"]]
-    return [tiles.picked(a, dim, index, shape) for index, shape in enumerate(shapes)]
 
 
 def _split(tiles: Tiles, node: fx.Node, a: Tile, sizes: Any, dim: int = 0) -> list[Tile]:
@@ -217,13 +198,6 @@ def _flip(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return a
 
 
-def _roll(tiles: Tiles, node: fx.Node, a: Tile, shifts: Any, dims: Any = ()) -> Tile:
-    for shift, dim in zip(_dims(shifts), _dims(dims) or [0], strict=True):
-        size = a.shape[dim]
-        a = tiles.taken(a, dim, [(i - shift) % size for i in range(size)])
-    return a
-
-
 def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
     return tiles.joined(parts, dim, _shape_of(node))
 
@@ -233,12 +207,6 @@ def _slice_scatter(
 ) -> Tile:
     start, end, _ = slice(start, end).indices(a.shape[dim])
     return tiles.replaced(a, source, dim, start, end, step)
-
-
-def _select_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int, index: int) -> Tile:
-    dim, index = dim % len(a.shape), index % a.shape[dim]
-    source = replace(source, shape=(*a.shape[:dim], 1, *a.shape[dim + 1 :]))
-    return tiles.replaced(a, source, dim, index, index + 1)
 
 
 def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float = 0) -> Tile:
@@ -252,46 +220,30 @@ def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float 
     return a
 
 
-def _broadcast_in_dim(tiles: Tiles, node: fx.Node, a: Tile, _: Any, dimensions: Sequence[int]) -> Tile:
-    shape = _shape_of(node)
-    sizes = [1] * len(shape)
-    for dim, size in zip(dimensions, a.shape, strict=True):
-        sizes[dim] = size
-    return tiles.expanded(replace(a, shape=tuple(sizes)), shape)
-
-
+#: What tracing leaves of PyTorch's operations, beside those that go number by number.
 _RULES: dict[str, Callable] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim"), _view),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk"), _split),
-    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
     "addmm": _added(_mm),
     "addmv": _added(_mv),
     "amax": _extreme("max", -math.inf),
     "amin": _extreme("min", math.inf),
-    "baddbmm": _added(_bmm),
     "bmm": _bmm,
-    "broadcast_in_dim": _broadcast_in_dim,
     "cat": _cat,
     "constant_pad_nd": _pad,
-    "dot": _dot,
     "expand": _expand,
     "flip": _flip,
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
+    "index": _index,
+    "index_put": _index_put,
     "index_select": _index_select,
     "linalg_vector_norm": _norm,
     "mean": _mean,
     "mm": _mm,
-    "mv": _mv,
     "permute": _permute,
-    "roll": _roll,
     "select": _select,
-    "select_scatter": _select_scatter,
     "slice": _slice,
     "slice_scatter": _slice_scatter,
+    "split_with_sizes": _split,
     "sum": _sum,
-    "t": _turned,
-    "transpose": _transpose,
-    "unbind": _unbind,
     "var": _var,
     "var_mean": _var_mean,
 }
@@ -334,7 +286,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     result = node.meta.get("val")
     if isinstance(result, Tensor) and math.prod(map(padded, result.shape)) > _MOST:
         raise NotCovered(f"a tensor of {result.numel()} numbers inside a step is not covered")
-    if name in ("expand", "view", "reshape") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
+    if name in ("expand", "view") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
         return args[0]
     if is_pointwise(node):
         return _pointwise(node, args, name, tiles)
