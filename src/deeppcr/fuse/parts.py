@@ -220,6 +220,8 @@ def _seen_through(node: fx.Node, shape: tuple[int, ...], *, flat: bool) -> tuple
             known = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         places = known.expand(shape)
         places = places.reshape(-1) if flat else places
+        if not flat and len(places.unique()) < places.numel():  # which a kernel cannot write the gradient of: nearer
+            continue
         first = int(places.reshape(-1)[0])
         strides = tuple(
             [
