@@ -143,15 +143,16 @@ OPERATIONS = {
 }
 
 
+def computed(program, z, x, weight):
+    """What a program makes of a state, an input and a weight."""
+    known = [z, x]
+    for name, (one, other), numbers in program:
+        known.append(OPERATIONS[name](known[one % len(known)], known[other % len(known)], numbers, weight))
+    return known[-1]
+
+
 @settings(max_examples=20, deadline=None)
 @given(programs())
 def test_random_steps_keep_their_meaning(program):
     torch.manual_seed(0)
-
-    def step(z, x, weight):
-        known = [z, x]
-        for name, (one, other), numbers in program:
-            known.append(OPERATIONS[name](known[one % len(known)], known[other % len(known)], numbers, weight))
-        return known[-1]
-
-    check(step, normal(1, WIDTH), normal(3, WIDTH), normal(10, 10))
+    check(lambda *given: computed(program, *given), normal(1, WIDTH), normal(3, WIDTH), normal(10, 10))
