@@ -76,8 +76,8 @@ class Kernels:
         """The numbers that the step holds, as the kernels read them. Ask after the source was made: derivatives bring more."""
         wanted = self.program.code.numbers
         found = self._numbers.get(device)
-        if found is None or len(found) < len(wanted):
-            found = torch.tensor(wanted or [0.0], dtype=self.program.dtype, device=device)
+        if found is None or len(found) <= len(wanted):
+            found = torch.tensor([*wanted, 0.0], dtype=self.program.dtype, device=device)  # never empty
             self._numbers[device] = found
         if is_capturing(device):
             _captured[id(found)] = found

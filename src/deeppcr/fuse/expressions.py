@@ -223,7 +223,7 @@ class Code:
         if not isinstance(a, Value):
             return -a
         line = self._lines.get(a)
-        if line is not None and line.text == f"-{self.text(line.operands[0])}":
+        if line is not None and line.operands and line.text == f"-{self.text(line.operands[0])}":
             return line.operands[0]
         return self.emit(f"-{a.name}", a.kind, a)
 

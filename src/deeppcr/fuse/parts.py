@@ -146,11 +146,12 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
         if elementwise:
             return is_pointwise(node) or _is_number(node)
         if tiled:
-            return _is_constant(node, row.graph) or (
+            return node in indices or _is_constant(node, row.graph) or (
                 node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES)
             )
         return all(_is_few(each) for each in _ancestors(node))
 
+    indices = _indices(node for node in nodes if node in depends)
     leaves: dict[fx.Node, None] = {}
     inside: dict[fx.Node, None] = {}
     waiting = [node for node in nodes if node in depends or node.op == "output"]
@@ -220,6 +221,8 @@ def _seen_through(node: fx.Node, shape: tuple[int, ...], *, flat: bool) -> tuple
             known = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         places = known.expand(shape)
         places = places.reshape(-1) if flat else places
+        if not flat and len(places.unique()) < places.numel():  # which a kernel cannot write the gradient of: nearer
+            continue
         first = int(places.reshape(-1)[0])
         strides = tuple(
             [
@@ -366,6 +369,16 @@ def _is_few(node: fx.Node, few: int = _FEW) -> bool:
 def _is_number(node: fx.Node) -> bool:
     """One number that is known when tracing."""
     return not node.all_input_nodes and node.op == "call_function" and all(v.numel() == 1 for v in _values_of(node))
+
+
+def _indices(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What gives the places of numbers that are picked, where a step holds these itself."""
+    picking = [node for node in nodes if getattr(node.target, "overloadpacket", None) in _PICKING]
+    given = [_ancestors(each) for node in picking for each in node.all_input_nodes]
+    return {each for every in given if all(one.op != "placeholder" for one in every) for each in every}
+
+
+_PICKING = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.index_put}
 
 
 def _is_constant(node: fx.Node, graph: fx.GraphModule) -> bool:

@@ -104,7 +104,7 @@ def _bmm(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
         raise NotCovered(f"{batch} products of {i} x {k} and {k} x {j} numbers are not covered")
     if has_padding([k]):
         a, b = tiles.cleaned(a), tiles.cleaned(b)
-    cube = (batch, i, k, j)
+    cube, a, b = (batch, i, k, j), tiles.full(a), tiles.full(b)
     left = tiles.spread(replace(a, shape=(batch, i, k, 1)), cube, lead)
     right = tiles.spread(replace(b, shape=(batch, 1, k, j)), cube, lead)
     terms = Tile(tiles.code.mul(left, right), cube, lead, clean=True)
@@ -115,16 +115,13 @@ def _mv(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
     return tiles.product(a, replace(b, shape=(*b.shape, 1)), _shape_of(node))
 
 
-def _dot(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
-    return tiles.product(replace(a, shape=(1, *a.shape)), replace(b, shape=(*b.shape, 1)), _shape_of(node))
-
-
 def _added(rule: Callable) -> Callable:
     def added(tiles: Tiles, node: fx.Node, start: Tile, a: Tile, b: Tile, *, beta: float = 1, alpha: float = 1) -> Tile:
         product, shape, code = rule(tiles, node, a, b), _shape_of(node), tiles.code
         lead = product.lead or start.lead
         terms = [code.mul(beta, tiles.spread(start, shape, lead)), code.mul(alpha, tiles.spread(product, shape, lead))]
-        return Tile(code.add(*terms), shape, lead, start.clean and product.clean)
+        clean = start.clean and product.clean and start.shape == shape
+        return replace(tiles.whole(code.add(*terms), shape, [start, product]), clean=clean)
 
     return added
 
@@ -135,16 +132,6 @@ def _view(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
 
 def _permute(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return tiles.permuted(a, dims)
-
-
-def _transpose(tiles: Tiles, node: fx.Node, a: Tile, one: int, other: int) -> Tile:
-    dims = list(range(len(a.shape)))
-    dims[one], dims[other] = dims[other], dims[one]
-    return tiles.permuted(a, dims)
-
-
-def _turned(tiles: Tiles, node: fx.Node, a: Tile) -> Tile:
-    return tiles.permuted(a, list(range(len(a.shape)))[::-1])
 
 
 def _expand(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
@@ -159,11 +146,6 @@ def _slice(
     tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tile:
     return tiles.taken(a, dim, list(range(a.shape[dim])[slice(start, end, step)]))
-
-
-def _unbind(tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0) -> list[Tile]:
-    shapes = [tuple(each.shape) for each in node.meta["val"]]
-    return [tiles.picked(a, dim, index, shape) for index, shape in enumerate(shapes)]
 
 
 def _split(tiles: Tiles, node: fx.Node, a: Tile, sizes: Any, dim: int = 0) -> list[Tile]:
@@ -196,8 +178,11 @@ def _index_put(
         nothing = not isinstance(a.value, Value) and a.value == 0
         if nothing and sorted(places) == list(range(size)):
             return tiles.taken(values, dim, [places.index(i) for i in range(size)])
-        if (nothing or not accumulate) and places == list(range(places[0], places[0] + len(places))):
-            return tiles.replaced(a, values, dim, places[0], places[0] + len(places))
+        if len(places) > 1 and places[1] < places[0]:
+            values, places = tiles.taken(values, dim, list(range(len(places)))[::-1]), places[::-1]
+        step = places[1] - places[0] if len(places) > 1 else 1
+        if (nothing or not accumulate) and step > 0 and places == list(range(places[0], places[-1] + 1, step)):
+            return tiles.replaced(a, values, dim, places[0], places[-1] + 1, step)
     raise NotCovered("aten.index_put without a pattern is not covered")
 
 
@@ -213,13 +198,6 @@ def _flip(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return a
 
 
-def _roll(tiles: Tiles, node: fx.Node, a: Tile, shifts: Any, dims: Any = ()) -> Tile:
-    for shift, dim in zip(_dims(shifts), _dims(dims) or [0], strict=True):
-        size = a.shape[dim]
-        a = tiles.taken(a, dim, [(i - shift) % size for i in range(size)])
-    return a
-
-
 def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
     return tiles.joined(parts, dim, _shape_of(node))
 
@@ -227,68 +205,45 @@ def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
 def _slice_scatter(
     tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int = 0, start=None, end=None, step: int = 1
 ) -> Tile:
-    if step != 1:
-        raise NotCovered("aten.slice_scatter in steps is not covered")
     start, end, _ = slice(start, end).indices(a.shape[dim])
-    return tiles.replaced(a, source, dim, start, end)
-
-
-def _select_scatter(tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int, index: int) -> Tile:
-    dim, index = dim % len(a.shape), index % a.shape[dim]
-    source = replace(source, shape=(*a.shape[:dim], 1, *a.shape[dim + 1 :]))
-    return tiles.replaced(a, source, dim, index, index + 1)
+    return tiles.replaced(a, source, dim, start, end, step)
 
 
 def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float = 0) -> Tile:
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = len(a.shape) - 1 - number
-        if before < 0 or after < 0:
-            raise NotCovered("aten.constant_pad_nd that cuts is not covered")
+        if before < 0 or after < 0:  # which cuts
+            a = tiles.taken(a, dim, list(range(a.shape[dim]))[max(0, -before) : a.shape[dim] - max(0, -after)])
+            before, after = max(0, before), max(0, after)
         shape = (*a.shape[:dim], before + a.shape[dim] + after, *a.shape[dim + 1 :])
         a = tiles.replaced(Tile(float(value), shape), a, dim, before, before + a.shape[dim])
     return a
 
 
-def _broadcast_in_dim(tiles: Tiles, node: fx.Node, a: Tile, _: Any, dimensions: Sequence[int]) -> Tile:
-    shape = _shape_of(node)
-    sizes = [1] * len(shape)
-    for dim, size in zip(dimensions, a.shape, strict=True):
-        sizes[dim] = size
-    return tiles.expanded(replace(a, shape=tuple(sizes)), shape)
-
-
+#: What tracing leaves of PyTorch's operations, beside those that go number by number.
 _RULES: dict[str, Callable] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim"), _view),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk"), _split),
-    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
     "addmm": _added(_mm),
     "addmv": _added(_mv),
     "amax": _extreme("max", -math.inf),
     "amin": _extreme("min", math.inf),
-    "baddbmm": _added(_bmm),
     "bmm": _bmm,
-    "broadcast_in_dim": _broadcast_in_dim,
     "cat": _cat,
     "constant_pad_nd": _pad,
-    "dot": _dot,
     "expand": _expand,
     "flip": _flip,
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
+    "index": _index,
+    "index_put": _index_put,
     "index_select": _index_select,
     "linalg_vector_norm": _norm,
     "mean": _mean,
     "mm": _mm,
-    "mv": _mv,
     "permute": _permute,
-    "roll": _roll,
     "select": _select,
-    "select_scatter": _select_scatter,
     "slice": _slice,
     "slice_scatter": _slice_scatter,
+    "split_with_sizes": _split,
     "sum": _sum,
-    "t": _turned,
-    "transpose": _transpose,
-    "unbind": _unbind,
     "var": _var,
     "var_mean": _var_mean,
 }
@@ -331,7 +286,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     result = node.meta.get("val")
     if isinstance(result, Tensor) and math.prod(map(padded, result.shape)) > _MOST:
         raise NotCovered(f"a tensor of {result.numel()} numbers inside a step is not covered")
-    if name in ("expand", "view", "reshape") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
+    if name in ("expand", "view") and isinstance(args[0], Combination) and args[0].shape == _shape_of(node):
         return args[0]
     if is_pointwise(node):
         return _pointwise(node, args, name, tiles)
@@ -343,7 +298,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
         raise NotCovered(f"{name_of(node.target)} is not covered")
     args = pytree.tree_map(tiles.solid, args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
-    converted = [tiles.tile(each) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    converted = pytree.tree_map_only(Tensor, lambda each: tiles.tile(each) if each.is_floating_point() else each, args)
     return rule(tiles, node, *converted, **options)
 
 
@@ -366,9 +321,8 @@ def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Comb
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]
-    value = pointwise(node, values, tiles.code)
     numbers = [each for each in given if not isinstance(each, Tile) or not isinstance(each.value, Value)]
     keeps = name in _KEEPS_ZEROS and (not numbers or name == "mul" or len(given) == 1)
-    whole = all(each.shape == shape or not isinstance(each.value, Value) for each in found)
-    clean = keeps and whole and all(each.clean for each in found if isinstance(each.value, Value))
-    return Tile(value, shape, lead, clean)
+    varying = [each for each in found if isinstance(each.value, Value)]
+    clean = keeps and all(each.clean and each.shape == shape for each in varying)
+    return replace(tiles.whole(pointwise(node, values, tiles.code), shape, found), clean=clean)

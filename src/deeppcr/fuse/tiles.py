@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import next_power_of_2
-from .expressions import Code, Kind, NotCovered, Scalar, Value
+from .expressions import Code, NotCovered, Scalar, Value
 from .scalars import COPIES
 
 Shape = tuple[int, ...]
@@ -178,12 +178,11 @@ class Tiles:
 
     def full(self, tile: Tile) -> Tile:
         """A number as a tile, zero in its padding."""
-        if isinstance(tile.value, Value) and (tile.axes or tile.lead):
-            return tile
         dims = self.dims(tile)
+        if isinstance(tile.value, Value) or not dims:
+            return tile
         text = f"tl.full(({', '.join(dims)},), {self.code.text(tile.value)}, REAL)"
-        operands = (tile.value,) if isinstance(tile.value, Value) else ()
-        return self.cleaned(replace(tile, value=self.code.emit(text, "real", *operands), clean=False))
+        return self.cleaned(replace(tile, value=self.code.emit(text, "real"), clean=False))
 
     def dims(self, tile: Tile) -> list[str]:
         return [*(["LEAD"] if tile.lead else []), *(str(padded(size)) for size in tile.sizes)]
@@ -205,10 +204,10 @@ class Tiles:
             return result
         return replace(result, value=self._emit(f"tl.permute({{}}, ({', '.join(map(str, order))},))", tile))
 
-    def _emit(self, text: str, *tiles: Tile, kind: Kind | None = None) -> Value:
+    def _emit(self, text: str, *tiles: Tile) -> Value:
         values = [tile.value for tile in tiles]
         assert isinstance(values[0], Value)
-        return self.code.emit(text.format(*map(self.code.text, values)), kind or values[0].kind, *values)
+        return self.code.emit(text.format(*map(self.code.text, values)), values[0].kind, *values)
 
     # Tangents.
 
@@ -220,8 +219,10 @@ class Tiles:
         for factor, tangents in each.terms:
             value = self.code.mul(self.spread(tangents, each.shape, True), self.spread(factor, each.shape, True))
             total = self.code.add(total, value)
-        clean = len(each.terms) == 1 and each.terms[0][0].value == 1 and each.terms[0][1].clean
-        return Tile(total, each.shape, lead=True, clean=clean)
+        found = replace(self.whole(total, each.shape, [tile for term in each.terms for tile in term]), lead=True)
+        only = each.terms[0] if len(each.terms) == 1 else None
+        clean = only is not None and only[0].value == 1 and only[1].clean and only[1].shape == each.shape
+        return replace(found, clean=clean)
 
     def combined(self, name: str, shape: Shape, args: list[Any]) -> Combination | None:
         """What an operation that is linear in tangents makes of them; None where it is not."""
@@ -239,15 +240,22 @@ class Tiles:
         if name in ("add", "sub") and len(args) == 2:
             return self._summed(args, [1.0, -1.0 if name == "sub" else 1.0], shape)
         if name == "where" and not tangents[0]:
-            condition = self.tile(args[0])
-            chosen = self._chosen(condition, 1.0, 0.0), self._chosen(condition, 0.0, 1.0)
-            parts = [self._scaled(each, factor, shape) if self._is_zero(each) or (isinstance(each, Combination | Tile) and has_lead(each)) else None
-                     for each, factor in zip(args[1:], chosen, strict=True)]  # fmt: skip
-            return None if None in parts else self._summed(parts, [1.0, 1.0], shape)
+            if not all(has_lead(each) or self._is_zero(each) for each in args[1:]):
+                return None
+            parts = [self._chosen(self.tile(args[0]), each, shape, yes) for each, yes in zip(args[1:], (True, False), strict=True)]
+            return self._summed(parts, [1.0, 1.0], shape)
         return None
 
-    def _chosen(self, condition: Tile, yes: float, no: float) -> Tile:
-        return replace(condition, value=self.code.where(condition.value, yes, no), clean=False)
+    def _chosen(self, condition: Tile, each: Any, shape: Shape, yes: bool) -> Combination:
+        """Tangents where a condition holds (or does not), else zero: also where their factors are infinite."""
+        terms = []
+        for factor, tangents in self._terms(each):
+            common = tuple(torch.broadcast_shapes(condition.shape, factor.shape))
+            own = self.spread(factor, common, False)
+            choices = (own, 0.0) if yes else (0.0, own)
+            value = self.code.where(self.spread(condition, common, False), *choices)
+            terms.append((self.whole(value, common, [condition, factor]), tangents))
+        return Combination(shape, tuple(terms))
 
     @staticmethod
     def _is_zero(each: Any) -> bool:
@@ -264,7 +272,8 @@ class Tiles:
 
     def _times(self, a: Tile, b: Tile) -> Tile:
         shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
-        return Tile(self.code.mul(self.spread(a, shape, False), self.spread(b, shape, False)), shape)
+        value = self.code.mul(self.spread(a, shape, False), self.spread(b, shape, False))
+        return self.whole(value, shape, [a, b])
 
     def _summed(self, parts: list[Any], signs: list[float], shape: Shape) -> Combination | None:
         if not all(has_lead(each) or self._is_zero(each) for each in parts):
@@ -276,7 +285,7 @@ class Tiles:
                 if known is not None:
                     common = tuple(torch.broadcast_shapes(known.shape, factor.shape))
                     values = [self.spread(one, common, False) for one in (known, factor)]
-                    factor = Tile(self.code.add(*values), common)
+                    factor = self.whole(self.code.add(*values), common, [known, factor])
                 found[tangents] = factor
         return Combination(shape, tuple((factor, tangents) for tangents, factor in found.items()))
 
@@ -389,7 +398,7 @@ class Tiles:
         )
         assert isinstance(tile.value, Value)
         value = code.emit(
-            f"tl.gather({tile.value.name}, {wide.name}.to(tl.int32), {at})", tile.value.kind, tile.value, wide
+            f"tl.gather({tile.value.name}, tl.cast({wide.name}, tl.int32), {at})", tile.value.kind, tile.value, wide
         )
         return Tile(value, shape, tile.lead)
 
@@ -398,10 +407,13 @@ class Tiles:
         axis %= len(tile.shape)
         if tile.shape[axis] == 1 or not isinstance(tile.value, Value):
             return replace(tile, shape=shape)
+        if tile.value.kind == "bool":  # of which sums are integers
+            found = self.picked(replace(tile, value=self.code.cast(tile.value, "int")), axis, place, shape)
+            return replace(found, value=self.code.cast(found.value, "bool"))
         at, rank = tile.at(axis), len(tile.axes) + tile.lead
         here = self.code.compare("==", self.along(tile.shape[axis], at, rank), place % tile.shape[axis])
         chosen = replace(tile, value=self.code.where(here, tile.value, self.code.cast(0, tile.value.kind)))
-        return Tile(self._emit(f"tl.sum({{}}, {at})", chosen, kind=tile.value.kind), shape, tile.lead, tile.clean)
+        return Tile(self._emit(f"tl.sum({{}}, {at})", chosen), shape, tile.lead, tile.clean)
 
     def expanded(self, tile: Tile, shape: Shape) -> Tile:
         """Repeated along dimensions of one."""
@@ -409,36 +421,44 @@ class Tiles:
         if target.sizes == tile.sizes or not isinstance(tile.value, Value):
             return target
         value = self.spread(tile, shape, tile.lead)
-        dims = self.dims(target)
-        if not tile.axes and not tile.lead:
-            return replace(
-                target,
-                value=self.code.emit(
-                    f"tl.full(({', '.join(dims)},), 0, REAL) + {self.code.text(value)}", "real", value
-                ),
-            )
-        return replace(
-            target,
-            value=self.code.emit(
-                f"tl.broadcast_to({self.code.text(value)}, ({', '.join(dims)},))", tile.value.kind, value
-            ),
-        )
+        assert isinstance(value, Value)
+        return replace(target, value=self._stretched(value, target))
 
-    def replaced(self, tile: Tile, source: Tile, axis: int, start: int, end: int) -> Tile:
+    def _stretched(self, value: Value, target: Tile) -> Value:
+        """With dimensions of one, or none at all, as large as a tile."""
+        return self.code.emit(f"tl.broadcast_to({value.name}, ({', '.join(self.dims(target))},))", value.kind, value)
+
+    def whole(self, value: Scalar, shape: Shape, operands: Sequence[Tile]) -> Tile:
+        """What was computed number by number, as a tile of a shape: also where no operand is as large, but for numbers that all are the same."""
+        target = Tile(value, shape, any(each.lead for each in operands))
+        varying = [each for each in operands if isinstance(each.value, Value)]
+        have = {axis + len(shape) - len(each.shape) for each in varying for axis in each.axes}
+        if not isinstance(value, Value) or (have >= set(target.axes) and target.lead == any(each.lead for each in varying)):
+            return target
+        return replace(target, value=self._stretched(value, target))
+
+    def replaced(self, tile: Tile, source: Tile, axis: int, start: int, end: int, step: int = 1) -> Tile:
         """With ``source`` from one place along a dimension to another."""
         axis %= len(tile.shape)
-        size, lead, shape = tile.shape[axis], tile.lead or source.lead, tile.shape
-        if start == 0 and end == size:
+        size, shape, code = tile.shape[axis], tile.shape, self.code
+        if range(start, end, step) == range(size):
             return replace(source, shape=shape)
-        if isinstance(source.value, Value) and end - start > 1:
-            index = self.code.sub(self.places(size), start)
-            source = self._gathered(source, axis, index, size) if isinstance(index, Value) else source
-        target = Tile(0.0, shape, lead)
-        rank = len(target.axes) + lead
-        places = self.along(size, target.at(axis), rank)
-        here = self.code.both(self.code.compare(">=", places, start), self.code.compare("<", places, end))
-        value = self.code.where(here, self.spread(source, shape, lead), self.spread(tile, shape, lead))
-        return replace(target, value=value)
+        places = self.places(size)
+        if isinstance(source.value, Value) and source.shape[axis] > 1:
+            index = code.sub(places, start)
+            assert isinstance(index, Value)
+            index = index if step == 1 else code.emit(f"{index.name} // {step}", "int", index)
+            source = self._gathered(source, axis, index, size)
+        target = Tile(0.0, shape, tile.lead or source.lead)
+        rank = len(target.axes) + target.lead
+        along = self.along(size, target.at(axis), rank)
+        here = code.both(code.compare(">=", along, start), code.compare("<", along, end))
+        if step != 1:
+            away = code.sub(along, start)
+            assert isinstance(away, Value)
+            here = code.both(here, code.compare("==", code.emit(f"{away.name} % {step}", "int", away), 0))
+        value = code.where(here, self.spread(source, shape, target.lead), self.spread(tile, shape, target.lead))
+        return self.whole(value, shape, [tile, source, Tile(here, (size, *(1,) * (len(shape) - axis - 1)))])
 
     def joined(self, tiles: list[Tile], axis: int, shape: Shape) -> Tile:
         """One after the other along a dimension."""
