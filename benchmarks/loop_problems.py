@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,15 +106,42 @@ def loss_weights(inputs: steps.Inputs, length: int) -> list[Tensor]:
     return [each.to(leaf.device, leaf.dtype) for each, leaf in zip(drawn, leaves, strict=True)]
 
 
+#: Where other processes have left references; None where there are none.
+REFERENCES: Path | None = None
+
+
 @lru_cache(maxsize=16)  # the same loop comes in another precision, and in another part
 def in_float64(make: steps.Make, L: int, B: int, D: int, device: torch.device) -> Found:
     """The bare loop in float64 with its gradients; where states are small on the CPU, whose operations begin sooner."""
     loop = Loop("", make, L, B, D, torch.float64)
+    kept = None if REFERENCES is None else REFERENCES / f"{make.__name__}-{L}-{B}-{D}.pt"
+    if kept is not None and kept.exists():
+        return Found(*torch.load(kept))
     inputs = loop.build(device if B * D >= _LARGE else torch.device("cpu"))
     with single_thread(), torch.enable_grad():
         states = steps.bare_loop(inputs, L)
         gradients = torch.autograd.grad(states, steps.sources(inputs), loss_weights(inputs, L))
-    return Found([leaf.detach() for leaf in states], gradients)
+    found = Found([leaf.detach() for leaf in states], gradients)
+    if kept is not None:
+        torch.save((found.states, found.gradients), kept)
+    return found
+
+
+def make_ready(loop: Loop, device: torch.device, references: Path) -> None:
+    """What takes long and can be done beside others: the reference, and kernels, which stay on the disk. What fails, fails again later."""
+    global REFERENCES
+    REFERENCES = references
+    torch.set_num_threads(1)
+    try:
+        prepared = Prepared(loop, device)
+        for direction in loop.directions:
+            with torch.set_grad_enabled(direction != FORWARD):
+                for solver in (None, None, deeppcr.Loop(by="kernel")):
+                    prepared.solve(direction, **({} if solver is None else {"solver": solver}))
+        if not loop.chaotic:
+            in_float64(loop.make, loop.L, loop.B, loop.D, device)
+    except Exception as error:
+        print(f"{loop.name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
 
 
 class Prepared:

@@ -24,15 +24,20 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import deeppcr
+import loop_problems
 from deeppcr_paper.store import file_name
 from deeppcr_paper.timing import clocked, machine
 from fuzz.problems import problem as random_problem
@@ -42,12 +47,10 @@ from kernel_problems import Problem
 from kernel_report import Claim, number
 from kernels import Case, examine, first_line, seconds_of
 from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
-from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared
+from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
 from run import current_commit, versions, write
 
 PARTS = ("table", "choice", "cold", "host", "captured")
-#: Seconds after which the table goes on without what it compares with.
-TABLE_SECONDS = 200.0
 #: What the choice may cost over the best way, in how many of the loops it may cost more; and over the bare loop.
 OVER_BEST, EXCEPTIONS, OVER_BARE, OVERHEAD = 1.25, 0.1, 1.1, 0.3e-3
 #: Seconds of the host in a warm call, and what a cold call may take of a bare loop in the median.
@@ -66,6 +69,7 @@ class Run:
     def __init__(self, device: torch.device, quick: bool, only: Sequence[str] | None, budget: float):
         self.device, self.quick, self.only, self.budget = device, quick, only, budget
         self.alone = False  # the public call without the others
+        self.comparing = 200.0  # seconds after which the table goes on without what it compares with
         self.cases: list[Case] = []
         self.claims: list[Claim] = []
         self.begun = time.perf_counter()
@@ -120,6 +124,16 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
             torch.cuda.empty_cache()
 
 
+def make_all_ready(run: Run, listed: Sequence[Loop], workers: int, folder: Path) -> None:
+    """References and kernels, in so many processes: nothing is timed meanwhile."""
+    begun = time.perf_counter()
+    loops = sorted(run.loops(listed), key=lambda loop: -loop.L)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        list(pool.map(partial(make_ready, device=run.device, references=folder), loops))
+    loop_problems.REFERENCES = folder
+    print(f"ready after {time.perf_counter() - begun:.0f} s\n", flush=True)
+
+
 # The parts.
 
 
@@ -130,7 +144,7 @@ def table(run: Run) -> None:
         found = {SOLVE: solved(prepared, direction, prepared.error)}
         if run.alone:
             return found
-        if time.perf_counter() - begun > TABLE_SECONDS:
+        if time.perf_counter() - begun > run.comparing:
             print(f"{prepared.loop.name}: time is up, nothing is compared with it")
             return found
         found |= with_projection(prepared, direction) | by_cudnn(prepared, direction)
@@ -291,6 +305,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--alone", action="store_true", help="of the table the public call alone, without what it is held against"
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes that make references and kernels first (default: 1, on the way)",
+    )
+    parser.add_argument(
+        "--comparing",
+        type=float,
+        default=200.0,
+        help="seconds of the table after which the rest is timed alone (default: 200)",
+    )
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
@@ -321,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda":
         print("no CUDA device: targets in milliseconds are those of a GPU")
     run, about = Run(device, options.quick, options.only, budget), machine(device)
-    run.alone = options.alone
+    run.alone, run.comparing = options.alone, options.comparing
     experiment = "loops-quick" if options.quick else "loops"
     name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
     path = options.json or options.out / f"{name}.json"
@@ -340,6 +366,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "targets": [{**asdict(claim), "met": claim.met} for claim in run.claims],
         }
 
+    if options.workers > 1:
+        folder = TemporaryDirectory()
+        make_all_ready(run, TABLE, options.workers, Path(folder.name))
     for part in options.part:
         begun = time.perf_counter()
         RUN_PART[part](run)

@@ -297,14 +297,11 @@ def test_a_step_that_raises_is_not_run_again():
     assert len(taken) == 5
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"), [(torch.nan, "xs holds NaN there"), (torch.inf, "step 5 produced a value that is not finite")]
-)
 @pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
-def test_what_xs_bring_along_is_not_blamed_on_the_step(bad, words, solver):
+def test_what_xs_bring_along_is_not_blamed_on_the_step(solver):
     xs = torch.randn(9, 2, 3)
-    xs[4, 1, 0] = bad
-    with pytest.warns(deeppcr.ConvergenceWarning, match=rf"^step 5 .*{words}, .*\(row 1; 1 of 2 rows\)"):
+    xs[4, 1, 0] = torch.nan
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"^step 5 .*xs holds NaN there, .*\(row 1; 1 of 2 rows\)"):
         deeppcr.solve(lambda z, x: torch.tanh(z) + x, torch.zeros(2, 3), xs, solver=solver)
     with pytest.warns(deeppcr.ConvergenceWarning, match=r"^step 1 .* although its input is: .*\(row 0; 1 of 2 rows\)"):
         deeppcr.solve(lambda z: 1 / z, torch.tensor([[0.0], [1.0]]), length=4, solver=solver)
