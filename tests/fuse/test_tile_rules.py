@@ -104,7 +104,9 @@ def draw(*shapes):
 
 def same(ours, theirs, what):
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.expand(b.shape), b, rtol=1e-10, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            a.expand(b.shape), b, rtol=1e-10, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def stacked(function):

@@ -89,7 +89,11 @@ def test_xs_may_lie_anyhow(how, device):
 
 def dense(width, device, rows=2, length=9):
     """A step, its start and its inputs, in float32."""
-    return STEPS["GRU 16"](Draw(torch.float32, device, length, rows)) if width == 16 else mlp(width)(Draw(torch.float32, device, length, rows))
+    return (
+        STEPS["GRU 16"](Draw(torch.float32, device, length, rows))
+        if width == 16
+        else mlp(width)(Draw(torch.float32, device, length, rows))
+    )
 
 
 def test_unwritten_memory_is_not_read(device, poisoned_memory):
@@ -141,7 +145,9 @@ def test_half_precision_is_storage(dtype, device):
     assert ours.dtype == dtype
     rounding = torch.finfo(dtype).eps
     assert error(ours, theirs) < rounding
-    found = zip(torch.autograd.grad(ours.sum(), draw.given), torch.autograd.grad(theirs.sum(), reference.given), strict=True)
+    found = zip(
+        torch.autograd.grad(ours.sum(), draw.given), torch.autograd.grad(theirs.sum(), reference.given), strict=True
+    )
     for a, b in found:
         assert a.dtype == dtype
         assert error(a, b) < 4 * rounding
