@@ -344,9 +344,7 @@ class Run:
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
-def _join(
-    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
-) -> None:
+def _join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
     """``memory``: starts, ends, sizes, products, maps."""
     starts, ends, sizes, products, maps = memory
     rows, width, real = run.rows, run.program.width, run.program.dtype

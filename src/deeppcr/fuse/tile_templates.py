@@ -254,9 +254,7 @@ def _roll(program: TileProgram) -> str:
         "guess_step", "rows", "steps", "first", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run a chunk from its start; WHOLE: a row that is not settled, from ``initial`` before step ``first`` to the end."""'
-    return kernel_text(
-        "roll", arguments, ["PRODUCT", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines
-    )
+    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
 
 
 def _sweep(program: TileProgram) -> str:
