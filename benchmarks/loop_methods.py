@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils import _pytree as pytree
 
 import deeppcr
+import loop_steps as steps
 from deeppcr_paper.timing import relative_error
 from kernel_methods import Method, can_capture, captured
 from loop_problems import FORWARD, Found, Prepared
 
 HAS_PARARNN = find_spec("pararnn") is not None
 SOLVE, CAPTURED, BARE, GRAPH = "solve", "solve, captured", "bare loop", "bare loop in a CUDA graph"
+CUDNN = "cuDNN"
 #: Of a bare loop so many steps are run, and their time is scaled.
 PART = 256
 #: Calls of ``solve`` after the first, before it is timed: what comes again is compiled, checked and recorded first.
@@ -66,6 +69,45 @@ def bare(prepared: Prepared, direction: str) -> dict[str, Method]:
     if can_capture(prepared.device):
         found[GRAPH] = method(prepare=captured)
     return found
+
+
+def by_cudnn(prepared: Prepared, direction: str) -> dict[str, Method]:
+    """A dense GRU or LSTM by PyTorch's own kernel, whose projection of the inputs is the identity here: in float32 without TF32."""
+    inputs, loop, device = prepared.inputs, prepared.loop, prepared.device
+    cells = {steps.dense_gru: nn.GRU, steps.dense_lstm: nn.LSTM}
+    if loop.make not in cells or device.type != "cuda":
+        return {}
+    torch.backends.cudnn.allow_tf32 = False
+    D, (weight, *bias) = loop.D, inputs.parameters
+    gates = weight.shape[0] // D
+    # PyTorch's order is write, forget, new, read.
+    order = torch.cat([torch.arange(D, device=device) + D * at for at in ((1, 0, 3, 2) if gates == 4 else (0, 1, 2))])
+    layer = cells[loop.make](gates * D, D, bias=bool(bias), device=device, dtype=loop.dtype)
+    with torch.no_grad():
+        layer.weight_ih_l0.copy_(torch.eye(gates * D, device=device)[order])
+        layer.weight_hh_l0.copy_(weight[order])
+        if bias:
+            layer.bias_ih_l0.zero_()
+            layer.bias_hh_l0.copy_(bias[0][order])
+    sources = (*pytree.tree_leaves(inputs.z0), inputs.xs, layer.weight_hh_l0, *([layer.bias_hh_l0] if bias else []))
+
+    def run() -> Found:
+        start = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), inputs.z0)
+        states, _ = layer(inputs.xs, start)
+        if direction == FORWARD:
+            return Found([states])
+        return Found([states], torch.autograd.grad(states, sources, prepared.weights[0]))
+
+    @torch.no_grad()
+    def error(found: Found) -> float:
+        """The hidden states, all that the layer gives."""
+        right = prepared.reference.states[0]
+        return (
+            float(((found.states[0].double() - right).abs() / right.abs().amax(0)).nan_to_num(math.inf).max())
+            / loop.error
+        )
+
+    return {CUDNN: Method(run, error, optional=True, warm_up=WARM_UP)}
 
 
 def with_projection(prepared: Prepared, direction: str) -> dict[str, Method]:

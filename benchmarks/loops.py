@@ -41,7 +41,7 @@ from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
 from kernel_report import Claim, number
 from kernels import Case, examine, first_line, seconds_of
-from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, solved, ways, with_projection
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared
 from run import current_commit, versions, write
 
@@ -133,7 +133,7 @@ def table(run: Run) -> None:
         if time.perf_counter() - begun > TABLE_SECONDS:
             print(f"{prepared.loop.name}: time is up, nothing is compared with it")
             return found
-        found |= with_projection(prepared, direction)
+        found |= with_projection(prepared, direction) | by_cudnn(prepared, direction)
         return found | ways(prepared, direction, prepared.error) | bare(prepared, direction)
 
     if not HAS_PARARNN:

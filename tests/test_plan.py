@@ -281,3 +281,45 @@ def test_the_tensors_of_the_caller_stay_as_they_are():
     with pytest.raises(deeppcr.StepError, match="xs in place"):
         deeppcr.solve(lambda z, x: 0.5 * z + x.mul_(2), z0, xs)
     assert torch.equal(xs[1:], torch.ones(19, 2))
+
+
+def test_a_step_that_raises_is_not_run_again():
+    taken = []
+
+    def step(z, x):
+        taken.append(x)
+        if len(taken) == 5:
+            raise KeyError("the fifth")
+        return torch.tanh(z) + x
+
+    with pytest.raises(KeyError, match="the fifth"):
+        deeppcr.solve(step, torch.zeros(2, 3), torch.randn(9, 2, 3))
+    assert len(taken) == 5
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"), [(torch.nan, "xs holds NaN there"), (torch.inf, "step 5 produced a value that is not finite")]
+)
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
+def test_what_xs_bring_along_is_not_blamed_on_the_step(bad, words, solver):
+    xs = torch.randn(9, 2, 3)
+    xs[4, 1, 0] = bad
+    with pytest.warns(deeppcr.ConvergenceWarning, match=rf"^step 5 .*{words}, .*\(row 1; 1 of 2 rows\)"):
+        deeppcr.solve(lambda z, x: torch.tanh(z) + x, torch.zeros(2, 3), xs, solver=solver)
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"^step 1 .* although its input is: .*\(row 0; 1 of 2 rows\)"):
+        deeppcr.solve(lambda z: 1 / z, torch.tensor([[0.0], [1.0]]), length=4, solver=solver)
+
+
+def test_nests_of_inputs_are_put_together_as_they_were():
+    a, b = torch.randn(5, 2, 1), torch.randn(5, 2, 1)
+    for xs, step in (
+        ({"b": b, "a": a}, lambda z, x: z / 2 + x["b"] - 2 * x["a"]),
+        ((b, a), lambda z, x: z / 2 + x[0] - 2 * x[1]),
+        (((b, a), ()), lambda z, x: z / 2 + x[0][0] - 2 * x[0][1]),
+        ({"c": (b, a), "d": ()}, lambda z, x: z / 2 + x["c"][0] - 2 * x["c"][1]),
+    ):
+        z, expected = torch.zeros(2, 1), []
+        for l in range(5):
+            z = z / 2 + b[l] - 2 * a[l]
+            expected.append(z)
+        assert torch.equal(deeppcr.solve(step, torch.zeros(2, 1), xs).states, torch.stack(expected))

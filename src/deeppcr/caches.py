@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fused import forget_kernels
 from .graphs.cache import forget_graphs
 from .plan import forget_records
+from .sequence.lengths import forget_rows
 
 
 def clear_caches() -> None:
@@ -19,3 +20,4 @@ def clear_caches() -> None:
     forget_graphs()
     forget_kernels()
     forget_records()
+    forget_rows()

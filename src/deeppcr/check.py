@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 from .jacobian import DenseJacobian, Jacobian
 from .sequence import Sequence
 from .sequence.evaluate import StepError
+from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import rounding_of, rows_that_differ, shares, sizes_of
 from .sequence.trace import coarser_products
+from .solve import refuse_given
 from .tolerance import Tolerance, default_tolerance
 
 #: Steps that are compared with themselves alone.
@@ -51,13 +53,14 @@ def check(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
+    lengths: Tensor | None = None,
     jacobian: Jacobian | None = None,
     steps: int = 4,
 ) -> list[Finding]:
     """Look for what a step must not do: random numbers, side effects, rows that influence each other, a wrong derivative.
 
     Args:
-        step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
+        step, z0, xs, length, batch_dims, lengths: as for ``deeppcr.solve``
         jacobian: a structure or Jacobian that is claimed and to be compared with the step's own
         steps: how many steps to look at, spread evenly over the sequence; whether steps give together what they give
             alone is compared at every step, or at 1,000 of them
@@ -74,6 +77,10 @@ def check(
         raise TypeError(f"jacobian: expected an instance such as DiagonalJacobian(), got {jacobian!r}")
     if steps < 1:
         raise ValueError(f"steps: at least one must be looked at, got {steps}")
+    if lengths is not None:
+        if jacobian is not None:
+            refuse_given(jacobian)
+        step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     try:
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
@@ -199,7 +206,11 @@ def _fading(sequence: Sequence) -> Iterator[Finding]:
     tolerance = Tolerance(0.0, default_tolerance(layout.dtype))
     parts, first = layout.split(torch.stack(states[1:])), layout.split(initial)
     for leaf, start in zip(parts, first, strict=True):
-        lost = tolerance.has_died_out(leaf, start) if leaf.shape[-1] else leaf.new_zeros(leaf.shape[:2])
+        lost = (
+            tolerance.has_died_out(leaf, tolerance.scale(leaf, start))
+            if leaf.shape[-1]
+            else leaf.new_zeros(leaf.shape[:2])
+        )
         if lost[-1].any():
             step, row = min((int(lost[:, row].long().argmax()), row) for row in lost[-1].nonzero().flatten().tolist())
             yield Finding(

@@ -23,11 +23,12 @@ from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
-from .solution import Plan, Result, Solution, first_not_finite, worst_of
+from .sequence.words import in_words
+from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from .fuse.run import Found
+    from .fuse.run import Found, Others
     from .fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -45,11 +46,13 @@ class Call:
 
     Attributes:
         length: L; None where it cannot be told
+        every: the states after every so many steps are to be kept
         reached: the tensors that the step reaches
         refusal: why there can be no kernels, as far as can be said before the step is looked at
     """
 
-    def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
+    def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
+        self.every = every
         self.step = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.states, self.spec = _flattened(z0)
@@ -101,10 +104,9 @@ class Call:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
-    @property
-    def first_inputs(self) -> Any:
-        """What the first step sees of xs; None where there are none."""
-        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[0], self.xs)
+    def inputs_of(self, index: int) -> Any:
+        """What a step sees of xs; None where there are none."""
+        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
 
     @property
     def fused(self) -> FusedStep | str | None:
@@ -134,7 +136,7 @@ class Call:
 
             layout = Layout.of(self.z0, self.batch_dims)
             try:
-                found = FusedStep.of(self.step, layout, self.z0, self.first_inputs, self.reached)
+                found = FusedStep.of(self.step, layout, self.z0, self.inputs_of(0), self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
@@ -183,7 +185,7 @@ def covers(newton: Newton) -> bool:
 
 
 def solve_fused(
-    call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None
+    call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None, every: int = 1
 ) -> FusedSolution | str:
     """By the kernels of the step; or why that cannot be.
 
@@ -191,9 +193,10 @@ def solve_fused(
         guess: states to start from, [L, B, D]; None: the initial one everywhere
         loop: one step after the other, whatever is known of the kind
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
+        every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
     from .fuse.back import Apply
-    from .fuse.run import Run, solve
+    from .fuse.run import Kind, Run, solve
 
     fused, length = call.fused, call.length
     assert fused is not None
@@ -202,7 +205,7 @@ def solve_fused(
     layout = fused.layout
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
-            return solve_fused(call, newton, guess, loop=loop, fixed=fixed)
+            return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
     starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     if differentiated and fused.kernels.no_gradients:
@@ -212,15 +215,16 @@ def solve_fused(
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
     run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
     key, known = fused.kind(length, newton.chunk, (wanted, guess is None))
-    kind = known.copy()
+    kind = Kind(length, length) if loop else known.copy()
+    checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
+    if differentiated or checked or wanted.local or run.shape.tiled:
+        every = 1  # that needs all states, or writes them
     exact_steps = None
-    if loop:
-        found = run.in_parallel(replace(kind, chunk=length), wanted)
-    elif fixed is not None:
+    if fixed is not None:
         found = run.in_parallel(kind, wanted, guess, most=fixed)
         exact_steps = _spoil_failed(found, layout)
     else:
-        found = solve(run, kind, wanted, guess)
+        found = solve(run, kind, wanted, guess, every)
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
@@ -233,8 +237,9 @@ def solve_fused(
     looped = loop or (kind.gave_up and not found.passes)
     promised = tolerance if found.passes and not differentiated and newton.stop.promises else None
     solution = _solution(
-        call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised
-    )
+        call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised,
+        dropped=_dropped(found, layout, promised),
+    )  # fmt: skip
     if fixed is not None:
         for name in _LATE:  # which a graph of the caller is to write anew each time
             getattr(solution, name)
@@ -252,16 +257,21 @@ def _is_trusted(
     Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
     """
     solves = fused.solves[differentiated] + 1
-    if solves & (solves - 1):
+    if not _is_due(solves):
         trusted = True
     elif solves > 1:
         trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
     else:
         trusted = _bears_out(call, initial, states, tolerance) and (
-            not differentiated or fused.has_gradients_of(call.step, call.z0, call.first_inputs, call.reached)
+            not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
         )
     fused.solves[differentiated] = solves  # who raised has to be asked again
     return trusted
+
+
+def _is_due(solves: int) -> bool:
+    """Whether a solve is held against the step itself: the first, the second, the fourth ..."""
+    return not solves & (solves - 1)
 
 
 def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
@@ -284,24 +294,46 @@ def _solution(
         exact_steps: [B], of a fixed number of passes; None where all are
     """
     layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, len(found.states)
-    exact = length
+    rows, length = layout.rows, found.length
     result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
     results = (result,) * rows
     if fixed is None and (found.left or found.floored):
-        results, exact_steps, exact = _of_rows(found, rows, length)
+        results, exact_steps = _of_rows(found, rows, length)
     if fixed is None and found.unsettled:
-        results, exact_steps, exact = _not_finite(call, results, exact_steps, found.states, exact)
+        results, exact_steps = _not_finite(call, results, exact_steps, found.states)
     result = worst_of(results)
-    way = "elementwise" if program.elementwise else "narrow"
+    description = result.value
+    if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
+        description = in_words(results, torch.tensor(exact_steps), call.inputs_of, layout)
+    way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
         "groups of chunks" if found.passes else "none", found.chunk,
     )  # fmt: skip
     return FusedSolution(
-        (found, layout, exact_steps),
-        result=result, results=results, plan=plan, description=result.value.format(step=exact), **known,
+        (found, layout, exact_steps), result=result, results=results, plan=plan, description=description, **known
     )  # fmt: skip
+
+
+def _dropped(found: Found, layout: Layout, tolerance: Tolerance | None) -> Dropped | None:
+    """What is to be told of states that were not written."""
+    others = found.others
+    if others is None:
+        return None
+    known = torch.full((layout.rows,), found.length, device=layout.device)
+    if tolerance is not None:
+        known = _known_steps(found, others, tolerance)
+    return Dropped(others.every, found.length, layout.unpack(others.final), known.reshape(layout.batch_shape))
+
+
+def _known_steps(found: Found, others: Others, tolerance: Tolerance) -> Tensor:
+    """[B], by the states that were written and the last one, each beside the largest size up to the end of the chunk that it is in."""
+    states, final = found.states, others.final.unsqueeze(0)
+    numbers = torch.arange(1, len(states) + 1, device=states.device) * others.every
+    numbers = torch.cat([numbers, torch.full_like(numbers[:1], found.length)])
+    scale = others.sizes.cummax(0).values[(numbers - 1) // found.chunk].to(states)
+    lost = tolerance.has_died_out(torch.cat([states, final]), scale)
+    return torch.where(lost, 0, numbers.unsqueeze(1)).amax(0)
 
 
 class FusedSolution(Solution):
@@ -349,7 +381,7 @@ _LATE: dict[str, Callable[[Found, Layout, Any], Tensor]] = {
     "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
     "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
     "exact_steps": lambda found, layout, exact: (
-        torch.full(layout.batch_shape, len(found.states), device=layout.device)
+        torch.full(layout.batch_shape, found.length, device=layout.device)
         if exact is None
         else torch.as_tensor(exact, device=layout.device).reshape(layout.batch_shape)
     ),
@@ -363,7 +395,7 @@ def _spoil_failed(found: Found, layout: Layout) -> Tensor | None:
     Returns:
         [B], how many steps of each are exact, or as exact as so many passes get; None where all are
     """
-    length, exact = len(found.states), found.passes * found.chunk
+    length, exact = found.length, found.passes * found.chunk
     if not found.passes or exact >= length:
         return None
     lanes = ~torch.isfinite(found.notes.corrections[found.passes - 1])
@@ -373,34 +405,34 @@ def _spoil_failed(found: Found, layout: Layout) -> Tensor | None:
     return torch.where(failed, exact, length)
 
 
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int], int]:
-    """Where not all lanes were settled by their corrections: how each row ended, its exact steps, and the fewest of them."""
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int]]:
+    """Where not all lanes were settled by their corrections: how each row ended, and its exact steps."""
     notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
     floored = (notes.taken < 0).view(rows, -1).any(-1)
     results = [(Result.CONVERGED, Result.PRECISION_FLOOR)[rough] for rough in floored.tolist()]
     if not found.left:
-        return tuple(results), [length] * rows, length
+        return tuple(results), [length] * rows
     before, last = notes.corrections[found.passes - 2 : found.passes].double()
     enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
     left = (~enough).view(rows, -1).any(-1).tolist()
     results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(left, results, strict=True)]
-    return tuple(results), [exact if looped else length for looped in left], exact
+    return tuple(results), [exact if looped else length for looped in left]
 
 
 def _not_finite(
-    call: Call, results: tuple[Result, ...], exact_steps: list[int] | None, states: Tensor, exact: int
-) -> tuple[tuple[Result, ...], list[int] | None, int]:
+    call: Call, results: tuple[Result, ...], exact_steps: list[int] | None, states: Tensor
+) -> tuple[tuple[Result, ...], list[int] | None]:
     """Rows whose states are not finite somewhere end so."""
     # Mostly all are, and this one number tells.
     if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
-        return results, exact_steps, exact
+        return results, exact_steps
     places = first_not_finite(states).tolist()
     if 0 in places:
         Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
     known = [place if place >= 0 else len(states) if exact_steps is None else exact_steps[row]
              for row, place in enumerate(places)]  # fmt: skip
-    return found, known, min(place for place in places if place >= 0) + 1
+    return found, known
 
 
 def forget_kernels() -> None:

@@ -21,6 +21,7 @@ from .jacobian import block_bytes
 from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
 from .sequence import Sequence
+from .sequence.lengths import up_to
 from .solution import Plan
 from .solve import can_be_planned
 
@@ -113,6 +114,7 @@ def predict(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
+    lengths: Tensor | None = None,
 ) -> Prediction:
     """What ``deeppcr.solve`` of the same arguments would take, each way, and which way it would go.
 
@@ -120,7 +122,7 @@ def predict(
     there are kernels for the step is found out where a loop of seconds makes it worth it, or an earlier solve has.
 
     Args:
-        step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
+        step, z0, xs, length, batch_dims, lengths: as for ``deeppcr.solve``
 
     Raises:
         StepError: the step is not fit for a parallel solve; ``Loop()`` may take it
@@ -143,6 +145,8 @@ def predict(
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
+    if lengths is not None:
+        step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())

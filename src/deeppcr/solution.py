@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -113,11 +113,28 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class Dropped:
+    """What is known of a trajectory of which not all states were kept.
+
+    Attributes:
+        every: the states after every so many steps were kept
+        length: L
+        final: the last state
+        known_steps: [*batch], as of all states
+    """
+
+    every: int
+    length: int
+    final: Any
+    known_steps: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Solution:
     """The trajectory and its certificate.
 
     Attributes:
-        states: ``z_1 ... z_L``, each leaf [L, *leaf of z0]
+        states: ``z_1 ... z_L``, each leaf [L, *leaf of z0]; those that were kept, [L // k, *leaf of z0], where ``keep`` was given
         iterations: [*batch], Newton iterations each row took (0 for the plain loop)
         residual: [*batch], the largest ``|z_l - step(z_{l-1})|`` of the returned states, as measured (0 for the plain loop)
         result: how it ended; the worst of the rows
@@ -128,6 +145,7 @@ class Solution:
         description: the result in words, with the step and row it is about; ``message`` tells of states that died out, too
         z0: the initial state
         tolerance: of the states; None: they are those of the loop
+        dropped: what is known of those that were not kept; None where all were
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(torch.cos, torch.tensor([1.0]), length=50, solver=deeppcr.Newton())
@@ -146,6 +164,24 @@ class Solution:
     description: str
     z0: Any = None
     tolerance: Tolerance | None = None
+    dropped: Dropped | None = None
+
+    @property
+    def final(self) -> Any:
+        """``z_L``, like z0, whatever was kept."""
+        if self.dropped is not None:
+            return self.dropped.final
+        return pytree.tree_map(lambda leaf: leaf[-1], self.states)
+
+    def keeping(self, every: int) -> Solution:
+        """The same, with the states after every so many steps alone; where that has been done, as it is."""
+        if every == 1 or self.dropped is not None:
+            return self
+        length = len(pytree.tree_leaves(self.states)[0])
+        # Copies, so that nobody holds the rest.
+        dropped = Dropped(every, length, pytree.tree_map(torch.clone, self.final), self.known_steps)
+        kept = pytree.tree_map(lambda leaf: leaf[every - 1 :: every].clone(), self.states)
+        return replace(self, states=kept, dropped=dropped)
 
     @cached_property
     def known_steps(self) -> Tensor:
@@ -154,6 +190,8 @@ class Solution:
         Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have, and
         the exact steps where no tolerance is promised.
         """
+        if self.dropped is not None:
+            return self.dropped.known_steps
         if self.tolerance is None or self.states is None:
             return self.exact_steps
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
@@ -161,7 +199,8 @@ class Solution:
         for states, initial in zip(leaves, pytree.tree_leaves(self.z0), strict=True):
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
-                lost = self.tolerance.has_died_out(rows, initial.detach().reshape(len(known), -1))
+                scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))
+                lost = self.tolerance.has_died_out(rows, scale)
                 known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
         return known.reshape(batch)
 
@@ -171,7 +210,7 @@ class Solution:
         if self.tolerance is None or self.states is None or not self.result.trusted or not self.known_steps.numel():
             return self.description
         fewest = int(self.known_steps.min())
-        if fewest == len(pytree.tree_leaves(self.states)[0]):
+        if fewest == (len(pytree.tree_leaves(self.states)[0]) if self.dropped is None else self.dropped.length):
             return self.description
         return (
             f"{self.description}; after step {fewest} states have died out far below their largest size, and their digits are not "

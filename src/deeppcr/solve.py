@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -14,15 +16,23 @@ from torch.utils import _pytree as pytree
 
 from .fused import Call, solve_fused
 from .gradient import Gradient, Implicit, Unrolled
-from .guess import RepeatInitial
+from .guess import RepeatInitial, as_guess
+from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
+from .sequence.kept import KeptStates
 from .sequence.layout import Layout
-from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, first_not_finite
+from .sequence.lengths import up_to
+from .sequence.sequence import find_length
+from .sequence.words import in_words
+from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure
 from .ways import solve_by
 
+#: So many entries of xs are taken apart at a time.
+_ENTRIES = 4096
 #: What a solve is by Newton's method where nobody says otherwise.
 _USUAL = Newton()
 
@@ -34,6 +44,8 @@ def solve(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
+    lengths: Tensor | None = None,
+    keep: Literal["all", "last"] | int = "all",
     solver: Newton | Loop | None = None,
     guess: Any = RepeatInitial(),
     gradient: Implicit | Unrolled = Implicit(),
@@ -50,6 +62,16 @@ def solve(
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
+        lengths: [*batch], integers: row b takes its first lengths[b] steps, and then its state stays what it was (z0 where that is 0).
+            What pads a leaf [L, *batch, ...] of xs behind them does not matter, and its gradient is 0. Of a kind of loop the step is
+            called twice more, once, to tell such a leaf from one that all rows share. Numbers below 0 or above L are refused on the
+            CPU; on a GPU, which would have to be waited for, they are taken for 0 and L
+        keep: which states are returned: "all", the "last" alone ([1, ...]), or those after every so many steps (k: ``states[k - 1 :: k]``,
+            [L // k, ...]). ``solution.final`` is the last state whatever is kept, and all that is said of the states (result, residual,
+            known_steps) is said of all. A loop by Python without gradients holds what is kept and some hundred states, and kernels write
+            no more from the second solve of a kind on (but every second, fourth, eighth ..., which the step itself has to bear out).
+            With gradients, by Newton's method operation by operation, and by kernels on tiles (steps that mix more than 8 numbers), all are
+            computed, and the others dropped
         solver: Newton(...), Picard(...), Jacobi(...) or Loop(...). Default: whichever way is expected to take least time, by what is
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
@@ -59,7 +81,7 @@ def solve(
             "return" returns what there is, and a backward pass through it raises
 
     Returns:
-        a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0], differentiable in z0, xs and all that step closes over
+        a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0] (fewer by ``keep``), differentiable in z0, xs and all that step closes over
 
     >>> import torch, deeppcr
     >>> weights = torch.randn(1000, 8, 8) / 8**0.5
@@ -67,11 +89,25 @@ def solve(
     >>> solution = deeppcr.solve(step, z0, weights, solver=deeppcr.Newton())
     >>> solution.states.shape, solution.result.name
     (torch.Size([1000, 4, 8]), 'CONVERGED')
+
+    Rows of different lengths, filled up to the longest:
+
+    >>> counted = deeppcr.solve(
+    ...     lambda z, x: z + x, torch.zeros(2, 1), torch.ones(5, 2, 1), lengths=torch.tensor([2, 5])
+    ... ).states
+    >>> counted[:, :, 0].T.tolist()
+    [[1.0, 2.0, 2.0, 2.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0]]
+
+    Of a long loop every hundredth state:
+
+    >>> solution = deeppcr.solve(torch.cos, torch.ones(1), length=1050, keep=100)
+    >>> solution.states.shape, solution.final.shape
+    (torch.Size([10, 1]), torch.Size([1]))
     """
     # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
     # compiler with the library.)
     run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
-    return run(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
+    return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure)
 
 
 def _solve(
@@ -80,20 +116,44 @@ def _solve(
     xs: Any,
     length: int | None,
     batch_dims: int | None,
+    lengths: Tensor | None,
+    keep: str | int,
     solver: Newton | Loop | None,
     guess: Any,
     gradient: Gradient,
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if lengths is not None:
+        if isinstance(solver, Newton):
+            refuse_given(solver.jacobian)
+        guess = as_guess(guess, z0, xs)  # which may be a function of xs as they are given
+        step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
+    every = _every(keep, step, xs, length)
     if solver is not None:
-        return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure)
-    call = Call(step, z0, xs, length, batch_dims)
+        return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
+    call = Call(step, z0, xs, length, batch_dims, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
     if not plain or not can_be_planned(call, step):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
-        return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure)
-    return _Planned(call, step, length).solve()
+        return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
+    return _Planned(call, step, length).solve().keeping(every)
+
+
+def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
+    """The states after every so many steps are kept."""
+    if isinstance(keep, str) and keep == "all":
+        return 1
+    if keep != "last" and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f'keep: expected "all", "last" or a whole number from 1, got {keep!r}')
+    steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
+    if keep == "last":
+        return steps
+    if keep > steps:
+        raise ValueError(
+            f"keep: of {steps} steps none is the {keep}th; solution.final is the last state, whatever is kept"
+        )
+    return keep
 
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
@@ -106,6 +166,15 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
         raise RuntimeError(
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
             "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
+        )
+
+
+def refuse_given(jacobian: Jacobian) -> None:
+    """Raise where blocks are given, which know nothing of rows that are done."""
+    if jacobian.given:
+        raise ValueError(
+            "lengths: a GivenJacobian is that of the step alone, while rows that are done keep their state; use DenseJacobian() or "
+            "DiagonalJacobian()"
         )
 
 
@@ -132,6 +201,7 @@ class _Planned:
 
     def __init__(self, call: Call, step: Any, length: int | None):
         self.call, self.step, self.length = call, step, length
+        self._raised: Exception | None = None
 
     def solve(self) -> Solution:
         call = self.call
@@ -158,12 +228,12 @@ class _Planned:
         found.plan.note(why)
         return found
 
-    @property
+    @cached_property
     def record(self) -> Record:
         return record_of(self.call.key, self.call.sizes, self.call.states[0].device)
 
     def _by_kernels(self) -> Solution | None:
-        found = solve_fused(self.call, _USUAL, None)
+        found = solve_fused(self.call, _USUAL, None, every=self.call.every)
         if isinstance(found, str):
             return None
         if found.result is Result.LOOP:
@@ -175,7 +245,16 @@ class _Planned:
     def _by(self, solver: Newton | Loop) -> Solution:
         call = self.call
         return solve_by(
-            self.step, call.z0, call.xs, self.length, call.batch_dims, solver, RepeatInitial(), Implicit(), "loop"
+            self.step,
+            call.z0,
+            call.xs,
+            self.length,
+            call.batch_dims,
+            solver,
+            RepeatInitial(),
+            Implicit(),
+            "loop",
+            call.every,
         )
 
     def _by_newton(self) -> Solution:
@@ -213,59 +292,70 @@ class _Planned:
 
     def _by_loop(self, probe: Probe | None) -> Solution | None:
         """The loop as a user would write it; None where the probe gives it up. What goes wrong goes wrong again in ``ways``, where it
-        is said what it is."""
+        is said what it is; but for what the step itself raises after the first time, of which there is no more to say."""
         begin = time.perf_counter()
         try:
             layout = Layout.of(self.call.z0, self.call.batch_dims)
-            states = self._bare_loop(layout, probe)
-        except Exception:
+            kept = KeptStates(layout, self.call.length or 1, self.call.every)
+            if not self._bare_loop(layout, kept, probe):
+                return None
+            states = kept.states()
+        except Exception as error:
+            if isinstance(error, StepError) or error is self._raised:
+                raise
             return self._by_python()
-        if states is None:
-            return None
-        found = _of_loop(layout, self.call, states)
+        found = _of_loop(layout, self.call, kept, states)
         self.record.took("loop", time.perf_counter() - begin)
         return found
 
-    def _bare_loop(self, layout: Layout, probe: Probe | None) -> list[Tensor] | None:
-        """The states, one tensor [L, ...] for each leaf."""
+    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
+        """Whether it came to its end."""
         call, step = self.call, self.step
         flat = _flattening(layout)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
-        trajectory, versions = [], []
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
-        counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
         for index, x in enumerate(_inputs_of_steps(call)):
-            z = step(z, *x)
+            try:
+                z = step(z, *x)
+            except Exception as error:
+                if index > 0 and layout.complaint(z, layout.batch_shape) is None:
+                    self._raised = error
+                raise
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
                 raise ValueError("the step changes its inputs in place")
-            leaves = flat(z)
-            trajectory.append(leaves)
-            if counted:
-                versions += [leaf._version for leaf in leaves]
+            kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
-                return None
-        # All at once, in the end: a state that a later step changed has been kept, or is the caller's.
-        after = [leaf._version for leaves in trajectory for leaf in leaves] if counted else []
-        if versions != after or before != [version_of(leaf) for leaf in first]:
+                return False
+        if before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
-        return [torch.stack(each) for each in zip(*trajectory, strict=True)]
+        return True
 
 
 def _inputs_of_steps(call: Call) -> Iterable[tuple]:
     """Of each step what it takes beside its state."""
     if call.xs is None:
         return repeat((), call.length or 0)
-    inputs = zip(*[leaf.unbind() for leaf in call.inputs], strict=True)
+    inputs = zip(*[_entries(leaf) for leaf in call.inputs], strict=True)
     if isinstance(call.xs, Tensor):
         return inputs
-    if type(call.xs) is tuple and len(call.inputs) == len(call.xs):  # for which a nest takes as long as a step
-        return zip(inputs, strict=True)
     spec = pytree.tree_structure(call.xs)
+    # Of one level, to put together a nest of PyTorch's takes as long as a step.
+    if type(call.xs) is tuple and all(isinstance(each, Tensor) for each in call.xs):
+        return zip(inputs, strict=True)
+    if type(call.xs) is dict and all(isinstance(each, Tensor) for each in call.xs.values()):
+        return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
     return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
+
+
+def _entries(leaf: Tensor) -> Iterable[Tensor]:
+    """The entries of a tensor, of a long one some at a time: each is an object of its own."""
+    if len(leaf) <= _ENTRIES:
+        return leaf.unbind()
+    return chain.from_iterable(part.unbind() for part in leaf.split(_ENTRIES))
 
 
 def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
@@ -276,29 +366,32 @@ def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
     return (lambda z: z if type(z) is tuple else general(z)) if layout.is_tuple else general
 
 
-def _of_loop(layout: Layout, call: Call, states: list[Tensor]) -> Solution:
+def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor]) -> Solution:
     """What a loop found, and warned of where it is not finite."""
-    rows, length, device, batch = layout.rows, len(states[0]), layout.device, layout.batch_shape
-    packed = layout.pack_leaves([leaf.detach() for leaf in states], lead=1)
-    exact = torch.full((rows,), length, device=device)
+    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
+    exact = torch.full((rows,), call.length or 1, device=device)
     result, results = Result.LOOP, (Result.LOOP,) * rows
     description = result.value
-    if not torch.isfinite(packed).all():
-        at = first_not_finite(packed)
+    if at is not None:
         places = at.tolist()
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
-        description = result.value.format(step=min(place for place in places if place >= 0) + 1)
+        description = in_words(results, exact, call.inputs_of, layout)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
+    exact = exact.reshape(batch)
+    dropped = kept.dropped(exact)
+    if dropped is not None:
+        dropped = replace(dropped, final=layout.nest(dropped.final))
     return Solution(
         states=layout.nest(states),
         iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
         residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
         result=result,
         results=results,
-        exact_steps=exact.reshape(batch),
+        exact_steps=exact,
         updates=torch.zeros(0, *batch, device=device),
         plan=Plan(),
         description=description,
-        z0=layout.unpack(layout.pack(call.z0).detach()),
+        z0=call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0),
+        dropped=dropped,
     )

@@ -58,10 +58,10 @@ class Tolerance:
         around = torch.maximum(sizes[:-1], sizes[1:])  # and, but for the last, the one after it
         return torch.cat([torch.maximum(around[:-1], around[1:]), around[-1:]])
 
-    def has_died_out(self, states: Tensor, initial: Tensor) -> Tensor:
-        """[L, B]: whether nothing of a state [L, B, D] has digits that the tolerance vouches for. What is zero needs none."""
+    def has_died_out(self, states: Tensor, scale: Tensor) -> Tensor:
+        """[L, B]: whether nothing of a state [L, B, D] of such a scale has digits that the tolerance vouches for. What is zero needs none."""
         faint = max(self.rtol, min(_FAINT * self.rtol, _SMALL))
-        size = (states.abs() / (self.atol / faint + self.scale(states, initial))).nan_to_num(0.0).amax(-1)
+        size = (states.abs() / (self.atol / faint + scale)).nan_to_num(0.0).amax(-1)
         return (size > 0) & (size <= faint)
 
 

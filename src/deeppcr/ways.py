@@ -23,12 +23,12 @@ from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
 from .iteration import Outcome
 from .newton import Loop, Newton
-from .runtime import declares, is_capturing, version_of
+from .runtime import declares, is_capturing
 from .sequence import Rowwise, Sequence
 from .sequence.evaluate import StepError
-from .sequence.layout import Layout
-from .sequence.purity import changes_in_place
+from .sequence.kept import KeptStates
 from .sequence.trace import coarser_products
+from .sequence.words import in_words
 from .solution import (
     ConvergenceWarning,
     Plan,
@@ -38,7 +38,6 @@ from .solution import (
     loop_on,
     settle,
     worst_of,
-    worst_rows,
 )
 from .tolerance import Tolerance, measure
 
@@ -58,20 +57,22 @@ def solve_by(
     guess: Any,
     gradient: Gradient,
     on_failure: str,
+    every: int = 1,
 ) -> Solution:
+    """``every``: the states after every so many steps are to be kept; where all are computed anyway, all are returned."""
     capturing = any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0))
     if capturing:
         _refuse_capture(step, solver, gradient, on_failure)
     sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
     if isinstance(solver, Loop):
         if solver.by == "python":
-            return _by_loop(sequence_of(watched=False))  # in which a step may keep what it likes
+            return _by_loop(sequence_of(watched=False), every)  # in which a step may keep what it likes
         if solver.by == "kernel":
-            return _loop_in_kernel(Call(step, z0, xs, length, batch_dims), gradient)
+            return _loop_in_kernel(Call(step, z0, xs, length, batch_dims, every), gradient)
         sequence = sequence_of(traced=True)
         with _watched(sequence):
             return _by_graph(sequence, gradient)
-    call = Call(step, z0, xs, length, batch_dims)
+    call = Call(step, z0, xs, length, batch_dims, every)
     fused = _by_kernels(call, solver, guess, gradient, on_failure, capturing)
     if isinstance(fused, Solution):
         return fused
@@ -117,24 +118,26 @@ def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_fai
 # The ways of a solve.
 
 
-def _by_loop(sequence: Sequence) -> Solution:
-    state = sequence.first
+def _by_loop(sequence: Sequence, every: int) -> Solution:
+    state, layout = sequence.first, sequence.layout
     assert state is not None
-    states = [state]  # no step is taken twice: it may keep what it likes
+    kept = KeptStates(layout, sequence.length, every)
+    kept.add((state,))  # no step is taken twice: it may keep what it likes
     for index in range(1, sequence.length):
-        version = version_of(state)
-        after = sequence.step(index, state)
-        if version_of(state) != version:  # which has been kept, or is the caller's
-            raise StepError(changes_in_place("its state"))
-        state = after
-        states.append(state)
-    outcome = _outcome_of_loop(sequence, torch.stack(states))
-    return _solution(sequence, outcome, Plan(), _nothing(sequence))
+        state = sequence.step(index, state)
+        kept.add((state,))
+    (states,) = kept.states()
+    outcome = _outcome_of_loop(sequence, states, kept.not_finite)
+    dropped = kept.dropped(outcome.exact_steps.reshape(layout.batch_shape))
+    if dropped is not None:
+        dropped = replace(dropped, final=layout.unpack(dropped.final[0]))
+    return replace(_solution(sequence, outcome, Plan(), _nothing(sequence)), dropped=dropped)
 
 
 def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
     """One step after the other by a CUDA graph; as autograd sees none of it, gradients are those of a parallel solve."""
-    outcome, plan = _outcome_of_loop(sequence, captured_solves.loop(sequence)), Plan()
+    states = captured_solves.loop(sequence)
+    outcome, plan = _outcome_of_loop(sequence, states, first_not_finite(states)), Plan()
     plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
         return _solution(sequence, outcome, plan, _nothing(sequence))
@@ -147,7 +150,7 @@ def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
 def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
     found = call.make()
     if not isinstance(found, str):
-        found = solve_fused(call, Newton(), None, loop=True)
+        found = solve_fused(call, Newton(), None, loop=True, every=call.every)
     if isinstance(found, str) or not isinstance(gradient, Implicit):
         why = found if isinstance(found, str) else "its gradients are those of Implicit()"
         raise ValueError(f'solver: Loop(by="kernel"): there is no kernel for this step: {why}. Loop() takes any step')
@@ -171,7 +174,7 @@ def _by_kernels(
         fused = call.make() if call.comes_again() else "the first of its kind"
     if fused is None or isinstance(fused, str):
         return fused
-    found = solve_fused(call, newton, None, fixed=fixed)
+    found = solve_fused(call, newton, None, fixed=fixed, every=call.every)
     if isinstance(found, str) or found.result in _GOOD:
         return found
     if on_failure != "loop":
@@ -183,8 +186,12 @@ def _by_kernels(
     return found
 
 
-def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
-    """Of states [L, B, D] that a loop found; warns where they are not finite."""
+def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | None) -> Outcome:
+    """Of states [L, B, D] that a loop found, or those that were kept; warns where they are not finite.
+
+    Args:
+        not_finite: [B], the first step after which they were not, -1 where there is none; None where there is none in any row
+    """
     rows, device = sequence.layout.rows, sequence.layout.device
     outcome = Outcome(
         states=states,
@@ -193,7 +200,8 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
         exact_steps=torch.full((rows,), sequence.length, device=device),
         updates=torch.zeros(0, rows, device=device),
     )
-    outcome = _mark_non_finite(outcome, Result.LOOP)
+    if not_finite is not None:
+        outcome = _mark_non_finite(outcome, Result.LOOP, not_finite)
     if Result.NON_FINITE in outcome.results:
         warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=6)
     return outcome
@@ -400,7 +408,7 @@ def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: 
         states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
     else:
         plan.note("the rest was computed one step after the other by a kernel")
-    outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP)
+    outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP, first_not_finite(states))
     judged = _judge(sequence, outcome, solver)
     if judged.results != outcome.results:
         raise _differs(sequence)
@@ -420,9 +428,12 @@ def _finished_by_kernel(call: Call, states: Tensor, failed: Tensor) -> Tensor | 
     return torch.where(failed.unsqueeze(-1), packed, states)
 
 
-def _mark_non_finite(outcome: Outcome, otherwise: Result) -> Outcome:
-    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not."""
-    at = first_not_finite(outcome.states)
+def _mark_non_finite(outcome: Outcome, otherwise: Result, at: Tensor) -> Outcome:
+    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not.
+
+    Args:
+        at: [B], the first step after which they are not finite, or -1
+    """
     results = [
         result if not result.failed and result is not otherwise else Result.NON_FINITE if index >= 0 else otherwise
         for result, index in zip(outcome.results, at.tolist(), strict=True)
@@ -443,29 +454,7 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
 
 def _describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
-    worst = worst_of(outcome.results)
-    if worst.severity <= Result.PRECISION_FLOOR.severity:
-        return worst.value
-    row, exact, count = worst_rows(outcome.results, outcome.exact_steps)
-    step = exact + 1 if worst is Result.NON_FINITE else exact
-    text = worst.value.format(step=step)
-    if worst is Result.NON_FINITE and _has_nan(sequence.inputs(step - 1), sequence.layout, row):
-        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
-    if len(outcome.results) > 1:
-        text += f" (row {row}; {count} of {len(outcome.results)} rows)"
-    return "; ".join([text, *outcome.reasons])
-
-
-def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
-    """Whether a step's inputs hold NaN, in their part for a row where they have one. Infinities may be masks."""
-    batch = layout.batch_shape
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.shape[: len(batch)] == batch:
-                leaf = leaf.reshape(layout.rows, -1)[row]
-            if torch.isnan(leaf).any():
-                return True
-    return False
+    return in_words(outcome.results, outcome.exact_steps, sequence.inputs, sequence.layout, *outcome.reasons)
 
 
 def _solution(

@@ -131,10 +131,10 @@ def compile_step(name: str) -> None:
 
     block = {"BLOCK": 32, "STAGES": 4}
     asked = [
-        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, **block}) for product, whole in ((True, False), (False, True), (False, False))),
-        *((kernels.sweep, {"MAP": as_map, **block}) for as_map in (True, False)),
-        *((kernel, {"PART": part, "GROUPS": 8, "LANES": 4})
-          for kernel in (kernels.joints.join, kernels.joints.chain) for part in parts_of(program.width)),
+        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "ALL": every, **block}) for product, whole, every in (
+            (True, False, True), (False, True, True), (False, False, True), (True, False, False), (False, True, False))),
+        *((kernels.sweep, {"MAP": as_map, "WHOLE": whole, **block}) for as_map, whole in ((True, False), (False, False), (False, True))),
+        *((kernels.joints.join, {"PART": part, "GROUPS": 8, "LANES": 4}) for part in parts_of(program.width)),
     ]  # fmt: skip
     for kernel, constants in asked:
         signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}

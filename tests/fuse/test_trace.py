@@ -235,7 +235,7 @@ def test_rows_and_mixing_are_told_apart(name, elementwise, rows_of):
     step, z0, xs, batch_dims = CASES[name]()
     row = one_row(step, Layout.of(z0, batch_dims), xs[0])
     assert row.has_rows == tuple(rows_of)
-    assert take_apart(row, 8).elementwise == elementwise
+    assert take_apart(row, 8, 128).elementwise == elementwise
 
 
 def test_projections_of_xs_are_done_before_the_kernels():
@@ -311,7 +311,8 @@ def through_float32(z):
         (without_gradients, 3, "switches gradients off"),
         (by_numpy, 3, "cannot be traced"),
         (through_float32, 3, "float64 beside other floating dtypes"),
-        (lambda z: z.flip(-1), 9, "mixes 9 numbers is not covered .up to 8."),
+        (lambda z: z.flip(-1), 9, "mixes 9 numbers is not covered in float64"),
+        (lambda z: z.flip(-1), 129, "mixes 129 numbers is not covered .up to 128."),
         (lambda z: tuple(0.5 * h for h in z), (9,), "a state of 9 tensors is not covered"),
         (lambda z: z * math.pi + torch.rand_like(z), 3, "rand"),
         (lambda z: torch.fft.fft(z).real, 3, "not covered"),

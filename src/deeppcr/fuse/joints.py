@@ -1,7 +1,6 @@
-"""The source of the kernels that join chunks and chain their maps, whatever the step: see ``templates`` for shapes.
+"""The source of the kernel that joins chunks, whatever the step: see ``templates`` for shapes.
 
-``join`` and ``chain`` have G groups of chunks side by side in one program: every group as one map, what comes before each, and
-then what is inside.
+``join`` has G groups of chunks side by side in one program: every group as one map, what comes before each, and then what is inside.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from .text import for_each, for_pairs, kernel_text, module_text, row_of
 
 
 def joints_source(width: int, dtype: torch.dtype) -> str:
-    """The module with ``join`` and ``chain``, which know nothing of the step: all steps of a width share it."""
-    return module_text(dtype, _join(width), _chain(width))
+    """The module with ``join``, which knows nothing of the step: all steps of a width share it."""
+    return module_text(dtype, _join(width))
 
 
 def _groups(width: int) -> list[str]:
@@ -38,7 +37,7 @@ def parts_of(width: int) -> tuple[int, ...]:
     return (0,) if width <= 3 else (1, 2, 3)
 
 
-def _over_groups(width: int, *, with_sizes: bool) -> list[str]:
+def _over_groups(width: int) -> list[str]:
     """The head of a loop over the groups before one's own: the map p, t of each, and its size o.
 
     They are loaded a group ahead. Of matrices that are used once, the compiler would load a number, wait for it, use it, and load the
@@ -50,7 +49,7 @@ def _over_groups(width: int, *, with_sizes: bool) -> list[str]:
         return [
             *for_pairs(width, f"a{{i}}_{{j}} = tl.load(each + ({width} + {{at}}) * rows, mask={mask}, other=0)"),
             *for_each(width, f"b{{k}} = tl.load(each + {{k}} * rows, mask={mask}, other=0)"),
-            *(for_each(width, f"c{{k}} = tl.load(each + ({width + square} + {{k}}) * rows, mask={mask}, other=0)") if with_sizes else []),
+            *for_each(width, f"c{{k}} = tl.load(each + ({width + square} + {{k}}) * rows, mask={mask}, other=0)"),
         ]  # fmt: skip
 
     return [
@@ -58,7 +57,7 @@ def _over_groups(width: int, *, with_sizes: bool) -> list[str]:
         "for e in range(0, groups):",
         "    ok = live & (e < g)",
         *for_pairs(width, "    p{i}_{j} = a{i}_{j}"),
-        *for_each(width, "    t{k} = b{k}", *(["    o{k} = c{k}"] if with_sizes else [])),
+        *for_each(width, "    t{k} = b{k}", "    o{k} = c{k}"),
         f"    each += {map_size(width)} * rows",
         *("    " + line for line in load("live & (e + 1 < g)")),
     ]
@@ -101,7 +100,7 @@ def _join(width: int) -> str:
         *("" + line for line in for_each(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
                                          "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
                                          "m{k} = z{k}")),
-        *_over_groups(width, with_sizes=True),
+        *_over_groups(width),
         *for_each(width, "    m{k} = tl.maximum(m{k}, o{k})"),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
         *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
@@ -133,7 +132,7 @@ def _join(width: int) -> str:
             width,
             "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
-            "far = far | ~(tl.abs(y{k}) <= FAR * m{k} + atol)",
+            "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
             "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.where(r * 0 + local > 0, o{k}, m{k})), 0.0))",
@@ -164,7 +163,7 @@ def _join(width: int) -> str:
         "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit)",
+        "note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [
@@ -192,69 +191,12 @@ def _join(width: int) -> str:
     ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
-        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local",
+        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear",
     ]  # fmt: skip
     return kernel_text(
         "join",
         arguments,
         ["PART", "GROUPS", "LANES"],
-        '"""Correct the starts of all chunks, and note by how much."""',
+        '"""Correct the starts of all chunks, and note by how much. ``linear``: whatever the correction, it is believed."""',
         lines,
     )
-
-
-def _chain(width: int) -> str:
-    square = width * width
-    gather = [
-        "# Groups count from the end, and so do the chunks of a group; before the first chunk nobody asks for a map.",
-        *for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)"),
-        *(f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
-        "for q in range(0, group_chunks):",
-        "    n = chunks - 1 - (g * group_chunks + q)",
-        "    ok = live & (n >= 0)",
-        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)")),
-        *("    " + line for line in for_each(width, f"f{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=ok, other=0)")),
-        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + f{i}" for i in range(width)),
-        *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
-        *("    " + line for line in for_each(width, "t{k} = u{k}")),
-        *("    " + line for line in for_pairs(width, "j{i}_{j} = u{i}_{j}")),
-        *for_each(width, "tl.store(own + {k} * rows, t{k}, mask=live)"),
-        *for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
-    ]  # fmt: skip
-    between = [
-        "b = r // channels",
-        "c = r % channels",
-        f"last = given + (r * 0 + steps - 1) * given_step + b * ({width} * channels) + c  # in 64 bits, as r",
-        *for_each(width, "d{k} = tl.load(last + {k} * channels, mask=live, other=0).to(REAL)"),
-        *_over_groups(width, with_sizes=False),
-        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
-        *("    " + line for line in for_each(width, "d{k} = tl.where(ok, u{k}, d{k})")),
-    ]  # fmt: skip
-    spread = [
-        "for q in range(0, group_chunks):",
-        "    n = chunks - 1 - (g * group_chunks + q)",
-        "    ok = live & (n >= 0)",
-        *("    " + line for line in for_pairs(width, f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)")),
-        *("    " + line for line in for_each(
-            width, f"f{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=ok, other=0)",
-            f"tl.store(adjoints + (n * {width} + {{k}}) * rows + r, d{{k}}, mask=ok)",
-        )),
-        *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + f{i}" for i in range(width)),
-        *("    " + line for line in for_each(width, "d{k} = tl.where(ok, u{k}, d{k})")),
-    ]  # fmt: skip
-    at = width + square + width
-    lines = [
-        *_groups(width),
-        "live = inside",
-        *_in_part("PART <= 1", gather),
-        *_in_part("PART == 0", ["tl.debug_barrier()"]),
-        *_in_part("PART % 2 == 0", between),
-        *_in_part("PART == 2", [f"tl.store(own + ({at} + {k}) * rows, d{k}, mask=live)" for k in range(width)]),
-        *_in_part("PART == 3", [f"d{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for k in range(width)]),
-        *_in_part("PART % 3 == 0", spread),
-    ]  # fmt: skip
-    arguments = [
-        "products", "adjoints", "given", "maps", "given_step", "rows", "channels", "steps", "chunks", "groups", "group_chunks",
-    ]  # fmt: skip
-    doc = '"""From the maps\' terms in ``adjoints`` to the cotangents behind every chunk, in their place."""'
-    return kernel_text("chain", arguments, ["PART", "GROUPS", "LANES"], doc, lines)

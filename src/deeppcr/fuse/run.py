@@ -6,18 +6,16 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import aligned, launch, next_power_of_2, repeat
+from ..launch import launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
-from .compiled import Kernels
+from .bound import BoundKernels, Notes, aligned_size
 from .joints import map_size, parts_of
 from .program import Program
 from .tile_program import TileProgram
@@ -26,19 +24,13 @@ from .tile_program import TileProgram
 _MOST_PASSES = 16
 _FEWEST_PASSES = 4
 #: So many times chunks are rolled out from the ends of those before them, where corrections from the guess lead astray.
-_ROLLS = (2, 8)
+_ROLLS = (2, 4, 8)
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
-#: Lanes of a program: of elementwise steps, of narrow ones.
-_LANES = {True: 128, False: 32}
-#: What a lane reads is on its way so many steps before: of few numbers, and of many.
-_STAGES, _FEW_STAGES, _MANY = 8, 4, 3
 #: So many lanes keep the device busy.
 _BUSY = 2**18
-#: Of a step so many ways are remembered in which what it reads may lie.
-_MOST_SHAPES = 64
 
 
 @dataclass
@@ -52,6 +44,7 @@ class Kind:
         first: steps of a chunk at first
         gave_up: only the loop sufficed
         looped, patience: solves since then, and after how many of them chunks are tried again
+        joined: corrections settled all lanes the last time
     """
 
     length: int
@@ -62,6 +55,7 @@ class Kind:
     gave_up: bool = False
     looped: int = 0
     patience: int = _PATIENCE
+    joined: bool = False
 
     def __post_init__(self):
         self.first = self.first or self.chunk
@@ -81,8 +75,13 @@ class Kind:
 
     def copy(self) -> Kind:
         return Kind(
-            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience
+            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience, self.joined
         )  # fmt: skip
+
+    @property
+    def goes_on_from_ends(self) -> bool:
+        """Whether a solve of this kind is expected to need no states but those before and after chunks, which are noted in any case."""
+        return self.chunk >= self.length or (self.joined and not self.rolls)
 
     def try_harder(self, width: int) -> bool:
         """Where the passes did not suffice: what to try next, if it is not to be the loop."""
@@ -115,7 +114,8 @@ class Found:
     """What a run came to.
 
     Attributes:
-        states: [L, B, D]
+        length: L
+        states: [L, B, D]; fewer where not all were written
         notes: what the kernels wrote of each lane
         passes: how many there were; 0 where all was one loop
         chunk: steps of a chunk
@@ -123,8 +123,10 @@ class Found:
         floored: lanes of which rounding is all that is left
         unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
             other in the end. What is not finite is among them
+        others: what is known of states that were not written; None where all were
     """
 
+    length: int
     states: Tensor
     notes: Notes
     passes: int
@@ -132,157 +134,87 @@ class Found:
     left: int
     floored: int
     unsettled: int
+    others: Others | None = None
 
 
-class Notes:
-    """What the kernels write of R lanes in so many passes, in one piece of memory.
-
-    Attributes:
-        corrections: [passes, R], in units of the tolerance
-        residual: [R], the largest miss at the last pass of a lane
-        taken: [R], passes of a lane; negative where rounding is all that is left
-        unsettled: [passes + 1], lanes that were not settled after each; and at last those that are as exact as rounding lets them
-    """
-
-    def __init__(self, limit: int, rows: int, device: torch.device):
-        self._limit, self._rows, every = limit, rows, _aligned_size(limit * rows)
-        self._places = every, every + _aligned_size(rows), every + 2 * _aligned_size(rows)
-        self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
-
-    def on_host(self) -> Notes:
-        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
-        found = copy(self)
-        found.memory = self.memory.cpu()
-        return found
-
-    @property
-    def corrections(self) -> Tensor:
-        return self.memory[: self._limit * self._rows].view(self._limit, self._rows)
-
-    @property
-    def residual(self) -> Tensor:
-        return self.memory[self._places[0] :][: self._rows]
-
-    @property
-    def taken(self) -> Tensor:
-        return self.memory[self._places[1] :][: self._rows].view(torch.int32)
-
-    @property
-    def unsettled(self) -> Tensor:
-        return self.memory[self._places[2] :].view(torch.int32)
-
-
-class Shape:
-    """What runs on tensors that lie alike have in common.
+@dataclass(frozen=True)
+class Others:
+    """What is known where the states after every so many steps alone were written.
 
     Attributes:
-        rows: R
-        strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
-        kinds: what the kernels are compiled for beside their constants
-        outputs: where a backward pass writes; None before the first
+        every: so many
+        final: [B, D], the last state
+        sizes: [N, B, D], the largest size of each number in each chunk
     """
 
-    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
-        program = kernels.program
-        self.length, self.rows = length, initial.numel() // program.width
-        self.tiled = program.parts.tiled
-        self.block = _LANES[program.elementwise]
-        self.warps = max(1, self.block // 32)
-        moving = sum(read.value.level for read in program.reads)
-        self.stages = _STAGES if moving < _MANY else _FEW_STAGES
-        strides: list[int] = []
-        for leaf in program.leaves:
-            base = bases[leaf.base]
-            step = base.stride(0) if leaf.per_step else 0
-            row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
-            strides += (step, row, leaf.spacing, leaf.offset)
-        self.strides = tuple(strides)
-        self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
-        self.outputs: Any = None
-
-    @staticmethod
-    def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
-        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0) for base in bases])
-        found = kernels.shapes.get(key)
-        if found is None:
-            if len(kernels.shapes) >= _MOST_SHAPES:
-                kernels.shapes.clear()
-            found = kernels.shapes[key] = Shape(kernels, initial, bases, length)
-        return found
+    every: int
+    final: Tensor
+    sizes: Tensor
 
 
-class Run:
-    """One solve: what it reads, and the launches on it.
+class Run(BoundKernels):
+    """One solve: the launches that it takes."""
 
-    Args:
-        initial: [B, D]
-        bases: what the kernels read from, [L, rows, ...] each, without L or rows where they are the same for all
-    """
+    def new_states(self, every: int = 1) -> Tensor:
+        return self.initial.new_empty(self.length // every, *self.initial.shape)
 
-    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
-        program = kernels.program
-        self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
-        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-        # Kernels read memory as it is: what is stored as its negative is copied.
-        self.initial = aligned(initial.detach().resolve_neg().contiguous())
-        self.bases = [
-            _side_by_side(tensor.detach().resolve_neg(), base.per_step + base.per_row)
-            for tensor, base in zip(bases, program.parts.bases, strict=True)
-        ]
-        self.shape = Shape.of(kernels, self.initial, self.bases, length)
-        self.rows, self.strides = self.shape.rows, self.shape.strides
-        self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
-        self.pointers = tuple([self.bases[leaf.base] for leaf in program.leaves])
+    def others(self, every: int, ends: Tensor, sizes: Tensor) -> Others:
+        """From what kernels note of chunks, [N * K * R] each: copies in the order of states."""
+        program, (rows, width) = self.program, self.initial.shape
+        ends, sizes = (
+            each.view(-1, program.width, rows, program.channels).transpose(1, 2).reshape(-1, rows, width)
+            for each in (ends, sizes)
+        )
+        return Others(every, ends[-1].to(self.initial, copy=True), sizes.clone())
 
-    def kinds(self, *sizes: int) -> tuple:
-        """What the kernels are compiled for beside their constants."""
-        return (*self.shape.kinds, any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
+    def loop(
+        self, states: Tensor, found: Found | None = None, *, every: int = 1, noted: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on.
 
-    def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
-        """Make launches, by those of an earlier run that was alike where there was one."""
-        tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
-        repeat((self.shape, *key), tensors, make)
-
-    def new_states(self) -> Tensor:
-        return self.initial.new_empty(self.length, *self.initial.shape)
-
-    def loop(self, states: Tensor, found: Found | None = None) -> None:
-        """One step after the other; of a run that was found, the lanes that are not settled, from what is exact on."""
+        Args:
+            every: the states after every so many steps are written
+            noted: [K * R] each, where the last states go and the largest sizes of all, if not all states are written
+        """
         nothing = self.kernels.numbers(self.device)
         first = 0 if found is None else min(found.passes * found.chunk, self.length - 1)
         start = states[first - 1] if first else self.initial
         corrections = nothing if found is None else found.notes.corrections
-        memory = (*[nothing] * 4, corrections, *[nothing] * (1 + self.shape.tiled))
+        ends, sizes = (nothing, nothing) if noted is None else noted
+        memory = (nothing, ends, nothing, sizes, corrections, *[nothing] * (1 + self.shape.tiled))
         passes = 0 if found is None else found.passes
-        sizes = (0, first, self.length, 1, self.length - first, passes, 0)
-        self._launch_roll(start, start, states, memory, sizes, False, True)
+        numbers = (0, first, self.length, 1, self.length - first, passes, 0)
+        self._launch_roll(start, start, states, memory, numbers, False, True, every)
 
     def _roll(
-        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *, product: bool
+        self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *,
+        product: bool, every: int,
     ) -> None:  # fmt: skip
         step = 0 if guess is None else self.initial.numel()
         sizes = (step, 0, chunk, chunks, chunk, passes, limit)
-        self._launch_roll(self.initial, self.initial if guess is None else guess, states, memory, sizes, product, False)
+        start = self.initial if guess is None else guess
+        self._launch_roll(self.initial, start, states, memory, sizes, product, False, every)
 
     def _launch_roll(
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
-        product: bool, whole: bool,
+        product: bool, whole: bool, every: int,
     ) -> None:  # fmt: skip
         if self.shape.tiled:
+            assert every == 1, "kernels on tiles write all states"
             tiled.roll(self, initial, guess, states, memory, sizes, product, whole)
             return
         step, first, chunk, chunks, turns, passes, limit = sizes
-        sizes = (step, self.rows, self.program.channels, self.length, first, chunk, chunks, turns, passes, limit)
+        sizes = (step, self.rows, self.program.channels, self.length, every, first, chunk, chunks, turns, passes, limit)
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
         programs = -(-chunks * self.rows // self.block)
-        constants = (product, whole, self.block, self.stages)
+        constants = (product, whole, every == 1, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
         launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
-        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None
+        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -290,21 +222,20 @@ class Run:
             kind: how large chunks are, and how many passes may be made before anybody looks
             guess: states to start from, [L, B, D]; None: the initial one everywhere
             most: so many passes and no look, as inside a CUDA graph
+            every: the states after every so many steps are written; others than 1 for kinds that need no more
         """
         width, rows, chunk = self.program.width, self.rows, kind.chunk
         chunks = -(-self.length // chunk)
         limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
-        states, notes = self.new_states(), Notes(limit, rows, self.device)
+        states, notes = self.new_states(every), Notes(limit, rows, self.device)
         if chunks == 1:
-            self.repeat(("loop",), (states,), partial(self.loop, states))
-            notes.memory.zero_()
-            return Found(states, notes, 0, chunk, 0, 0, rows)
+            return self._in_one(states, notes, every)
         if self.shape.tiled:
-            parts = [_aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
+            parts = [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
         else:
             parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
         workspace = torch.empty(sum(parts), dtype=self.program.dtype, device=self.device)
-        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local))
+        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
             starts, ends, sizes, products, *maps = workspace.split(parts)
@@ -313,19 +244,20 @@ class Run:
             guessed = guess
             for left in range(rolls, 0, -1):  # the last of them is not where the passes write
                 into = other if left % 2 else states
-                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False)
+                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
                 guessed = into
             for passes in range(first, last):
-                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True)
-                join = tiled.join if self.shape.tiled else _join
+                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
+                join = tiled.join if self.shape.tiled else join_lanes
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
 
+        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
         rolls = kind.rolls
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guess is None, how)
+            key = (chunk, limit, done, wanted, rolls, guess is None, how, every)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
             *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()
@@ -335,8 +267,28 @@ class Run:
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
                 unsettled = 0 if 0 in left else left[-1]
-                return Found(states, notes, passes, chunk, 0 if over else unsettled, floored, unsettled)
+                others = None
+                if every > 1:
+                    _, ends, sizes, *_ = workspace.split(parts)
+                    others = self.others(every, *(each[: chunks * width * rows] for each in (ends, sizes)))
+                left_over = 0 if over else unsettled
+                return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
             wanted = min(limit, done + 2)
+
+    def _in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
+        """All steps as one chunk: the loop in one kernel."""
+        others, unsettled = None, self.rows
+        if every == 1:
+            self.repeat(("loop",), (states,), partial(self.loop, states))
+        else:
+            size = self.program.width * self.rows
+            noted = torch.empty(2, aligned_size(size), dtype=self.program.dtype, device=self.device)
+            ends, sizes = noted[0, :size], noted[1, :size]
+            self.loop(states, every=every, noted=(ends, sizes))
+            others = self.others(every, ends, sizes)
+            unsettled = int((~torch.isfinite(sizes.view(-1, self.rows))).any(0).sum())
+        notes.memory.zero_()
+        return Found(self.length, states, notes, 0, self.length, 0, 0, unsettled, others)
 
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
@@ -344,7 +296,9 @@ class Run:
         return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
-def _join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple) -> None:
+def join_lanes(
+    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+) -> None:
     """``memory``: starts, ends, sizes, products, maps."""
     starts, ends, sizes, products, maps = memory
     rows, width, real = run.rows, run.program.width, run.program.dtype
@@ -361,41 +315,35 @@ def _join(run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passe
         )  # fmt: skip
 
 
-def _side_by_side(tensor: Tensor, lead: int) -> Tensor:
-    """A tensor, or a copy of it, in which the numbers behind its first dimensions lie side by side."""
-    expected = 1
-    for dim in range(tensor.ndim - 1, lead - 1, -1):
-        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
-            return tensor.contiguous()
-        expected *= tensor.shape[dim]
-    return tensor
-
-
 def groups_of(chunks: int, rows: int) -> tuple[int, int]:
     """Groups of chunks that a program joins side by side, and lanes of each."""
     groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
     return groups, max(1, min(128 // groups, next_power_of_2(rows)))
 
 
-def _aligned_size(size: int) -> int:
-    """So much memory that what comes after it begins at a multiple of 16 bytes, as kernels are compiled for."""
-    return -(-size // 4) * 4
-
-
 def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors: int) -> list[int]:
     """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
     sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
-    return [_aligned_size(size) for size in sizes]
+    return [aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None) -> Found:
+def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+
+    No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
+    or not finite), all of them are, in a run from the start.
 
     What worked is noted in ``kind``, for the next time.
     """
     kind.begin()
+    if every > 1 and kind.goes_on_from_ends:
+        found = run.in_parallel(kind, tolerance, guess, every=every)
+        if not found.unsettled:
+            kind.sufficed(found.passes)
+            return found
     while True:
         found = run.in_parallel(kind, tolerance, guess)
+        kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)
             return found

@@ -183,11 +183,11 @@ def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
     for wide, dim in ((a, 1), (b, 0)):
-        if wide.target is not _aten.cat.default or (wide.args[1] if len(wide.args) > 1 else 0) % 2 != dim:  # pyright: ignore
+        args: Any = wide.args
+        if wide.target is not _aten.cat.default or (args[1] if len(args) > 1 else 0) % 2 != dim:
             continue
         total, at = None, 0
-        parts: Any = wide.args[0]
-        for part in parts:
+        for part in args[0]:
             size = _value(part).shape[dim]
             pair = (
                 (part, rewriter.slice(node, b, 0, at, at + size))

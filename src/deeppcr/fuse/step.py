@@ -120,6 +120,8 @@ class FusedStep:
             value = self.layout.pack(self.layout.in_order(step(z) if inputs is None else step(z, x)))
             size = states[:at].abs().amax(0).maximum(initial.abs()) if at else initial.abs()
             held = measure(value.unsqueeze(0), states[at : at + 1], size, tolerance)[1]
-            if bool((~held & torch.isfinite(value).all(-1)).any()):
+            # Beside what was not finite, all is within bounds or none.
+            told = torch.isfinite(value).all(-1) & torch.isfinite(size).all(-1)
+            if bool((~held & told).any()):
                 return False
         return True

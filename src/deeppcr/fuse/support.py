@@ -55,12 +55,13 @@ def in_units(change, unit):
 
 
 @triton.jit
-def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit):
+def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear):
     """What a pass found of lanes ``r``.
 
     Args:
         largest: correction, in units of the tolerance
         missed, rough: the largest miss, and the same in units of rounding
+        linear: 1 where what does not settle is taken step by step, whatever is left: cotangents, which nobody is told of
     """
     alive = inside & ~settled(found, passes, r, rows, inside)
     later = inside & (r * 0 + passes > 0)
@@ -70,6 +71,7 @@ def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, ins
     # asked for; beyond it nothing better can be had once corrections no longer shrink, or nobody may look again.
     joined = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
     floored = joined & (largest > 1) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
+    floored = floored & (r * 0 + linear == 0)
     enough = enough | (joined & (largest <= 1))
     tl.store(found + passes * rows + r, tl.where(floored | (joined & enough), 0.0, largest), mask=inside)
     passed = (r * 0 + passes + 1).to(tl.int32)

@@ -1,12 +1,11 @@
-"""The source of the kernels of a step: what a program computes, put into two frames; two others (``joints``) know nothing of it.
+"""The source of the kernels of a step: what a program computes, put into two frames; another (``joints``) knows nothing of it.
 
 Shapes: L steps in N chunks, R lanes (rows, times channels of an elementwise step), K numbers of the state a lane. ``states``
-[L, R * K] as they are packed; ``starts``, ``ends``, ``sizes`` [N, K, R] and ``products`` [N, K * K, R] of the chunks.
+[L, R * K] as they are packed, or [L // every, R * K]; ``starts``, ``ends``, ``sizes`` [N, K, R] and ``products`` [N, K * K, R] of the chunks.
 
 * ``roll`` runs all chunks at once, each from its start, with the product of its Jacobians; or, WHOLE, one after the other.
 * ``join`` corrects the starts: each is to be the end of the chunk before it. See ``nn.kernels``, which does the same for networks.
-* ``sweep`` runs chunks backwards: as maps of the cotangents behind them, or with these, to the cotangents of all that is read.
-* ``chain`` puts the chunks' maps one after the other.
+* ``sweep`` runs chunks backwards, from the cotangents behind them: these are joined in the same way, counted from the end.
 """
 
 from __future__ import annotations
@@ -137,9 +136,16 @@ def _roll(program: Program) -> str:
         *("    " + line for line in for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
         "else:",
         *("    " + line for line in (*plain.body, *next_state)),
-        *for_each(width, "z{k} = tl.where(active, y{k}, z{k})", "m{k} = tl.maximum(m{k}, tl.abs(z{k}))",
-              "tl.store(out + {k} * channels, z{k}, mask=active)"),
-        "out += rows * " + str(width),
+        *for_each(width, "z{k} = tl.where(active, y{k}, z{k})", "m{k} = tl.maximum(m{k}, tl.abs(z{k}))"),
+        "if ALL:",
+        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active)")),
+        "    out += rows * " + str(width),
+        "else:",
+        "    if WHOLE:",
+        *("        " + line for line in for_each(width, "m{k} = tl.where(z{k} == z{k}, m{k}, float('inf'))")),
+        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active & (due == 0))")),
+        "    out += tl.where(due == 0, rows * " + str(width) + ", 0)",
+        "    due = tl.where(due == 0, every, due) - 1",
         *_advance(program, whole, "+"),
     ]  # fmt: skip
     lines = [
@@ -169,9 +175,17 @@ def _roll(program: Program) -> str:
         *("        " + line for line in [
             f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)
         ]),
-        f"    out = states + begin * rows * {width} + at",
+        "    if ALL:",
+        f"        out = states + begin * rows * {width} + at",
+        "    else:",
+        f"        out = states + (begin // every) * rows * {width} + at",
+        "        due = every - 1 - begin % every  # steps until one is kept",
         "    for t in tl.range(0, turns, num_stages=STAGES):",
         *("        " + line for line in turns),
+        "    if WHOLE and not ALL:",
+        *("        " + line for line in for_each(
+            width, "tl.store(ends + {k} * rows + r, z{k}, mask=live)", "tl.store(sizes + {k} * rows + r, m{k}, mask=live)"
+        )),
         "    if not WHOLE:",
         *("        " + line for line in for_each(
             width,
@@ -183,10 +197,13 @@ def _roll(program: Program) -> str:
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", *pointers, *strides,
-        "guess_step", "rows", "channels", "steps", "first", "chunk", "chunks", "turns", "passes", "limit",
+        "guess_step", "rows", "channels", "steps", "every", "first", "chunk", "chunks", "turns", "passes", "limit",
     ]  # fmt: skip
-    doc = '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end."""'
-    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "BLOCK", "STAGES"], doc, lines)
+    doc = (
+        '"""Run chunks from their starts; WHOLE: the lanes that are not settled, from ``initial`` before step ``first`` to the end. ALL: all '
+        'states are written; else those after ``every`` so many steps; where a state was not finite, its size is infinite if WHOLE."""'
+    )
+    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "ALL", "BLOCK", "STAGES"], doc, lines)
 
 
 def _sweep(program: Program) -> str:
@@ -194,15 +211,13 @@ def _sweep(program: Program) -> str:
     jacobian = program.jacobian
     columns = [[jacobian[i][k] for i in range(width)] for k in range(width)]  # the transpose's rows
     inputs = [[code.input(f"j{i}_{k}") for k in range(width)] for i in range(width)]
-    term = [code.input(f"t{k}") for k in range(width)]
     maps = [
         _inner(program, columns[i], [inputs[m][k] for m in range(width)]) for i in range(width) for k in range(width)
     ]
-    terms = [_inner(program, columns[i], term) for i in range(width)]
     pulled = [_inner(program, columns[i], program.adjoint) for i in range(width)]
     of_reads = program.cotangents
-    as_map, with_them = _Lines(program, [*maps, *terms]), _Lines(program, [*pulled, *(value for _, value in of_reads)])
-    both = _Lines(program, [*maps, *terms, *pulled, *(value for _, value in of_reads)])
+    as_map, with_them = _Lines(program, [*maps, *pulled]), _Lines(program, [*pulled, *(value for _, value in of_reads)])
+    both = _Lines(program, [*maps, *pulled, *(value for _, value in of_reads)])
     pointers, strides = _leaf_arguments(program)
     outputs = [f"g{i}" for i in range(len(program.leaves))]
     strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
@@ -224,46 +239,75 @@ def _sweep(program: Program) -> str:
         "if MAP:",
         *("    " + line for line in as_map.body),
         *("    " + assigned(f"y{i // width}_{i % width}", value) for i, value in enumerate(maps)),
-        *("    " + assigned(f"y{i}", value) for i, value in enumerate(terms)),
+        *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
         *("    " + line for line in for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
-        *("    " + line for line in for_each(width, "t{k} = tl.where(active, y{k} + q{k}, t{k})")),
         "else:",
         *("    " + line for line in with_them.body),
         *("    " + f"tl.store({_output(program, read, 'l')}, {code.text(value)}, mask=active)" for _, read, value in stepwise),
         *("    " + f"sum{at} += tl.where(active, {code.text(value)}, 0.0)" for at, _, value in shared),
         *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
-        *("    " + line for line in for_each(width, "w{k} = tl.where(active, y{k} + q{k}, w{k})")),
+        *for_each(width, "w{k} = tl.where(active, y{k} + q{k}, w{k})", "m{k} = tl.maximum(m{k}, tl.abs(w{k}))"),
         f"before -= rows * {width}",
         *_advance(program, both, "-"),
     ]  # fmt: skip
-    lines = [
-        *(line.format(width=width) for line in _lanes()),
-        "live = inside",
+    place = f"((chunks - 1 - n) * {width} + {{k}}) * rows + r"
+    one_chunk = [
         "begin = n * chunk",
         *_prologue(program, both, "(begin + chunk - 1)"),
         f"before = states + (begin + chunk - 2) * rows * {width} + at",
-        "if MAP:",
-        *("    " + f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
-        *("    " + line for line in for_each(width, "t{k} = tl.zeros((BLOCK,), REAL)")),
-        "else:",
-        *("    " + line for line in for_each(width, f"w{{k}} = tl.load(adjoints + (n * {width} + {{k}}) * rows + r, mask=live, other=0)")),
+        "if not MAP:",
         *("    " + f"sum{at} = tl.zeros((BLOCK,), REAL)" for at, _, _ in shared),
+        *(["    pass"] if not shared else []),
         "for u in tl.range(0, chunk, num_stages=STAGES):",
         "    t = chunk - 1 - u",
         *("    " + line for line in turns),
-        "if MAP:",
-        *("    " + line for line in for_each(width, f"tl.store(adjoints + (n * {width} + {{k}}) * rows + r, t{{k}}, mask=live)")),
-        *("    " + line for line in for_pairs(width, f"tl.store(products + (n * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
-        "else:",
+        "if not MAP:",
         *("    " + line for line in for_each(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")),
         *("    " + f"tl.store({_output(program, read, 'n')}, sum{at}, mask=live)" for at, read, _ in shared),
+    ]
+    lines = [
+        *(line.format(width=width) for line in _lanes()),
+        "live = inside & ~settled(found, passes, r, rows, inside)",
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
+        "if tl.sum(live.to(tl.int32), 0) > 0:",
+        *("    " + line for line in [
+            "if WHOLE:",
+            "    n = r * 0 + chunks - 1",
+            "if MAP | WHOLE:",
+            "    last = live & (n == chunks - 1)",
+            *("    " + line for line in for_each(width, "w{k} = tl.load(given + (r * 0 + steps - 1) * given_step + at + {k} * channels, mask=last, other=0).to(REAL)")),
+            "else:",
+            *("    " + line for line in for_each(width, f"w{{k}} = tl.load(starts + {place}, mask=live, other=0)")),
+            *for_each(width, "m{k} = tl.abs(w{k})"),
+            "if MAP:",
+            *("    " + line for line in for_each(width, f"tl.store(starts + {place}, w{{k}}, mask=live)")),
+            *("    " + f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
+            "if WHOLE:",
+            "    for _ in range(0, chunks):",
+            *("        " + line for line in one_chunk),
+            "        n -= 1",
+            "else:",
+            *("    " + line for line in one_chunk),
+            *("    " + line for line in for_each(
+                width, f"tl.store(ends + {place}, w{{k}}, mask=live)", f"tl.store(sizes + {place}, m{{k}}, mask=live)"
+            )),
+            "if MAP:",
+            *("    " + line for line in for_pairs(width, f"tl.store(products + ((chunks - 1 - n) * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
+        ]),
     ]  # fmt: skip
     arguments = [
-        "initial", "numbers", "states", "given", "adjoints", "products", "of_initial", *pointers, *outputs, *strides,
-        "given_step", "rows", "channels", "steps", "chunk", "chunks",
+        "initial", "numbers", "states", "given", "starts", "ends", "products", "sizes", "found", "unsettled", "of_initial",
+        *pointers, *outputs, *strides, "given_step", "rows", "channels", "steps", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
-    doc = '"""Run chunks backwards. MAP: as maps of what comes behind; else with that, to the cotangents of all that is read."""'
-    return kernel_text("sweep", arguments, ["MAP", "BLOCK", "STAGES"], doc, lines)
+    doc = (
+        '"""Run chunks backwards, from the cotangents behind them, which are counted from the end, to those before them. MAP: from none, and '
+        "with the product of their Jacobians; else to the cotangents of all that is read. WHOLE: all chunks of the lanes that are not "
+        'settled, one after the other."""'
+    )
+    return kernel_text("sweep", arguments, ["MAP", "WHOLE", "BLOCK", "STAGES"], doc, lines)
 
 
 def _output(program: Program, read: Read, index: str) -> str:

@@ -309,55 +309,78 @@ def _sweep(program: TileProgram) -> str:
         *_indented([*with_them.body, *next_single]),
         *_indented([put(read, _whole_tile(program, tile), "l") for read, tile in stepwise]),
         *_indented([f"sum{at} += {_whole_tile(program, tile)}" for at, _, tile in shared]),
-        *(f"w{at} = y{at} + q{at}" for at in range(count)),
+        *(line for at in range(count) for line in (f"w{at} = y{at} + q{at}", f"m{at} = tl.maximum(m{at}, tl.abs(w{at}))")),
         f"before -= rows * {width}",
         *_advance(program, both, "-"),
     ]
     rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
     columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
     identity = [_identity(program, places, at) for at in range(count)]
-    zeros = [f"sum{at} = {_zero(program, tile)}" for at, _, tile in shared]
-    put_sums = [put(read, f"sum{at}", "n") for at, read, _ in shared]
-    lines = [
-        *_program_lines(),
+    one_chunk = [
         "begin = n * chunk",
         "turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
-        *(f"{name} = tl.load(numbers + {name[1:]})" for name in both.numbers),
         *_addresses(program, both, "(begin + turns - 1)"),
-        *_in_order(program, places.lines),
         *fixed,
         *(line for line in both.before if line not in set(places.lines)),
         f"before = states + ((begin + turns - 2) * rows + b) * {width}",
-        "here = (n * rows + b) * " + str(width),
-        *loaded("i", f"initial + b * {width}"),
-        "if MAP:",
-        "    which = block * LEAD + tl.arange(0, LEAD)  # cotangents",
-        *_indented(identity),
-        *_indented([f"w{at} = {_zero(program, tile)}" for at, tile in enumerate(program.states)]),
-        "else:",
-        *_indented(loaded("w", "adjoints + here")),
-        *_indented(zeros),
+        "if not MAP:",
+        *_indented([f"sum{at} = {_zero(program, tile)}" for at, _, tile in shared] or ["pass"]),
         "for turn in tl.range(0, turns, num_stages=STAGES):",
         "    l = begin + turns - 1 - turn",
         *_indented(turns),
-        "if MAP:",
-        "    if block == 0:",
-        *_indented(stored("adjoints + here", "w"), 2),
-        *(
-            f"    tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
-            for at, (offsets, inside) in enumerate(tangent_spots)
-        ),
-        "else:",
+        "if not MAP:",
         "    if n == 0:",
         *_indented(stored(f"of_initial + b * {width}", "w"), 2),
-        *_indented(put_sums),
+        *_indented([put(read, f"sum{at}", "n") for at, read, _ in shared]),
     ]
-    arguments = [
-        "initial", "numbers", "states", "given", "adjoints", "products", "of_initial", *pointers, *outputs, *strides,
-        "given_step", "rows", "steps", "chunk", "chunks",
+    last = loaded("w", f"given + (b * 0 + steps - 1) * given_step + b * {width}")
+    nothing = [f"w{at} = {_zero(program, tile)}" for at, tile in enumerate(program.states)]
+    lines = [
+        *_program_lines(),
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
+        "if (block == 0) & (n == 0) & (not WHOLE):",
+        "    tl.store(worst + b, 0.0)",
+        "    tl.store(worst + rows + b, 0.0)",
+        "    tl.store(worst + 2 * rows + b, 0.0)",
+        "if not settled(found, passes, b, rows, b >= 0):",
+        *_indented([
+            *(f"{name} = tl.load(numbers + {name[1:]})" for name in both.numbers),
+            *_in_order(program, places.lines),
+            *loaded("i", f"initial + b * {width}"),
+            "if WHOLE:",
+            "    n = b * 0 + chunks - 1",
+            f"here = ((chunks - 1 - n) * rows + b) * {width}  # counted from the end",
+            "if MAP | WHOLE:",
+            *_indented([*nothing, "if n == chunks - 1:", *_indented(last)]),
+            "else:",
+            *_indented(loaded("w", "starts + here")),
+            *(f"m{at} = tl.abs(w{at})" for at in range(count)),
+            "if MAP:",
+            "    which = block * LEAD + tl.arange(0, LEAD)  # cotangents",
+            *_indented([*identity, "if block == 0:", *_indented(stored("starts + here", "w"))]),
+            "if WHOLE:",
+            "    for _ in range(0, chunks):",
+            *_indented([*one_chunk, "n -= 1"], 2),
+            "else:",
+            *_indented(one_chunk),
+            "    if block == 0:",
+            *_indented([*stored("ends + here", "w"), *stored("sizes + here", "m")], 2),
+            "if MAP:",
+            *(
+                f"    tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
+                for at, (offsets, inside) in enumerate(tangent_spots)
+            ),
+        ]),
     ]  # fmt: skip
-    doc = '"""Run a chunk backwards. MAP: as a map of what comes behind; else with that, to the cotangents of all that is read."""'
-    return kernel_text("sweep", arguments, ["MAP", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+    arguments = [
+        "initial", "numbers", "states", "given", "starts", "ends", "products", "sizes", "found", "unsettled", "worst", "of_initial",
+        *pointers, *outputs, *strides, "given_step", "rows", "steps", "chunk", "chunks", "passes", "limit",
+    ]  # fmt: skip
+    doc = '"""Run a chunk backwards: see ``templates``."""'
+    return kernel_text("sweep", arguments, ["MAP", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
 
 
 def _zero(program: TileProgram, tile: Tile) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..launch import kinds, launch, next_power_of_2
 from . import wide
+from .bound import BoundKernels, Notes
+from .outputs import Outputs
+from .tile_program import TileProgram
 from .tiles import padded
-
-if TYPE_CHECKING:
-    from .back import Outputs
-    from .run import Notes, Run
 
 #: Rows whose notes one program writes.
 _LANES = 32
@@ -48,11 +46,12 @@ class _How:
 
     Attributes:
         rough: the precision of products that later passes mend
-        fine: that of those which nobody looks at again
+        fine: that of cotangents, whose first pass is to be the last that is corrected
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: BoundKernels):
         program = run.program
+        assert isinstance(program, TileProgram)
         self.width, self.blocks, self.lead = program.width, program.blocks, program.lead
         self.padded = max(16, next_power_of_2(self.width))
         self.rough, self.fine = "tf32", "tf32x3"
@@ -65,7 +64,7 @@ class _How:
 
 
 def roll(
-    run: Run, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
+    run: BoundKernels, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
     product: bool, whole: bool,
 ) -> None:  # fmt: skip
     """``memory``: starts, ends, products, sizes, corrections, unsettled, and the worst of every row."""
@@ -82,7 +81,7 @@ def roll(
 
 
 def join(
-    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+    run: BoundKernels, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
 ) -> None:
     """``memory``: starts, ends, sizes, products, maps, terms, largest, worst."""
     starts, ends, sizes, products, maps, terms, largest, worst = memory
@@ -93,7 +92,7 @@ def join(
     shape = (how.width, how.padded)
     integers = (chunks * rows * how.width**2 >= 2**31,)
     launch(
-        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (False, *shape, how.blocks, how.lead, how.rough, _STAGES),
+        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (*shape, how.blocks, how.lead, how.fine if tolerance[-1] else how.rough, _STAGES),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
@@ -101,48 +100,26 @@ def join(
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
-        wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit),
+        wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit, tolerance[-1]),
         (_LANES,), warps=1,
     )  # fmt: skip
 
 
-def backward_sizes(width: int, rows: int, chunks: int) -> list[int]:
-    """Adjoints, products, maps of groups and their terms."""
-    groups = groups_of(chunks)
-    sizes = [chunks * rows * width, chunks * rows * width**2, groups * rows * width**2, groups * rows * width]
-    return [-(-size // 4) * 4 for size in sizes]
-
-
 def sweep(
-    run: Run, states: Tensor, given: Tensor, workspace: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
-    memory: list[Tensor], chunk: int, chunks: int, as_map: bool,
+    run: BoundKernels, states: Tensor, given: Tensor, of_chunks: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
+    memory: list[Tensor], cut: tuple[int, int, int, int], as_map: bool, whole: bool,
 ) -> None:  # fmt: skip
+    """``cut``: steps of a chunk, chunks, passes before this one, and all of them."""
     how = _How(run)
-    adjoints, products = workspace[:2]
     into = outputs.pointers(run, memory)
-    sizes = (run.initial.numel(), run.rows, run.length, chunk, chunks)
+    sizes = (run.initial.numel(), run.rows, run.length, *cut)
     arguments = (
-        run.initial, run.kernels.numbers(run.device), states, given, adjoints, products, of_initial,
+        run.initial, run.kernels.numbers(run.device), states, given, *of_chunks, of_initial,
         *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
     )  # fmt: skip
     blocks = how.blocks if as_map else 1
+    programs = (1 if whole else cut[1]) * run.rows * blocks
     launch(
-        run.kernels.sweep, chunks * run.rows * blocks, arguments, (as_map, how.even, blocks, how.lead, how.fine, how.stages),
+        run.kernels.sweep, programs, arguments, (as_map, whole, how.even, blocks, how.lead, how.fine, how.stages),
         warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
     )  # fmt: skip
-
-
-def chain(run: Run, given: Tensor, workspace: tuple[Tensor, ...], chunks: int) -> None:
-    adjoints, products, maps, terms = workspace
-    how, rows = _How(run), run.rows
-    groups = groups_of(chunks)
-    each = -(-chunks // groups)
-    shape = (how.width, how.padded)
-    integers = (given.dtype, chunks * rows * how.width**2 >= 2**31)
-    arguments = (adjoints, adjoints, products, adjoints, maps, terms, terms, adjoints, rows, chunks, each, 0)
-    launch(
-        wide.gather, groups * rows * how.blocks, arguments, (True, *shape, how.blocks, how.lead, how.fine, _STAGES),
-        warps=how.join_warps, integers=integers,
-    )  # fmt: skip
-    arguments = (products, adjoints, given, maps, terms, rows, chunks, each, run.initial.numel(), run.length)
-    launch(wide.chain, groups * rows, arguments, (*shape, _STAGES), warps=how.join_warps, integers=integers)

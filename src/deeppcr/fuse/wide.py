@@ -1,4 +1,4 @@
-"""Triton kernels that join chunks of wide states and chain their maps, whatever the step: what ``joints`` does for lanes.
+"""Triton kernels that join chunks of wide states, whatever the step: what ``joints`` does for lanes.
 
 Shapes: N chunks in G groups, B rows, D the width. ``products`` [N, B, D, D] of the chunks and ``maps`` [G, B, D, D] of the groups have a
 tangent a row: what a correction ``d`` [D] before a chunk makes of the one behind it is ``d @ product``. A program has one group of one
@@ -17,48 +17,36 @@ import triton.language as tl
 from .support import FAR, finite_or_zero, in_units, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
-_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "given_step", "steps"]
+_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear"]
 _EPS = tl.constexpr(2.0**-23)
-
-
-@triton.jit
-def chunk_at(group, q, group_chunks, chunks, BACK: tl.constexpr):
-    """Of a group the chunk that comes so late; BACK: counted from the end."""
-    at = group * group_chunks + q
-    return chunks - 1 - at if BACK else at
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gather(
     starts, ends, products, sizes, maps, terms, largest, found, rows, chunks, group_chunks, passes,
-    BACK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every group as one map, with its term and the size of its states; BACK: of cotangents, whose terms stand in ``ends``."""
+    """Every group as one map, with its term and the size of its states."""
     block, pair = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     group, row = (pair // rows).to(tl.int64), (pair % rows).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     square = inside[:, None] & inside[None, :]
-    done = False
-    if not BACK:
-        done = settled(found, passes, row, rows, row >= 0)
-    if not done:
+    if not settled(found, passes, row, rows, row >= 0):
         which = block * LEAD + tl.arange(0, LEAD)
         product = tl.where(which[:, None] == i[None, :], 1.0, 0.0)
         term = tl.zeros((PADDED,), tl.float32)
         size = tl.zeros((PADDED,), tl.float32)
-        # Behind the last chunk nobody asks for a correction, nor before the first for a cotangent.
+        # Behind the last chunk nobody asks for a correction.
         last = tl.minimum(group_chunks, chunks - 1 - group * group_chunks).to(tl.int32)
         for q in tl.range(0, last, num_stages=STAGES):
-            n = chunk_at(group, q, group_chunks, chunks, BACK)
-            at = n * rows + row
+            at = (group * group_chunks + q) * rows + row
             p = tl.load(products + at * (WIDTH * WIDTH) + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0)
-            more = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
-            if not BACK:
-                more -= tl.load(starts + (at + rows) * WIDTH + i, mask=inside, other=0.0)
-                size = tl.maximum(size, tl.load(sizes + at * WIDTH + i, mask=inside, other=0.0))
-            term = tl.sum(term[:, None] * p, 0) + more
+            end = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
+            after = tl.load(starts + (at + rows) * WIDTH + i, mask=inside, other=0.0)
+            size = tl.maximum(size, tl.load(sizes + at * WIDTH + i, mask=inside, other=0.0))
+            term = tl.sum(term[:, None] * p, 0) + (end - after)
             product = tl.dot(product, p, input_precision=PRECISION)
         out = group * rows + row
         tl.store(
@@ -68,8 +56,7 @@ def gather(
         )
         if block == 0:
             tl.store(terms + out * WIDTH + i, term, mask=inside)
-            if not BACK:
-                tl.store(largest + out * WIDTH + i, size, mask=inside)
+            tl.store(largest + out * WIDTH + i, size, mask=inside)
 
 
 @triton.jit
@@ -80,7 +67,7 @@ def beyond(values):
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local,
+    starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local, linear,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, ``worst`` [3, B].
@@ -123,7 +110,7 @@ def spread(
             miss = before - start
             y = before + (d - miss)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
-            far = tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0
+            far = (tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0) & (linear == 0)
             change = tl.maximum(in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end))
             off = tl.maximum(off, tl.where(joined, change, 0.0))
             missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
@@ -144,7 +131,7 @@ def spread(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, LANES: tl.constexpr):
+def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, linear, LANES: tl.constexpr):
     """What was found of every row."""
     r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = r < rows
@@ -152,29 +139,4 @@ def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, LAN
     largest = tl.load(worst + r, mask=alive, other=0.0)
     missed = tl.load(worst + rows + r, mask=alive, other=0.0)
     rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
-    note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def chain(
-    products, adjoints, given, maps, terms, rows, chunks, group_chunks, given_step, steps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """From the maps' terms in ``adjoints`` to the cotangents behind every chunk of a group, in their place."""
-    group, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
-    tile = i[:, None] * WIDTH + i[None, :]
-    d = tl.load(given + (row * 0 + steps - 1) * given_step + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    for earlier in tl.range(0, group.to(tl.int32), num_stages=STAGES):
-        at = earlier * rows + row
-        p = tl.load(maps + at * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
-        d = tl.sum(d[:, None] * p, 0) + tl.load(terms + at * WIDTH + i, mask=inside, other=0.0)
-    count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
-    for q in tl.range(0, count, num_stages=STAGES):
-        at = chunk_at(group, q, group_chunks, chunks, True) * rows + row
-        p = tl.load(products + at * (WIDTH * WIDTH) + tile, mask=square, other=0.0)
-        term = tl.load(adjoints + at * WIDTH + i, mask=inside, other=0.0)
-        tl.store(adjoints + at * WIDTH + i, d, mask=inside)
-        d = tl.sum(d[:, None] * p, 0) + term
+    note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)

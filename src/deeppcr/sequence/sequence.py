@@ -86,7 +86,7 @@ class Sequence:
         self.initial = self.layout.pack(z0)
         self.xs = xs
         several = isinstance(step, (list, tuple, nn.ModuleList))
-        self.length = _find_length(step if several else None, xs, length)
+        self.length = find_length(step if several else None, xs, length)
         inner = step.step if isinstance(step, Rowwise) else step
         self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
@@ -342,7 +342,8 @@ def _as_slice(steps: range) -> slice:
     return slice(steps.start, steps.stop, steps.step)
 
 
-def _find_length(steps: Any, xs: Any, length: int | None) -> int:
+def find_length(steps: Any, xs: Any, length: int | None) -> int:
+    """L, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
     found: list[tuple[str, int]] = []
     if length is not None:
         try:

@@ -1,0 +1,147 @@
+"""The kernels of a step with what they read in one solve, and where they note how it went.
+
+Shapes: L steps, B rows of D numbers, R lanes of K numbers (R * K = B * D).
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import aligned, repeat
+from .compiled import Kernels
+
+#: Lanes of a program: of elementwise steps, of narrow ones.
+_LANES = {True: 128, False: 32}
+#: What a lane reads is on its way so many steps before: of few numbers, and of many.
+_STAGES, _FEW_STAGES, _MANY = 8, 4, 3
+#: Of a step so many ways are remembered in which what it reads may lie.
+_MOST_SHAPES = 64
+
+
+class Notes:
+    """What the kernels write of R lanes in so many passes, in one piece of memory.
+
+    Attributes:
+        corrections: [passes, R], in units of the tolerance
+        residual: [R], the largest miss at the last pass of a lane
+        taken: [R], passes of a lane; negative where rounding is all that is left
+        unsettled: [passes + 1], lanes that were not settled after each; and at last those that are as exact as rounding lets them
+    """
+
+    def __init__(self, limit: int, rows: int, device: torch.device):
+        self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
+        self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+        self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
+
+    def on_host(self) -> Notes:
+        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
+        found = copy(self)
+        found.memory = self.memory.cpu()
+        return found
+
+    @property
+    def corrections(self) -> Tensor:
+        return self.memory[: self._limit * self._rows].view(self._limit, self._rows)
+
+    @property
+    def residual(self) -> Tensor:
+        return self.memory[self._places[0] :][: self._rows]
+
+    @property
+    def taken(self) -> Tensor:
+        return self.memory[self._places[1] :][: self._rows].view(torch.int32)
+
+    @property
+    def unsettled(self) -> Tensor:
+        return self.memory[self._places[2] :].view(torch.int32)
+
+
+class Shape:
+    """What runs on tensors that lie alike have in common.
+
+    Attributes:
+        rows: R
+        strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
+        kinds: what the kernels are compiled for beside their constants
+        outputs: where a backward pass writes; None before the first
+    """
+
+    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
+        program = kernels.program
+        self.length, self.rows = length, initial.numel() // program.width
+        self.tiled = program.parts.tiled
+        self.block = _LANES[program.elementwise]
+        self.warps = max(1, self.block // 32)
+        moving = sum(read.value.level for read in program.reads)
+        self.stages = _STAGES if moving < _MANY else _FEW_STAGES
+        strides: list[int] = []
+        for leaf in program.leaves:
+            base = bases[leaf.base]
+            step = base.stride(0) if leaf.per_step else 0
+            row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
+            strides += (step, row, leaf.spacing, leaf.offset)
+        self.strides = tuple(strides)
+        self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.outputs: Any = None
+
+    @staticmethod
+    def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
+        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0) for base in bases])
+        found = kernels.shapes.get(key)
+        if found is None:
+            if len(kernels.shapes) >= _MOST_SHAPES:
+                kernels.shapes.clear()
+            found = kernels.shapes[key] = Shape(kernels, initial, bases, length)
+        return found
+
+
+class BoundKernels:
+    """The kernels of a step, and what they read.
+
+    Args:
+        initial: [B, D]
+        bases: what the kernels read from, [L, rows, ...] each, without L or rows where they are the same for all
+    """
+
+    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
+        program = kernels.program
+        self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
+        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
+        # Kernels read memory as it is: what is stored as its negative is copied.
+        self.initial = aligned(initial.detach().resolve_neg().contiguous())
+        self.bases = [
+            _side_by_side(tensor.detach().resolve_neg(), base.per_step + base.per_row)
+            for tensor, base in zip(bases, program.parts.bases, strict=True)
+        ]
+        self.shape = Shape.of(kernels, self.initial, self.bases, length)
+        self.rows, self.strides = self.shape.rows, self.shape.strides
+        self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
+        self.pointers = tuple([self.bases[leaf.base] for leaf in program.leaves])
+
+    def kinds(self, *sizes: int) -> tuple:
+        """What the kernels are compiled for beside their constants."""
+        return (*self.shape.kinds, any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
+
+    def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
+        """Make launches, by those of an earlier run that was alike where there was one."""
+        tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
+        repeat((self.shape, *key), tensors, make)
+
+
+def _side_by_side(tensor: Tensor, lead: int) -> Tensor:
+    """A tensor, or a copy of it, in which the numbers behind its first dimensions lie side by side."""
+    expected = 1
+    for dim in range(tensor.ndim - 1, lead - 1, -1):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
+            return tensor.contiguous()
+        expected *= tensor.shape[dim]
+    return tensor
+
+
+def aligned_size(size: int) -> int:
+    """So much memory that what comes after it begins at a multiple of 16 bytes, as kernels are compiled for."""
+    return -(-size // 4) * 4
