@@ -150,17 +150,14 @@ def compile_tiles(name: str) -> None:
     layout = Layout.of(z0, None)
     kernels = Kernels(program_of(one_row(step, layout, x), layout))
     program = kernels.program
-    width, padded = program.width, max(16, triton.next_power_of_2(program.width))
-    joined = {"WIDTH": width, "PADDED": padded, "STAGES": 3}
-    tiles = {"EVEN": width % 4 == 0, "BLOCKS": program.blocks, "LEAD": program.lead, "STAGES": 2}
-    products = {"BLOCKS": program.blocks, "LEAD": program.lead, "PRECISION": "tf32"}
+    known = {"WIDTH": program.width, "PADDED": max(16, triton.next_power_of_2(program.width)), "EVEN": program.width % 4 == 0,
+             "BLOCKS": program.blocks, "LEAD": program.lead, "STAGES": 2, "LANES": 32}  # fmt: skip
     asked = [
-        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "PRECISION": "tf32", **tiles}) for product, whole in ((True, False), (False, True))),
-        *((kernels.sweep, {"MAP": as_map, "PRECISION": "tf32x3", **tiles}) for as_map in (True, False)),
-        *((joining.gather, {"BACK": back, **joined, **products}) for back in (True, False)),
-        (joining.spread, joined),
-        (joining.chain, joined),
-        (joining.note_rows, {"LANES": 32}),
+        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "PRECISION": "tf32"}) for product, whole in ((True, False), (False, True))),
+        (joining.gather, {"PRECISION": "tf32"}),
+        (joining.spread, {}),
+        (joining.note_rows, {}),
+        *((kernels.sweep, {"MAP": as_map, "WHOLE": whole, "PRECISION": "tf32x3"}) for as_map, whole in ((True, False), (False, False), (False, True))),
     ]  # fmt: skip
     pointed = {"initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "maps", "terms", "largest", "worst", "given",
                "adjoints", "of_initial"}  # fmt: skip
@@ -170,7 +167,8 @@ def compile_tiles(name: str) -> None:
             return "*fp32"
         return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol") else "i32")
 
-    for kernel, constants in asked[:: 4 if some else 1]:
+    for kernel, constants in asked[:: 3 if some else 1]:
+        constants |= {name: value for name, value in known.items() if name in kernel.arg_names}
         signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}
         compile_for_hopper(kernel, signature, constants)
 

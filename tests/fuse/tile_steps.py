@@ -3,6 +3,8 @@
 Shapes: L steps, B rows.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -165,9 +167,7 @@ def ring(draw):
 def triangle(draw):
     def step(z):
         parts = z.unbind(-1)
-        return torch.stack(
-            [0.9 * parts[0], *(0.5 * b + 0.3 * torch.sin(a) for a, b in zip(parts, parts[1:], strict=False))], -1
-        )
+        return torch.stack([0.9 * parts[0], *(0.5 * b + 0.3 * torch.sin(a) for a, b in itertools.pairwise(parts))], -1)
 
     return step, draw.z0(9), None
 
