@@ -53,7 +53,11 @@ def run_on_tiles(graph, plain, tangents=(), *, padding=0.0):
         tensors, [LEAD, ...] where they are of tangents
     """
     code = Code()
-    tiles, names, inputs = Tiles(code, LEAD), {**FUNCTIONS, "tl": TileLanguage, "REAL": np.float64, "LEAD": LEAD, "PRECISION": "ieee"}, []
+    tiles, names, inputs = (
+        Tiles(code, LEAD),
+        {**FUNCTIONS, "tl": TileLanguage, "REAL": np.float64, "LEAD": LEAD, "PRECISION": "ieee"},
+        [],
+    )
     for at, (tensor, lead) in enumerate([*((each, False) for each in plain), *((each, True) for each in tangents)]):
         kind = "real" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
         shape = tuple(tensor.shape[lead:])
@@ -100,7 +104,11 @@ def _inside(tile):
 
 
 def _padded(tensor, tile, padding):
-    array = np.full(_sizes(tile), padding, dtype=np.float64) if tensor.is_floating_point() else np.zeros(_sizes(tile), tensor.numpy().dtype)
+    array = (
+        np.full(_sizes(tile), padding, dtype=np.float64)
+        if tensor.is_floating_point()
+        else np.zeros(_sizes(tile), tensor.numpy().dtype)
+    )
     array[_inside(tile)] = tensor.numpy().reshape(array[_inside(tile)].shape)
     return array
 
@@ -126,8 +134,14 @@ def derivatives(function, *given):
     values = trace(function, *given)
     outputs = [torch.zeros_like(each) for each in _as_list(values(*given))]
     count = len(given)
-    push = trace(lambda *both: torch.func.jvp(lambda *z: _as_list(values(*z)), both[:count], both[count:])[1], *given, *given)
-    pull = trace(lambda *both: torch.func.vjp(lambda *z: _as_list(values(*z)), *both[:count])[1](list(both[count:])), *given, *outputs)
+    push = trace(
+        lambda *both: torch.func.jvp(lambda *z: _as_list(values(*z)), both[:count], both[count:])[1], *given, *given
+    )
+    pull = trace(
+        lambda *both: torch.func.vjp(lambda *z: _as_list(values(*z)), *both[:count])[1](list(both[count:])),
+        *given,
+        *outputs,
+    )
     return values, push, pull
 
 
@@ -137,4 +151,8 @@ def _as_list(found):
 
 def names_in(graph):
     """Of a graph's operations."""
-    return {tile_rules.name_of(node.target).split(".")[-1] for node in graph.graph.nodes if node.op == "call_function" and node.target is not operator.getitem}
+    return {
+        tile_rules.name_of(node.target).split(".")[-1]
+        for node in graph.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    }

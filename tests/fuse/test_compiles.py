@@ -18,6 +18,8 @@ from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
 from fuse.cases import BINARY, NO_TANGENT, UNARY
 from fuse.emitted import Emitted, pulled_back, pushed_forward, trace
+from fuse.tile_steps import STEPS as STEPS_ON_TILES
+from fuse.tile_steps import Draw, gru
 from kernel_support import thorough
 
 triton = pytest.importorskip("triton")
@@ -47,7 +49,21 @@ def wide():
     return lambda z, x: z - 0.1 * (torch.tanh(z) @ weights) + x, torch.zeros(2, 5), torch.zeros(2, 5)
 
 
+def dense(width):
+    def make():
+        step, z0, xs = gru(width)(Draw(torch.float32, torch.device("cpu"), length=1))
+        return step, z0, xs[0]
+
+    return make
+
+
+def filtered():
+    step, z0, xs = STEPS_ON_TILES["Kalman"](Draw(torch.float32, torch.device("cpu"), length=1))
+    return step, z0, xs[0]
+
+
 STEPS = {"elementwise": elementwise, "narrow": narrow, "wide": wide}
+ON_TILES = {"dense12": dense(12), "dense16": dense(16), "dense40": dense(40), "filtered": filtered}
 #: Arguments that point to something else than the numbers of the kernel.
 POINTERS = {"unsettled": "*i32", "taken": "*i32", "found": "*fp32", "residual": "*fp32"}
 
@@ -125,11 +141,49 @@ def compile_step(name: str) -> None:
         compile_for_hopper(kernel, signature, constants)
 
 
+def compile_tiles(name: str) -> None:
+    """Compile every kernel of a step on tiles, and those that join its chunks; "step:some" a few of them."""
+    from deeppcr.fuse import wide as joining
+
+    name, _, some = name.partition(":")
+    step, z0, x = ON_TILES[name]()
+    layout = Layout.of(z0, None)
+    kernels = Kernels(program_of(one_row(step, layout, x), layout))
+    program = kernels.program
+    known = {"WIDTH": program.width, "PADDED": max(16, triton.next_power_of_2(program.width)), "EVEN": program.width % 4 == 0,
+             "BLOCKS": program.blocks, "LEAD": program.lead, "STAGES": 2, "LANES": 32}  # fmt: skip
+    asked = [
+        *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "PRECISION": "tf32"}) for product, whole in ((True, False), (False, True))),
+        (joining.gather, {"PRECISION": "tf32"}),
+        (joining.spread, {}),
+        (joining.note_rows, {}),
+        *((kernels.sweep, {"MAP": as_map, "WHOLE": whole, "PRECISION": "tf32x3"}) for as_map, whole in ((True, False), (False, False), (False, True))),
+    ]  # fmt: skip
+    pointed = {"initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "maps", "terms", "largest", "worst", "given",
+               "adjoints", "of_initial"}  # fmt: skip
+
+    def kind_of(argument: str) -> str:
+        if argument in pointed or (argument[0] in "pg" and argument[1:].isdigit()):
+            return "*fp32"
+        return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol") else "i32")
+
+    for kernel, constants in asked[:: 3 if some else 1]:
+        constants |= {name: value for name, value in known.items() if name in kernel.arg_names}
+        signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}
+        compile_for_hopper(kernel, signature, constants)
+
+
 #: Functions of two arguments, one of them a number.
 OF_NUMBERS = "atan2_of_numbers,fmod,hypot_of_number,pow_7,pow_odd,pow_of_number,remainder"
 
 
-@pytest.mark.parametrize("what", [f"elementwise {OF_NUMBERS}", *thorough("narrow", "wide", "all")])
+@pytest.mark.parametrize(
+    "what",
+    [
+        f"elementwise {OF_NUMBERS} dense12:some",
+        *thorough("dense12", "narrow", "wide", "all", "dense16", "dense40", "filtered"),
+    ],
+)
 def test_every_kernel_compiles(what):
     # In a process of its own: in this one Triton interprets.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -146,4 +200,6 @@ def test_every_kernel_compiles(what):
 
 if __name__ == "__main__":
     for what in sys.argv[1:]:
-        (compile_step if what in STEPS else compile_operations)(what)
+        (compile_step if what in STEPS else compile_tiles if what.split(":")[0] in ON_TILES else compile_operations)(
+            what
+        )

@@ -52,7 +52,9 @@ def test_gates_are_products_with_slices_of_weights():
 
 
 def test_addmm_and_turned_weights():
-    row = check(lambda h, w, b: torch.nn.functional.linear(h, w, b)[:, 2:5].tanh(), normal(1, 4), normal(6, 4), normal(6))
+    row = check(
+        lambda h, w, b: torch.nn.functional.linear(h, w, b)[:, 2:5].tanh(), normal(1, 4), normal(6, 4), normal(6)
+    )
     sliced = {node.args[0].target for node in row.graph.graph.nodes if node.target == aten.slice.Tensor}
     assert sliced.isdisjoint({aten.addmm.default, aten.tanh.default})
 
@@ -93,7 +95,11 @@ def test_slices_of_all_kinds(function):
 def programs(draw):
     """A few operations, each of results of those before it: as (name, places of its arguments, numbers)."""
     return [
-        (draw(st.sampled_from(sorted(OPERATIONS))), draw(st.tuples(*[st.integers(0, 9)] * 2)), draw(st.tuples(*[st.integers(0, 9)] * 3)))
+        (
+            draw(st.sampled_from(sorted(OPERATIONS))),
+            draw(st.tuples(*[st.integers(0, 9)] * 2)),
+            draw(st.tuples(*[st.integers(0, 9)] * 3)),
+        )
         for _ in range(draw(st.integers(2, 8)))
     ]
 

@@ -3,6 +3,8 @@
 Shapes: L steps, B rows.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -155,13 +157,17 @@ def leapfrog(draw):
 
 def ring(draw):
     """Neighbours on a ring, in both directions."""
-    return lambda z, x: 0.4 * z.roll(1, -1) + 0.3 * torch.sin(z.roll(-2, -1)) + 0.1 * z.flip(-1) + x, draw.z0(10), draw.xs(10)
+    return (
+        lambda z, x: 0.4 * z.roll(1, -1) + 0.3 * torch.sin(z.roll(-2, -1)) + 0.1 * z.flip(-1) + x,
+        draw.z0(10),
+        draw.xs(10),
+    )
 
 
 def triangle(draw):
     def step(z):
         parts = z.unbind(-1)
-        return torch.stack([0.9 * parts[0], *(0.5 * b + 0.3 * torch.sin(a) for a, b in zip(parts, parts[1:], strict=False))], -1)
+        return torch.stack([0.9 * parts[0], *(0.5 * b + 0.3 * torch.sin(a) for a, b in itertools.pairwise(parts))], -1)
 
     return step, draw.z0(9), None
 
@@ -203,8 +209,14 @@ def reset(draw):
 
     def step(h, x):
         flag, count, shared = x
-        picked = h[..., [9, 7, 5, 3, 1]].sum(-1, keepdim=True) * torch.tensor([0.1, 0.0, -0.1, 0.2, 0.0] * 2, device=h.device)
-        return torch.where(flag, torch.zeros_like(h), torch.tanh(h @ weight + of_row + 0.1 * count)) + shared + 0.1 * picked
+        picked = h[..., [9, 7, 5, 3, 1]].sum(-1, keepdim=True) * torch.tensor(
+            [0.1, 0.0, -0.1, 0.2, 0.0] * 2, device=h.device
+        )
+        return (
+            torch.where(flag, torch.zeros_like(h), torch.tanh(h @ weight + of_row + 0.1 * count))
+            + shared
+            + 0.1 * picked
+        )
 
     return step, draw.z0(10), (flags.to(draw.device), counts.to(draw.device), draw.normal(draw.length, 10))
 

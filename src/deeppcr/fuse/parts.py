@@ -146,8 +146,10 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
         if elementwise:
             return is_pointwise(node) or _is_number(node)
         if tiled:
-            return node in indices or _is_constant(node, row.graph) or (
-                node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES)
+            return (
+                node in indices
+                or _is_constant(node, row.graph)
+                or (node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES))
             )
         return all(_is_few(each) for each in _ancestors(node))
 

@@ -242,7 +242,10 @@ class Tiles:
         if name == "where" and not tangents[0]:
             if not all(has_lead(each) or self._is_zero(each) for each in args[1:]):
                 return None
-            parts = [self._chosen(self.tile(args[0]), each, shape, yes) for each, yes in zip(args[1:], (True, False), strict=True)]
+            parts = [
+                self._chosen(self.tile(args[0]), each, shape, yes)
+                for each, yes in zip(args[1:], (True, False), strict=True)
+            ]
             return self._summed(parts, [1.0, 1.0], shape)
         return None
 
@@ -433,7 +436,9 @@ class Tiles:
         target = Tile(value, shape, any(each.lead for each in operands))
         varying = [each for each in operands if isinstance(each.value, Value)]
         have = {axis + len(shape) - len(each.shape) for each in varying for axis in each.axes}
-        if not isinstance(value, Value) or (have >= set(target.axes) and target.lead == any(each.lead for each in varying)):
+        if not isinstance(value, Value) or (
+            have >= set(target.axes) and target.lead == any(each.lead for each in varying)
+        ):
             return target
         return replace(target, value=self._stretched(value, target))
 
