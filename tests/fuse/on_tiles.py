@@ -18,10 +18,21 @@ from fuse.emitted import NumPyLanguage
 LEAD = 3
 
 
+class Integers(np.ndarray):
+    """Which are divided as a GPU divides them: towards zero."""
+
+    def __floordiv__(self, other):
+        return np.trunc(np.divide(self, other)).astype(self.dtype)
+
+    def __mod__(self, other):
+        return np.fmod(self, other)
+
+
 class TileLanguage(NumPyLanguage):
     """What lines on tiles use of ``triton.language``."""
 
-    arange, reshape = staticmethod(np.arange), staticmethod(np.reshape)
+    arange = staticmethod(lambda start, end: np.arange(start, end).view(Integers))
+    reshape = staticmethod(np.reshape)
     maximum, minimum = staticmethod(np.maximum), staticmethod(np.minimum)
     sum, max, min = staticmethod(np.sum), staticmethod(np.max), staticmethod(np.min)
     permute, broadcast_to = staticmethod(np.transpose), staticmethod(np.broadcast_to)

@@ -77,6 +77,7 @@ def test_what_is_sliced_as_it_was_joined_is_not_joined():
         lambda z: z[:, 1:][:, 1:] * z[:, :-2] + (z * z[:, :1])[:, 2:],  # one of them is broadcast
         lambda z: torch.cat([z, z], -1)[:, 2:6],  # a slice across
         lambda z: torch.cat([z, z], 0)[1:, 1:],
+        lambda z: aten.slice.Tensor(torch.cat([z, z], 0), 1, 0, WIDTH),  # all of it, across
         lambda z: (z * 2)[:, ::2],  # in steps, which stay
         lambda z: (z + 1)[:, -3:-1],
         lambda z: (z.mT @ z)[1:, :2].mT,

@@ -95,7 +95,7 @@ CASES = {
 #: looked at in ``make test`` already: what was wrong once, and one of a kind
 QUICK = {
     "addmm", "amax", "amin", "attention", "bmm with ones", "bool picked", "cat of made zeros", "constant_pad_nd", "expand a number", "flip",
-    "gated", "index", "index_put", "layer_norm", "mm", "mm of a number with ones", "mm of zeros", "mm on units, from the left", "norm",
+    "gated", "index", "index_put", "layer_norm", "mm", "mm of a number with ones", "mm of zeros", "mm on units, from the left", "mm on units, of matrices", "norm",
     "pattern", "repeated by ones", "roll", "slice in steps", "slice_scatter", "var of all", "where, what is not chosen has no derivative",
 }  # fmt: skip
 
