@@ -37,7 +37,7 @@ class Method:
         kernels: whether it runs kernels of this library, worth compiling in advance
         optional: a baseline, or a use, that may be impossible here: no failure then
         scale: what its seconds are multiplied by, where it runs but a part of a long loop
-        warm_up: so often it is called after the check, before it is timed
+        warm_up: so often it is called before it is checked, and timed
     """
 
     run: Callable[[], Any]
