@@ -23,6 +23,7 @@ from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
+from .sequence.stack import as_one_step
 from .sequence.words import in_words
 from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
 from .tolerance import Tolerance, measure
@@ -53,9 +54,13 @@ class Call:
 
     def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
         self.every = every
+        self.states, self.spec = _flattened(z0)
+        first = self.states[0] if self.states else None
+        several = isinstance(step, (list, tuple, nn.ModuleList)) and length is None
+        if several and isinstance(first, Tensor) and has_kernels(first.device):
+            step, xs = as_one_step(step, xs) or (step, xs)
         self.step = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
-        self.states, self.spec = _flattened(z0)
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         self.length = length if not self.inputs else self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
@@ -90,7 +95,7 @@ class Call:
             return "kernels need a CUDA device, Triton and NumPy"
         several = isinstance(step, (list, tuple, nn.ModuleList))
         if several or isinstance(self.step, WithHistory) or not callable(self.step):
-            return "a list of steps, or one that looks further back, is not covered"
+            return "a list of steps that are not alike, or one that looks further back, is not covered"
         if type(self.length) is not int or self.length < 1 or self.given_length not in (None, self.length):
             return "its length is not known"
         device = first.device

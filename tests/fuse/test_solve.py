@@ -603,3 +603,36 @@ def test_where_newton_gives_up_a_kernel_finishes_long_loops(device, monkeypatch)
     assert "the rest was computed one step after the other by a kernel" in found.plan.notes
     previous = torch.cat([z0.unsqueeze(0), found.states[:-1]])
     assert error(found.states[:, :1], step(previous)[:, :1]) < 1e-14
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, z, x=0.0):
+        return torch.tanh(self.inner(z)) + 0.5 * z + x
+
+
+@pytest.mark.parametrize(("width", "has_inputs"), [(9, False), *thorough((3, False), (9, True), (3, True))])
+def test_modules_that_are_alike_are_one_step(width, has_inputs, device):
+    layers, z0 = nn.ModuleList([Layer(width) for _ in range(7)]).to(device), torch.randn(2, width, device=device)
+    xs = torch.randn(7, 2, width, device=device) if has_inputs else None
+    for _ in range(2):
+        found = deeppcr.solve(layers, z0, xs, solver=Newton(chunk=3))
+        states, z = [], z0
+        for index, layer in enumerate(layers):
+            z = layer(z) if xs is None else layer(z, xs[index])
+            states.append(z)
+        right = torch.stack(states)
+        assert error(found.states, right) < 1e-5
+    assert by_kernels(found)
+    weights, seed = list(layers.parameters()), torch.randn_like(right)
+    pairs = (torch.autograd.grad(each, weights, seed, retain_graph=True) for each in (found.states, right))
+    for one, other in zip(*pairs, strict=True):
+        assert error(one, other) < 1e-4
+    with torch.no_grad():
+        layers[2].inner.weight.mul_(0.5)
+    changed = deeppcr.solve(layers, z0, xs, solver=Newton(chunk=3))
+    assert by_kernels(changed)
+    assert error(changed.states[2], layers[2](right[1]) if xs is None else layers[2](right[1], xs[2])) < 1e-5

@@ -54,31 +54,56 @@ def group_callables(
     return groups, said + (f", {alone} called one by one" if alone else "")
 
 
-def _stack(modules: list[Any], first: int, inputs: Any, layout: Layout) -> StepGroup:
-    names = [name for name, _ in [*modules[0].named_parameters(), *modules[0].named_buffers()]]
-    tensors = [dict([*m.named_parameters(), *m.named_buffers()]) for m in modules]
-    stacked = {name: torch.stack([each[name] for each in tensors]) for name in names}
-    # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
-    # given, and two threads that solve with one model must not do that to each other.
-    shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
-    template, count = copy.deepcopy(modules[0], shared), len(modules)
+class Stacked:
+    """Modules of equal structure as one step: ``step(z, state)``, or ``step(z, (state, x))``, with parameters and buffers of one of them.
 
-    def call(state: dict[str, Tensor], *arguments: Any) -> Any:
+    Args:
+        modules: that are alike
+        first: the number of the first among all steps
+        has_inputs: each is ``f(z, x)``
+    """
+
+    def __init__(self, modules: Sequence[Any], first: int, has_inputs: bool):
+        # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
+        # given, and two threads that solve with one model must not do that to each other.
+        shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
+        self.template, self._has_inputs = copy.deepcopy(modules[0], shared), has_inputs
+        self._first, self._count = first, len(modules)
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        state, arguments = (x[0], (z, x[1])) if self._has_inputs else (x, (z,))
         try:
-            return functional_call(template, state, arguments)
+            return functional_call(self.template, state, arguments)
         except KeyError as error:
             # A copy is not found where the modules themselves are; any other key is the step's own mistake.
             key = error.args[0]() if error.args and isinstance(error.args[0], ref) else next(iter(error.args), None)
-            if not any(key is part or key == id(part) for part in template.modules()):
+            if not any(key is part or key == id(part) for part in self.template.modules()):
                 raise
             raise StepError(
-                f"step: number {first}, {type(template).__name__}, looks itself up in a table, where a copy that stands for "
-                f"{count} equal modules is not: keep what it looks for in the module, or use solver=Loop()"
+                f"step: number {self._first}, {type(self.template).__name__}, looks itself up in a table, where a copy that stands for "
+                f"{self._count} equal modules is not: keep what it looks for in the module, or use solver=Loop()"
             ) from error
 
-    if inputs is None:
-        return StepGroup(lambda z, state: call(state, z), stacked, layout, module=template)
-    return StepGroup(lambda z, x: call(x[0], z, x[1]), (stacked, inputs), layout, module=template)
+
+def stacked_state(modules: Sequence[Any]) -> dict[str, Tensor]:
+    """Parameters and buffers [L, ...] of modules of equal structure."""
+    names = [name for name, _ in [*modules[0].named_parameters(), *modules[0].named_buffers()]]
+    tensors = [dict([*m.named_parameters(), *m.named_buffers()]) for m in modules]
+    return {name: torch.stack([each[name] for each in tensors]) for name in names}
+
+
+def as_one_step(callables: Sequence[Any], xs: Any) -> tuple[Stacked, Any] | None:
+    """A list of modules that are all alike as one step, and what that sees of each; None where they are not, or are one."""
+    modules = list(callables)
+    if len(modules) < 2 or not all(_same_structure(modules[0], each) for each in modules):
+        return None
+    state = stacked_state(modules)
+    return Stacked(modules, 0, xs is not None), state if xs is None else (state, xs)
+
+
+def _stack(modules: list[Any], first: int, inputs: Any, layout: Layout) -> StepGroup:
+    step, state = Stacked(modules, first, inputs is not None), stacked_state(modules)
+    return StepGroup(step, state if inputs is None else (state, inputs), layout, module=step.template)
 
 
 def _same_structure(a: Any, b: Any) -> bool:
