@@ -46,7 +46,11 @@ def padded(xs, lengths, padding=float("nan")):
     """A copy whose rows hold something else behind their lengths."""
     active = torch.arange(len(xs), device=xs.device).view(-1, *(1,) * lengths.ndim) < lengths.to(xs.device)
     active = active.view(*active.shape, *(1,) * (xs.ndim - active.ndim))
-    return xs.detach().where(active, torch.tensor(padding, dtype=xs.dtype, device=xs.device)).requires_grad_(xs.requires_grad)
+    return (
+        xs.detach()
+        .where(active, torch.tensor(padding, dtype=xs.dtype, device=xs.device))
+        .requires_grad_(xs.requires_grad)
+    )
 
 
 def assert_same(found, expected, inputs, others, weight=None):

@@ -59,7 +59,7 @@ class Call:
         several = isinstance(step, (list, tuple, nn.ModuleList)) and length is None
         if several and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
-        self.step = step.step if isinstance(step, Rowwise) else step
+        self.step: Any = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []

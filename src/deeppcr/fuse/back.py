@@ -53,7 +53,18 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         place, join = (tiled.sweep, tiled.join) if tiles else (_sweep_lanes, join_lanes)
 
         def sweep(passes: int, as_map: bool, whole: bool) -> None:
-            place(run, states, given, of_chunks, of_initial, outputs, memory, (chunk, chunks, passes, _PASSES), as_map, whole)
+            place(
+                run,
+                states,
+                given,
+                of_chunks,
+                of_initial,
+                outputs,
+                memory,
+                (chunk, chunks, passes, _PASSES),
+                as_map,
+                whole,
+            )
 
         if chunks > 1:
             for passes in range(_PASSES):

@@ -91,7 +91,9 @@ class FusedStep:
             program = self.kernels.program
             rows = self.layout.rows * program.channels
             first = first_chunk(length, rows, program) if isinstance(chunk, str) else min(chunk, length)
-            return key, Kind(length, first, int(program.parts.tiled))  # a roll-out without tangents is a guess that costs little
+            return key, Kind(
+                length, first, int(program.parts.tiled)
+            )  # a roll-out without tangents is a guess that costs little
         return key, found
 
     def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:

@@ -262,7 +262,10 @@ def _sweep(program: Program) -> str:
         "    t = chunk - 1 - u",
         *("    " + line for line in turns),
         "if not MAP:",
-        *("    " + line for line in for_each(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")),
+        *(
+            "    " + line
+            for line in for_each(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")
+        ),
         *("    " + f"tl.store({_output(program, read, 'n')}, sum{at}, mask=live)" for at, read, _ in shared),
     ]
     lines = [

@@ -254,7 +254,9 @@ def _roll(program: TileProgram) -> str:
         "guess_step", "rows", "steps", "first", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run a chunk from its start; WHOLE: a row that is not settled, from ``initial`` before step ``first`` to the end."""'
-    return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+    return kernel_text(
+        "roll", arguments, ["PRODUCT", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines
+    )
 
 
 def _sweep(program: TileProgram) -> str:
@@ -309,7 +311,11 @@ def _sweep(program: TileProgram) -> str:
         *_indented([*with_them.body, *next_single]),
         *_indented([put(read, _whole_tile(program, tile), "l") for read, tile in stepwise]),
         *_indented([f"sum{at} += {_whole_tile(program, tile)}" for at, _, tile in shared]),
-        *(line for at in range(count) for line in (f"w{at} = y{at} + q{at}", f"m{at} = tl.maximum(m{at}, tl.abs(w{at}))")),
+        *(
+            line
+            for at in range(count)
+            for line in (f"w{at} = y{at} + q{at}", f"m{at} = tl.maximum(m{at}, tl.abs(w{at}))")
+        ),
         f"before -= rows * {width}",
         *_advance(program, both, "-"),
     ]
@@ -380,7 +386,9 @@ def _sweep(program: TileProgram) -> str:
         *pointers, *outputs, *strides, "given_step", "rows", "steps", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run a chunk backwards: see ``templates``."""'
-    return kernel_text("sweep", arguments, ["MAP", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines)
+    return kernel_text(
+        "sweep", arguments, ["MAP", "WHOLE", "EVEN", "BLOCKS", "LEAD", "PRECISION", "STAGES"], doc, lines
+    )
 
 
 def _zero(program: TileProgram, tile: Tile) -> str:

@@ -93,7 +93,11 @@ def spread(
             d = finite_or_zero(d)
         count = tl.minimum(group_chunks, chunks - group * group_chunks).to(tl.int32)
         first = group * group_chunks
-        before = tl.load(ends + ((first - 1) * rows + row) * WIDTH + i, mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks), other=0.0)
+        before = tl.load(
+            ends + ((first - 1) * rows + row) * WIDTH + i,
+            mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks),
+            other=0.0,
+        )
         for q in tl.range(0, count, num_stages=STAGES):
             n = first + q
             at = (n * rows + row) * WIDTH + i
@@ -102,7 +106,9 @@ def spread(
             start = tl.load(starts + at, mask=inside, other=0.0)
             end = tl.load(ends + at, mask=inside, other=0.0)
             # Behind the group it may be written by now, and nobody here asks for it.
-            after = tl.load(starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0)
+            after = tl.load(
+                starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0
+            )
             own = tl.load(sizes + at, mask=inside, other=0.0)
             size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
             whole = tl.where(i * 0 + local > 0, own, size)
@@ -111,7 +117,9 @@ def spread(
             y = before + (d - miss)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
             far = (tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0) & (linear == 0)
-            change = tl.maximum(in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end))
+            change = tl.maximum(
+                in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end)
+            )
             off = tl.maximum(off, tl.where(joined, change, 0.0))
             missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
             rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * whole), 0.0))
@@ -122,7 +130,9 @@ def spread(
             pushed = tl.sum(d[:, None] * p, 0)
             # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
             moved = in_units(tl.abs(pushed), unit)
-            off = tl.maximum(off, tl.where(inside, tl.where(i * 0 + n > 0, tl.maximum(moved, beyond(pushed)), moved), 0.0))
+            off = tl.maximum(
+                off, tl.where(inside, tl.where(i * 0 + n > 0, tl.maximum(moved, beyond(pushed)), moved), 0.0)
+            )
             d = finite_or_zero(pushed + (end - after))
             before = end
         tl.atomic_max(worst + row, tl.max(off, 0))

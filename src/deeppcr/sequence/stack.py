@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -92,7 +92,7 @@ def stacked_state(modules: Sequence[Any]) -> dict[str, Tensor]:
     return {name: torch.stack([each[name] for each in tensors]) for name in names}
 
 
-def as_one_step(callables: Sequence[Any], xs: Any) -> tuple[Stacked, Any] | None:
+def as_one_step(callables: Iterable[Any], xs: Any) -> tuple[Stacked, Any] | None:
     """A list of modules that are all alike as one step, and what that sees of each; None where they are not, or are one."""
     modules = list(callables)
     if len(modules) < 2 or not all(_same_structure(modules[0], each) for each in modules):
