@@ -103,6 +103,20 @@ def dense(width, device, length=9):
     return mlp(width)(Draw(torch.float32, device, length))
 
 
+@pytest.mark.thorough
+def test_two_dimensions_of_rows(device):
+    weight = torch.randn(10, 10, device=device) / 5
+    z0, xs = torch.randn(2, 3, 10, device=device), torch.randn(5, 2, 3, 10, device=device)
+    given = [each.requires_grad_() for each in (weight, z0, xs)]
+    step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
+    fused = Fused(step, z0, xs, batch_dims=2)
+    assert isinstance(fused.program, TileProgram)
+    ours, theirs = fused.states(2), by_loop(step, z0, xs)
+    assert error(ours, theirs) < 1e-5
+    for a, b in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (ours, theirs)), strict=True):
+        assert error(a, b) < 1e-5
+
+
 def test_unwritten_memory_is_not_read(device, poisoned_memory):
     compare(mlp(10), device, length=11, rows=3)
 
