@@ -44,7 +44,7 @@ def compare(make, device, chunk=4, rtol=2e-5, **sizes):
 
 
 #: of which the others are of a kind
-FEW = ["GRU 12", "expanded", "reset"]
+FEW = ["GRU 12", "cosine", "expanded", "reset"]
 
 
 @pytest.mark.parametrize("name", [*FEW, *thorough(*(name for name in STEPS if name not in FEW))])
@@ -66,6 +66,17 @@ def test_widths(width, device):
 )
 def test_lengths(length, chunk, rows, device):
     compare(mlp(10), device, length=length, chunk=chunk, rows=rows)
+
+
+@pytest.mark.parametrize("width", [10, *thorough(16, 65)])
+def test_a_linear_step_takes_one_pass(width, device):
+    """And one that finds nothing to correct: chunks are joined by their maps, over four groups of them. Wrong maps are slow, not wrong."""
+    draw = Draw(torch.float32, device, length=19)
+    weights = torch.linalg.qr(torch.randn(19, width, width, generator=torch.Generator().manual_seed(0)))[0].to(device)
+    step, z0, xs = lambda z, x: z @ x[0] + x[1], draw.z0(width), (weights, draw.xs(width))
+    found = Fused(step, z0, xs).solve(2)
+    assert found.passes == 2
+    assert error(found.states, by_loop(step, z0, xs)) < 1e-5
 
 
 def test_groups():
@@ -90,6 +101,20 @@ def test_xs_may_lie_anyhow(how, device):
 def dense(width, device, length=9):
     """A step, its start and its inputs, in float32."""
     return mlp(width)(Draw(torch.float32, device, length))
+
+
+@pytest.mark.thorough
+def test_two_dimensions_of_rows(device):
+    weight = torch.randn(10, 10, device=device) / 5
+    z0, xs = torch.randn(2, 3, 10, device=device), torch.randn(5, 2, 3, 10, device=device)
+    given = [each.requires_grad_() for each in (weight, z0, xs)]
+    step = lambda z, x: torch.tanh(z @ weight + x)  # noqa: E731
+    fused = Fused(step, z0, xs, batch_dims=2)
+    assert isinstance(fused.program, TileProgram)
+    ours, theirs = fused.states(2), by_loop(step, z0, xs)
+    assert error(ours, theirs) < 1e-5
+    for a, b in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (ours, theirs)), strict=True):
+        assert error(a, b) < 1e-5
 
 
 def test_unwritten_memory_is_not_read(device, poisoned_memory):

@@ -249,6 +249,7 @@ STEPS = {
     "softmax": with_weight(12, lambda h, x, weight: 3 * torch.softmax(h @ weight + x, -1)),
     "norm": with_weight(12, lambda h, x, weight: (h @ weight + x) / (1 + (h @ weight).norm(dim=-1, keepdim=True))),
     "max": with_weight(12, lambda h, x, weight: torch.tanh(h @ weight + x) - 0.1 * h.amax(-1, keepdim=True)),
+    "cosine": with_weight(12, lambda h, x, weight: torch.cos(h @ weight + x) + 0.01 * h.sum(-1, keepdim=True)),
     "einsum": with_weight(12, lambda h, x, weight: torch.tanh(torch.einsum("bi,ij->bj", h, weight) + x)),
     "attention": attention,
     "cat of the input": cat_of_input,
