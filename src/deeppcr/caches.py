@@ -5,7 +5,6 @@ from __future__ import annotations
 from .fused import forget_kernels
 from .graphs.cache import forget_graphs
 from .plan import forget_records
-from .sequence.lengths import forget_rows
 
 
 def clear_caches() -> None:
@@ -20,4 +19,3 @@ def clear_caches() -> None:
     forget_graphs()
     forget_kernels()
     forget_records()
-    forget_rows()

@@ -63,8 +63,9 @@ def solve(
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
         lengths: [*batch], integers: row b takes its first lengths[b] steps, and then its state stays what it was (z0 where that is 0).
-            What pads a leaf [L, *batch, ...] of xs behind them does not matter, and its gradient is 0. Of a kind of loop the step is
-            called twice more, once, to tell such a leaf from one that all rows share. Numbers below 0 or above L are refused on the
+            The step is still called for all rows at once, those that are done included, which stay as they are. So what pads xs behind
+            them has to be something that the step can take (0 is; integers have to be valid indices), but for NaN and infinities in a leaf
+            [L, *batch, ...], which are replaced; its gradient is 0. Numbers below 0 or above L are refused on the
             CPU; on a GPU, which would have to be waited for, they are taken for 0 and L
         keep: which states are returned: "all", the "last" alone ([1, ...]), or those after every so many steps (k: ``states[k - 1 :: k]``,
             [L // k, ...]). ``solution.final`` is the last state whatever is kept, and all that is said of the states (result, residual,

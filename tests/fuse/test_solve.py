@@ -636,3 +636,29 @@ def test_modules_that_are_alike_are_one_step(width, has_inputs, device):
     changed = deeppcr.solve(layers, z0, xs, solver=Newton(chunk=3))
     assert by_kernels(changed)
     assert error(changed.states[2], layers[2](right[1]) if xs is None else layers[2](right[1], xs[2])) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize("width", [2, *thorough(9)])
+def test_a_state_that_is_infinite_for_one_step_is_told_and_hides_nothing(width, device):
+    """Behind it states are finite again: their tolerance is not infinite."""
+    weight = torch.eye(width, device=device) * 0.9
+    step = lambda z, x: torch.tanh(z) @ weight + x  # noqa: E731
+    z0, xs = torch.ones(1, width, device=device), 0.1 * torch.randn(90, 1, width, device=device)
+    solve(step, z0, xs, solver=Newton(chunk=3))
+    xs[5] = torch.inf
+    found = deeppcr.solve(step, z0, xs, solver=Newton(chunk=3))
+    assert by_kernels(found)
+    assert found.result is Result.NON_FINITE
+    assert found.exact_steps.tolist() == [5]
+    right = by_loop(step, z0, xs)
+    assert error(found.states[6:], right[6:]) < 1e-4
+
+
+def test_a_wrong_start_is_not_excused_by_what_it_leads_to(device):
+    """Newton's first correction leads to where the step jumps: the size of that is no measure of the start."""
+    step = lambda z, x: torch.where(z < 1.3, 1e12 * x, torch.sqrt(0.9 + 0.7 * z))  # noqa: E731
+    z0, xs = torch.full((1, 1), 1.39, dtype=torch.float64, device=device), torch.ones(40, 1, 1, device=device).double()
+    for _ in range(3):
+        found = deeppcr.solve(step, z0, xs, solver=Newton(chunk=4))
+        assert error(found.states, by_loop(step, z0, xs)) < 1e-6

@@ -50,12 +50,25 @@ class Kernels:
         with TRACING:
             return (tile_templates if self.program.parts.tiled else templates).backward_source(self.program)  # pyright: ignore[reportArgumentType]
 
+    def make_forward_source(self) -> None:
+        """Make it now.
+
+        Raises:
+            NotCovered: there is none, and why
+        """
+        try:
+            self.forward_source  # noqa: B018 - which is made here
+        except NotCovered:
+            raise
+        except Exception as error:  # whatever a rule did not foresee
+            raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
+
     @cached_property
     def no_gradients(self) -> str | None:
         """Why there are none by kernels; None where there are."""
         try:
             self.backward_source  # noqa: B018 - which is made here
-        except NotCovered as reason:
+        except Exception as reason:
             return str(reason)
         return None
 

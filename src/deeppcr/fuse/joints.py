@@ -83,7 +83,8 @@ def _join(width: int) -> str:
             width,
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
             f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok, other=0)",
-            f"m{{k}} = tl.maximum(m{{k}}, tl.load(sizes + {chunk_of}, mask=ok, other=0))",
+            f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
+            "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
         )),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
         *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
@@ -108,7 +109,11 @@ def _join(width: int) -> str:
     ]  # fmt: skip
     spread = [
         "# The chunks of the group.",
-        *("" + line for line in for_each(width, f"h{{k}} = tl.load(ends + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)")),
+        *for_each(
+            width,
+            *(f"{name}{{k}} = tl.load({what} + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)"
+              for name, what in (("h", "ends"), ("b", "sizes"))),
+        ),
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
         "    ok = live & (n < chunks)",
@@ -121,8 +126,11 @@ def _join(width: int) -> str:
             # Behind the group it may be written by now, and nobody here asks for it.
             f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1), other=0)",
             f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
+            # The start is judged by what came before it: what a wrong one leads to may be as large as it likes.
+            "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})",
+            "s{k} = atol + rtol * c{k}  # how far it may be off",
             "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
-            "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})  # how far it may be off",
+            "b{k} = o{k}",
             "w{k} = h{k} - z{k}  # the miss",
             "y{k} = h{k} + (d{k} - w{k})",
         )),
@@ -135,7 +143,10 @@ def _join(width: int) -> str:
             "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
-            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.where(r * 0 + local > 0, o{k}, m{k})), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * c{k}), 0.0))",
+            # A state that is not finite settles nothing, wherever it is.
+            "largest = tl.where(ok & ~(o{k} < float('inf')), float('inf'), largest)",
+            "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})",
         )),
         "    exact = n <= passes + 1",
         *("    " + line for line in for_each(

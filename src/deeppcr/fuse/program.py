@@ -33,7 +33,12 @@ def program_of(row: OneRow, layout: Layout) -> Program | TileProgram:
         NotCovered: there are no kernels for it, and why
     """
     parts = take_apart(row, NARROW, WIDEST)
-    return TileProgram(parts, layout) if parts.tiled else Program(parts, layout)
+    try:
+        return TileProgram(parts, layout) if parts.tiled else Program(parts, layout)
+    except NotCovered:
+        raise
+    except Exception as error:  # whatever a rule did not foresee
+        raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,16 @@ def _var_mean(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any, co
 
 def _extreme(function: str, neutral: float) -> Callable:
     def rule(tiles: Tiles, node: fx.Node, a: Tile, dim: Any = None, *_: Any) -> Tile:
-        return tiles.reduced(a, _dims(dim), _shape_of(node), function, neutral)
+        found = tiles.reduced(a, _dims(dim), _shape_of(node), function, neutral)
+        if not isinstance(found.value, Value) or found.value.kind != "real":
+            return found
+        # Triton's skips what is not a number, as PyTorch's does not.
+        code = tiles.code
+        wrong = replace(a, value=code.cast(code.compare("!=", a.value, a.value), "real"), clean=False)
+        any_wrong = tiles.reduced(wrong, _dims(dim), _shape_of(node), "max", 0.0)
+        return replace(
+            found, value=code.where(code.compare(">", any_wrong.value, 0.0), math.nan, found.value), clean=False
+        )
 
     return rule
 
@@ -108,7 +117,7 @@ def _bmm(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
     left = tiles.spread(replace(a, shape=(batch, i, k, 1)), cube, lead)
     right = tiles.spread(replace(b, shape=(batch, 1, k, j)), cube, lead)
     terms = Tile(tiles.code.mul(left, right), cube, lead, clean=True)
-    return replace(tiles.reduced(terms, [2], _shape_of(node)), clean=a.clean and b.clean)
+    return replace(tiles.reduced(terms, [2], _shape_of(node)), clean=False)
 
 
 def _mv(tiles: Tiles, node: fx.Node, a: Tile, b: Tile) -> Tile:
@@ -175,6 +184,7 @@ def _index_put(
     if len(given) == 1 and _constant(given[0][1]).ndim == 1 and given[0][1].dtype != torch.bool:
         dim, size = given[0][0], a.shape[given[0][0]]
         places = [i % size for i in given[0][1].tolist()]
+        values = tiles.expanded(values, (*a.shape[:dim], len(places), *a.shape[dim + 1 :]))
         nothing = not isinstance(a.value, Value) and a.value == 0
         if nothing and sorted(places) == list(range(size)):
             return tiles.taken(values, dim, [places.index(i) for i in range(size)])
@@ -324,5 +334,5 @@ def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Comb
     numbers = [each for each in given if not isinstance(each, Tile) or not isinstance(each.value, Value)]
     keeps = name in _KEEPS_ZEROS and (not numbers or name == "mul" or len(given) == 1)
     varying = [each for each in found if isinstance(each.value, Value)]
-    clean = keeps and all(each.clean and each.shape == shape for each in varying)
+    clean = keeps and bool(varying) and all(each.clean and each.shape == shape for each in varying)
     return replace(tiles.whole(pointwise(node, values, tiles.code), shape, found), clean=clean)

@@ -126,7 +126,7 @@ def _assigned(program: TileProgram, places: _Places, name: str, tile: Tile, shap
     tile = Tile(tile.value, shape, tile.lead, tile.clean)
     text = _whole_tile(program, tile)
     inside = places.text(program.tiles.inside(tile.sizes, tile.lead))
-    if tile.clean or inside == "True":
+    if (tile.clean and isinstance(tile.value, Value)) or inside == "True":
         return f"{name} = {text}"
     return f"{name} = tl.where({inside}, {text}, 0.0)"
 

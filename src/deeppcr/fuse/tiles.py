@@ -323,14 +323,14 @@ class Tiles:
             a, b = self.full(a), self.full(b)
         if k == 1:
             value = self.code.mul(self.spread(a, (i, j), lead), self.spread(b, (i, j), lead))
-            return Tile(value, shape, lead, a.clean and b.clean)
+            return Tile(value, shape, lead)  # of infinity times zero, the padding is NaN
         if has_padding([k]):
             a, b = self.cleaned(a), self.cleaned(b)
-        clean = a.clean and b.clean
         if lead and min(map(padded, (k, j if a.lead else i))) >= _UNITS and (j if a.lead else i) > 1:
-            return Tile(self._by_units(a, b), shape, lead, clean)
+            return Tile(self._by_units(a, b), shape, lead)
         if not lead and min(map(padded, (i, k, j))) >= _UNITS:
-            return Tile(self._emit("tl.dot({}, {}, input_precision=PRECISION)", a, b), shape, lead, clean)
+            # Values, whose digits nobody mends.
+            return Tile(self._emit('tl.dot({}, {}, input_precision="tf32x3")', a, b), shape, lead)
         numbers = math.prod(map(padded, (i, k, j))) * (self.lead if lead else 1)
         if numbers > MOST_SUMMED:
             raise NotCovered(f"a product of {i} x {k} and {k} x {j} numbers is not covered")
@@ -338,10 +338,10 @@ class Tiles:
         cube = (i, k, j)
         left = self.spread(replace(a, shape=(i, k, 1)), cube, lead)
         right = self.spread(replace(b, shape=(1, k, j)), cube, lead)
-        terms = Tile(self.code.mul(left, right), cube, lead, clean)
+        terms = Tile(self.code.mul(left, right), cube, lead)
         if terms.lead and not isinstance(terms.value, Value):
             return Tile(terms.value, shape, lead)
-        return replace(self.reduced(replace(terms, clean=True), [1], (i, j)), shape=shape, clean=clean)
+        return replace(self.reduced(replace(terms, clean=True), [1], (i, j)), shape=shape, clean=False)
 
     def _by_units(self, a: Tile, b: Tile) -> Scalar:
         """A product with tangents on the matrix units: those of all rows of a matrix at once."""

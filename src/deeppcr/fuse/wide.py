@@ -45,7 +45,8 @@ def gather(
             p = tl.load(products + at * (WIDTH * WIDTH) + i[:, None] * WIDTH + i[None, :], mask=square, other=0.0)
             end = tl.load(ends + at * WIDTH + i, mask=inside, other=0.0)
             after = tl.load(starts + (at + rows) * WIDTH + i, mask=inside, other=0.0)
-            size = tl.maximum(size, tl.load(sizes + at * WIDTH + i, mask=inside, other=0.0))
+            own = tl.load(sizes + at * WIDTH + i, mask=inside, other=0.0)
+            size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
             term = tl.sum(term[:, None] * p, 0) + (end - after)
             product = tl.dot(product, p, input_precision=PRECISION)
         out = group * rows + row
@@ -98,6 +99,9 @@ def spread(
             mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks),
             other=0.0,
         )
+        last = tl.load(
+            sizes + ((first - 1) * rows + row) * WIDTH + i, mask=inside & (i * 0 + first > 0) & (i * 0 + first < chunks), other=0.0
+        )  # fmt: skip
         for q in tl.range(0, count, num_stages=STAGES):
             n = first + q
             at = (n * rows + row) * WIDTH + i
@@ -110,9 +114,10 @@ def spread(
                 starts + at + rows * WIDTH, mask=inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1), other=0.0
             )
             own = tl.load(sizes + at, mask=inside, other=0.0)
+            # The start is judged by what came before it: what a wrong one leads to may be as large as it likes.
+            scale = tl.where(i * 0 + local > 0, last, size)
+            unit = atol + rtol * scale  # how far it may be off
             size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
-            whole = tl.where(i * 0 + local > 0, own, size)
-            unit = atol + rtol * whole  # how far it may be off
             miss = before - start
             y = before + (d - miss)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
@@ -120,9 +125,11 @@ def spread(
             change = tl.maximum(
                 in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end)
             )
-            off = tl.maximum(off, tl.where(joined, change, 0.0))
+            # A state that is not finite settles nothing, wherever it is.
+            off = tl.maximum(off, tl.where(inside, tl.where(joined, change, 0.0) + beyond(own), 0.0))
             missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
-            rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * whole), 0.0))
+            rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * scale), 0.0))
+            unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)
             y = tl.where(far, tl.where(tl.abs(before) < float("inf"), before, start), y)
             y = tl.where(i * 0 + n <= passes + 1, before, y)
             tl.store(starts + at, y, mask=joined)
@@ -135,6 +142,7 @@ def spread(
             )
             d = finite_or_zero(pushed + (end - after))
             before = end
+            last = own
         tl.atomic_max(worst + row, tl.max(off, 0))
         tl.atomic_max(worst + rows + row, tl.max(missed, 0))
         tl.atomic_max(worst + 2 * rows + row, tl.max(rough, 0))

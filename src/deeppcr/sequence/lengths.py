@@ -12,22 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..bounded import Bounded
-from .fingerprint import structure_of
 from .layout import Layout
-from .rows import rounding_of, rows_that_differ, sizes_of
 from .sequence import Rowwise, find_length
-
-#: So many kinds of loops are remembered: how many batch dimensions they have, and which leaves of xs have rows.
-_MOST_KINDS = 1024
-_kinds = Bounded(_MOST_KINDS)
 
 
 class UpTo(nn.Module):
     """A step that rows take while they are active; afterwards their state stays what it was.
 
-    All rows come in one call, so rows that are done are stepped, too, in vain: from where they began, on inputs that were met before. What
-    pads their inputs, or a state that the step is not made for, would come back as NaN in gradients: zero times what is not finite.
+    All rows come in one call, so rows that are done are stepped, too, in vain, from where they stopped: other rows may look at them. No
+    gradient goes that way.
 
     It is a module so that steps of a list are stacked as they are without it.
     """
@@ -37,12 +30,11 @@ class UpTo(nn.Module):
         self.step = step
 
     def forward(self, z: Any, x: dict[str, Any]) -> Any:
-        """``x``: "active" [*batch], "start" like z, and "x" where the step takes one."""
+        """``x``: "active" [*batch], and "x" where the step takes one."""
         one = isinstance(z, Tensor)
         leaves, spec = ([z], None) if one else pytree.tree_flatten(z)
-        starts = [x["start"]] if one else pytree.tree_leaves(x["start"])
         masks = [_beside(x["active"], leaf) for leaf in leaves]
-        begun = [torch.where(*each) for each in zip(masks, leaves, starts, strict=True)]
+        begun = [torch.where(mask, leaf, leaf.detach()) for mask, leaf in zip(masks, leaves, strict=True)]
         state = begun[0] if spec is None else pytree.tree_unflatten(begun, spec)
         found = self.step(state, x["x"]) if "x" in x else self.step(state)
         try:
@@ -76,20 +68,13 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     several = isinstance(step, (list, tuple, nn.ModuleList))
     steps = find_length(step if several else None, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)
-    dims, have_rows = _rows_of(step[0] if several else step, z0, leaves, spec, batch_dims)
-    states = pytree.tree_leaves(z0)
-    batch, device = states[0].shape[:dims], states[0].device
-    _check(lengths, batch, steps)
-    lengths = lengths.to(device, non_blocking=True)
-    given = {
-        "active": torch.arange(steps, device=device).view(-1, *(1,) * dims) < lengths,
-        "start": pytree.tree_map(lambda leaf: leaf.detach().expand(steps, *leaf.shape), z0),
-    }
+    layout = Layout.of(z0, batch_dims)
+    _check(lengths, layout.batch_shape, steps)
+    lengths = lengths.to(layout.device, non_blocking=True)
+    active = torch.arange(steps, device=layout.device).view(-1, *(1,) * lengths.ndim) < lengths
+    given: dict[str, Any] = {"active": active}
     if spec is not None:
-        padded = [
-            _without_padding(leaf, lengths, given["active"], rows) for leaf, rows in zip(leaves, have_rows, strict=True)
-        ]
-        given["x"] = pytree.tree_unflatten(padded, spec)
+        given["x"] = pytree.tree_unflatten([_without_padding(leaf, lengths, active) for leaf in leaves], spec)
     return _wrapped(step), given
 
 
@@ -122,72 +107,19 @@ def _wrapped(step: Any) -> Any:
     return [known[id(each)] for each in step]  # those that were one are one
 
 
-def _without_padding(leaf: Tensor, lengths: Tensor, active: Tensor, has_rows: bool) -> Tensor:
-    """A leaf of xs [L, ...] with other values where no row, or not its own, is active: those of the first step.
+def _without_padding(leaf: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
+    """A leaf of xs [L, ...] with the values of the first step where no row is active, and, of a leaf [L, *batch, ...], in place of what is
+    not finite where its own row is not: zero times that would be NaN in gradients.
 
-    A row that takes no step at all is given what the longest row has; where no row does, there is nothing but zeros.
+    Whether such a leaf belongs to the rows, or all of them see it and a size happens to be the same, cannot be told for sure: so nothing
+    else is touched. A row that takes no step at all is given what the longest row has; where no row does, there is nothing but zeros.
     """
-    dims, flat = lengths.ndim, lengths.flatten()
+    flat = lengths.flatten()
     longest = flat.argmax()
-    first = leaf[0].detach()
-    if has_rows:
-        own = torch.where(flat > 0, torch.arange(len(flat), device=flat.device), longest)
-        first = first.flatten(0, dims - 1)[own].view(first.shape)
-    else:
-        active = active.flatten(1).any(1)
-    first = torch.where(flat[longest] > 0, first, torch.zeros_like(first))
-    return torch.where(_beside(active, leaf), leaf, first)
-
-
-def _rows_of(
-    step: Any, z0: Any, leaves: list[Tensor], spec: Any, batch_dims: int | None
-) -> tuple[int, tuple[bool, ...]]:
-    """How many batch dimensions there are, and which leaves of xs have them; of a kind of loop found out once."""
-    states, structure = pytree.tree_flatten(z0)
-    inner = step.step if isinstance(step, Rowwise) else step
-    key = (
-        structure_of(inner)[0] if callable(inner) else None, type(step) is Rowwise, structure, spec, batch_dims,
-        *[(leaf.shape, leaf.dtype, leaf.device) for leaf in states if isinstance(leaf, Tensor)],
-        *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves],
-    )  # fmt: skip
-    found = _kinds.get(key)
-    if found is None:
-        layout = Layout.of(z0, batch_dims)
-        found = len(layout.batch_shape), _have_rows(step, layout, z0, leaves, spec)
-        _kinds.put(key, found)
-    return found
-
-
-@torch.no_grad()
-def _have_rows(step: Any, layout: Layout, z0: Any, leaves: list[Tensor], spec: Any) -> tuple[bool, ...]:
-    """Of leaves [L, *batch, ...] those that belong to the rows, and not to all of them with a size that happens to be the same.
-
-    What the first row has of a leaf of its own changes no other row's result.
-    """
-    batch, dims = layout.batch_shape, len(layout.batch_shape)
-    able = [dims > 0 and leaf.shape[1 : 1 + dims] == batch for leaf in leaves]
-    if layout.rows < 2 or isinstance(
-        step, Rowwise
-    ):  # of one row it is the same; and who declares it is believed, and checked
-        return tuple(able)
-
-    def results(inputs: list[Tensor]) -> Tensor:
-        return layout.pack(layout.in_order(step(z0, pytree.tree_unflatten(inputs, spec))))
-
-    first = [leaf[0] for leaf in leaves]
-    for at in [at for at, each in enumerate(able) if each]:
-        changed = first[at].clone(memory_format=torch.contiguous_format)
-        rows = changed.view(layout.rows, *changed.shape[dims:])
-        rows[0] = torch.nan if changed.is_floating_point() else rows[-1]
-        try:
-            expected, found = results(first), results([*first[:at], changed, *first[at + 1 :]])
-            allowed = rounding_of(layout) * (1 + sizes_of(expected))
-            able[at] = not rows_that_differ(found, expected, allowed)[1:].any()
-        except Exception:  # what is wrong with a step shows in the solve, where it is said what it is
-            continue
-    return tuple(able)
-
-
-def forget_rows() -> None:
-    """Let go of what is remembered of loops."""
-    _kinds.clear()
+    first = torch.where(flat[longest] > 0, leaf[0].detach(), torch.zeros_like(leaf[0]))
+    leaf = torch.where(_beside(active.flatten(1).any(1), leaf), leaf, first)
+    if leaf.shape[1 : active.ndim] != lengths.shape or not leaf.is_floating_point():
+        return leaf
+    own = torch.where(flat > 0, torch.arange(len(flat), device=flat.device), longest)
+    first = first.flatten(0, lengths.ndim - 1)[own].view(first.shape)
+    return torch.where(_beside(active, leaf) | leaf.isfinite(), leaf, first)
