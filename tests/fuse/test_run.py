@@ -483,7 +483,7 @@ def test_gradients_of_a_filter_whose_powers_grow_are_those_of_the_loop(device, m
     companion = torch.zeros(4, 4, dtype=torch.float64)
     companion[0], companion[1:, :3] = -polynomial[1:], torch.eye(3)
     companion = companion.to(device).requires_grad_()
-    z0, xs = torch.zeros(1, 4, dtype=torch.float64, device=device), normal(200, 1, 4, device=device).double()
+    z0, xs = torch.zeros(1, 4, dtype=torch.float64, device=device), normal(100, 1, 4, device=device)
     inputs = (z0.requires_grad_(), xs.requires_grad_(), companion)
     fused = Fused(lambda z, x: z @ companion.mT + x, z0, xs)
     right = torch.autograd.grad(by_loop(fused.step, z0, xs)[-1].sum(), inputs)

@@ -151,8 +151,8 @@ def test_what_grows_comes_out_of_the_loop(device):
     found = fused.solve(1)
     assert found.left == 1
     assert error(found.states[:, 0], by_loop(step, z0, xs)[:, 0]) < 1e-5
-    first = by_loop(step, z0, xs)[:4, 1]  # before rounding has grown
-    assert error(found.states[:4, 1], first) < 1e-3
+    first = by_loop(step, z0, xs)[:6, 1]  # before rounding has grown
+    assert error(found.states[:6, 1], first) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *thorough(torch.float16)])

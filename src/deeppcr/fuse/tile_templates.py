@@ -137,11 +137,21 @@ def _with_lead(program: TileProgram, tile: Tile) -> Tile:
 
 
 def _program_lines() -> list[str]:
+    """Which chunk and row a program has, what is zeroed before anybody adds to it, and whether there is something left to do."""
     return [
         "pair = tl.program_id(0) // BLOCKS",
         "block = tl.program_id(0) % BLOCKS",
         "n = (pair // rows).to(tl.int64)",
         "b = (pair % rows).to(tl.int64)",
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
+        "if (block == 0) & (n == 0) & (not WHOLE):",
+        "    tl.store(worst + b, 0.0)",
+        "    tl.store(worst + rows + b, 0.0)",
+        "    tl.store(worst + 2 * rows + b, 0.0)",
+        "if not settled(found, passes, b, rows, b >= 0):",
     ]
 
 
@@ -203,15 +213,6 @@ def _roll(program: TileProgram) -> str:
     columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
     lines = [
         *_program_lines(),
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "if (block == 0) & (n == 0) & (not WHOLE):",
-        "    tl.store(worst + b, 0.0)",
-        "    tl.store(worst + rows + b, 0.0)",
-        "    tl.store(worst + 2 * rows + b, 0.0)",
-        "if not settled(found, passes, b, rows, b >= 0):",
         "    begin = first + n * chunk",
         "    turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
         *_indented(
@@ -343,15 +344,6 @@ def _sweep(program: TileProgram) -> str:
     nothing = [f"w{at} = {_zero(program, tile)}" for at, tile in enumerate(program.states)]
     lines = [
         *_program_lines(),
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "if (block == 0) & (n == 0) & (not WHOLE):",
-        "    tl.store(worst + b, 0.0)",
-        "    tl.store(worst + rows + b, 0.0)",
-        "    tl.store(worst + 2 * rows + b, 0.0)",
-        "if not settled(found, passes, b, rows, b >= 0):",
         *_indented([
             *(f"{name} = tl.load(numbers + {name[1:]})" for name in both.numbers),
             *_in_order(program, places.lines),
