@@ -32,10 +32,11 @@ class Bounded:
 
     def get(self, key: Hashable, default: Any = None) -> Any:
         with self._lock:
-            if key not in self._kept:
+            found = self._kept.get(key)
+            if found is None:
                 return default
             self._kept.move_to_end(key)  # the key itself stays: what an owner's end looks for is that one
-            return self._kept[key][0]
+            return found[0]
 
     def take(self, key: Hashable) -> Any:
         """The same, and it is kept no longer: two that take and put back never have one thing at once."""

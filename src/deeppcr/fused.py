@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
 from .newton import Newton
-from .runtime import apply_directly, has_kernels, in_functorch
+from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
@@ -105,7 +106,7 @@ class Call:
         for leaf in self.inputs:
             if leaf.ndim == 0 or leaf.shape[0] != self.length:
                 return "inputs of several lengths are not covered"
-        if torch.is_autocast_enabled(device.type) or in_functorch() or torch._C._len_torch_dispatch_stack():
+        if torch.is_autocast_enabled(device.type) or is_transformed() or torch._C._len_torch_dispatch_stack():
             return "autocast, transforms and observers of operations are not covered"
         return None
 
@@ -189,6 +190,14 @@ def covers(newton: Newton) -> bool:
     return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 
+@cache
+def _fuse() -> tuple[Any, Any]:
+    """Looked up once: that takes as long as a launch."""
+    from .fuse import back, run
+
+    return back, run
+
+
 def solve_fused(
     call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None, every: int = 1
 ) -> FusedSolution | str:
@@ -200,9 +209,7 @@ def solve_fused(
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    from .fuse.back import Apply
-    from .fuse.run import Kind, Run, solve
-
+    back, fuse_run = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)
@@ -218,9 +225,9 @@ def solve_fused(
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
-    run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
-    key, known = fused.kind(length, newton.chunk, (wanted, guess is None))
-    kind = Kind(length, length) if loop else known.copy()
+    run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
+    key, known = fused.kind(length, newton.chunk, (wanted.atol, wanted.rtol, wanted.local, guess is None))
+    kind = fuse_run.Kind(length, length) if loop else known.copy()
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
@@ -229,13 +236,13 @@ def solve_fused(
         found = run.in_parallel(kind, wanted, guess, most=fixed)
         exact_steps = _spoil_failed(found, layout)
     else:
-        found = solve(run, kind, wanted, guess, every)
+        found = fuse_run.solve(run, kind, wanted, guess, every)
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
     leaves = (
-        apply_directly(Apply, found, run, layout, *call.states, *bases)
+        apply_directly(back.Apply, found, run, layout, *call.states, *bases)
         if differentiated
         else layout.leaves(found.states)
     )

@@ -27,6 +27,11 @@ def in_functorch() -> bool:
     return _peek_interpreter_stack() is not None
 
 
+def is_transformed() -> bool:
+    """The same, or whether a caller takes derivatives in forward mode."""
+    return forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
     return in_functorch() or _is_legacy_batched(tensor)
@@ -73,8 +78,7 @@ def is_observed(data: Tensor, rhs: Tensor) -> bool:
     """Whether autograd, of either mode, or a transform has to see what is done with the tensors."""
     if (data.requires_grad or rhs.requires_grad) and torch.is_grad_enabled():
         return True
-    transformed = forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
-    return transformed or _is_legacy_batched(data) or _is_legacy_batched(rhs)
+    return is_transformed() or _is_legacy_batched(data) or _is_legacy_batched(rhs)
 
 
 def has_tangent(leaf: Any) -> bool:

@@ -182,6 +182,8 @@ def refuse_given(jacobian: Jacobian) -> None:
 def can_be_planned(call: Call, step: Any) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
     first = call.states[0] if call.states else None
+    if call.has_kernels:  # then the rest was looked at
+        return not is_capturing(call.states[0].device)
     return (
         isinstance(first, Tensor)
         and type(call.length) is int

@@ -14,9 +14,9 @@ from ..launch import aligned, kinds, launch
 from ..runtime import check_backward
 from ..sequence.layout import Layout
 from . import tiled
-from .bound import Notes, aligned_size
+from .bound import Notes
 from .outputs import Outputs
-from .run import Found, Run, first_chunk, groups_of, join_lanes, parts_of_workspace
+from .run import Found, Run, first_chunk, join_lanes
 
 #: Passes after which cotangents that do not join are taken step by step: the first finds them, the second sees that they do, and one more
 #: mends what rounding was amplified to.
@@ -31,7 +31,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     Args:
         states, given: [L, B, D], the states and their cotangents
     """
-    program, width, rows = run.program, run.program.width, run.rows
+    program, rows = run.program, run.rows
     run.kernels.sweep  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
     chunk = min(chunk, run.length)
     chunks = -(-run.length // chunk)
@@ -40,10 +40,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     memory = outputs.memory(run, chunks)
     of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
     notes = Notes(_PASSES, rows, run.device)
-    if tiles:
-        parts = [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
-    else:
-        parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
+    parts = run.workspace_of(chunks)
     workspace = torch.empty(sum(parts), dtype=program.dtype, device=run.device)
     tolerance = (0.0, _TOLERANCE[program.dtype], 0, 1)
 

@@ -65,8 +65,10 @@ class Shape:
 
     Attributes:
         rows: R
+        copied: the bases that kernels cannot read as they lie
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
+        cuts: into chunks, by what they depend on
         outputs: where a backward pass writes; None before the first
     """
 
@@ -78,6 +80,11 @@ class Shape:
         self.warps = max(1, self.block // 32)
         moving = sum(read.value.level for read in program.reads)
         self.stages = _STAGES if moving < _MANY else _FEW_STAGES
+        self.copied = tuple(
+            [index for index, (tensor, base) in enumerate(zip(bases, program.parts.bases, strict=True))
+             if tensor.is_neg() or not _lies_side_by_side(tensor, base.per_step + base.per_row)]
+        )  # fmt: skip
+        bases = self.read_from(bases)
         strides: list[int] = []
         for leaf in program.leaves:
             base = bases[leaf.base]
@@ -86,11 +93,28 @@ class Shape:
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides = tuple(strides)
         self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.cuts: dict[tuple, Any] = {}
         self.outputs: Any = None
+
+    def read_from(self, bases: list[Tensor]) -> list[Tensor]:
+        """The bases, or copies of them, in which the numbers of a step and row lie side by side."""
+        if not self.copied:
+            return bases
+        # Kernels read memory as it is: what is stored as its negative is copied, too.
+        return [
+            base.detach().resolve_neg().contiguous() if at in self.copied else base for at, base in enumerate(bases)
+        ]
 
     @staticmethod
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
-        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0) for base in bases])
+        """
+        Args:
+            bases: as they were given
+        """
+        key = (
+            length, initial.shape, initial.dtype,
+            *[(base.stride(), base.shape, base.dtype, base.data_ptr() % 16 == 0, base.is_neg()) for base in bases],
+        )  # fmt: skip
         found = kernels.shapes.get(key)
         if found is None:
             if len(kernels.shapes) >= _MOST_SHAPES:
@@ -111,13 +135,9 @@ class BoundKernels:
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
         kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-        # Kernels read memory as it is: what is stored as its negative is copied.
         self.initial = aligned(initial.detach().resolve_neg().contiguous())
-        self.bases = [
-            _side_by_side(tensor.detach().resolve_neg(), base.per_step + base.per_row)
-            for tensor, base in zip(bases, program.parts.bases, strict=True)
-        ]
-        self.shape = Shape.of(kernels, self.initial, self.bases, length)
+        self.shape = Shape.of(kernels, self.initial, bases, length)
+        self.bases = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
         self.pointers = tuple([self.bases[leaf.base] for leaf in program.leaves])
@@ -132,14 +152,14 @@ class BoundKernels:
         repeat((self.shape, *key), tensors, make)
 
 
-def _side_by_side(tensor: Tensor, lead: int) -> Tensor:
-    """A tensor, or a copy of it, in which the numbers behind its first dimensions lie side by side."""
+def _lies_side_by_side(tensor: Tensor, lead: int) -> bool:
+    """Whether the numbers behind a tensor's first dimensions lie side by side."""
     expected = 1
     for dim in range(tensor.ndim - 1, lead - 1, -1):
         if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
-            return tensor.contiguous()
+            return False
         expected *= tensor.shape[dim]
-    return tensor
+    return True
 
 
 def aligned_size(size: int) -> int:

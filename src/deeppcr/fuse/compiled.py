@@ -37,7 +37,7 @@ class Kernels:
 
     def __init__(self, program: Program | TileProgram):
         self.program = program
-        self._numbers: dict[torch.device, Tensor] = {}
+        self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
         self.shapes: dict[tuple, Any] = {}
 
     @cached_property
@@ -88,10 +88,10 @@ class Kernels:
     def numbers(self, device: torch.device) -> Tensor:
         """The numbers that the step holds, as the kernels read them. Ask after the source was made: derivatives bring more."""
         wanted = self.program.code.numbers
-        found = self._numbers.get(device)
-        if found is None or len(found) <= len(wanted):
+        count, found = self._numbers.get(device, (-1, None))
+        if found is None or count < len(wanted):
             found = torch.tensor([*wanted, 0.0], dtype=self.program.dtype, device=device)  # never empty
-            self._numbers[device] = found
+            self._numbers[device] = len(wanted), found
         if is_capturing(device):
             _captured[id(found)] = found
         return found

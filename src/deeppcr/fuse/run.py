@@ -225,16 +225,11 @@ class Run(BoundKernels):
             every: the states after every so many steps are written; others than 1 for kinds that need no more
         """
         width, rows, chunk = self.program.width, self.rows, kind.chunk
-        chunks = -(-self.length // chunk)
-        limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
+        chunks, limit, parts, size = self._cut(chunk, most)
         states, notes = self.new_states(every), Notes(limit, rows, self.device)
         if chunks == 1:
             return self._in_one(states, notes, every)
-        if self.shape.tiled:
-            parts = [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
-        else:
-            parts = parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
-        workspace = torch.empty(sum(parts), dtype=self.program.dtype, device=self.device)
+        workspace = torch.empty(size, dtype=self.program.dtype, device=self.device)
         how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
@@ -274,6 +269,23 @@ class Run(BoundKernels):
                 left_over = 0 if over else unsettled
                 return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
             wanted = min(limit, done + 2)
+
+    def _cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
+        """Of chunks of a size: how many, the most passes, and the parts of a workspace and its size."""
+        found = self.shape.cuts.get((chunk, most))
+        if found is None:
+            chunks = -(-self.length // chunk)
+            limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
+            parts = self.workspace_of(chunks)
+            found = self.shape.cuts[chunk, most] = chunks, limit, parts, sum(parts)
+        return found
+
+    def workspace_of(self, chunks: int) -> list[int]:
+        """Sizes of what kernels note of so many chunks: starts, ends, sizes, products, and what they are joined by."""
+        width, rows = self.program.width, self.rows
+        if self.shape.tiled:
+            return [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
+        return parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
 
     def _in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
         """All steps as one chunk: the loop in one kernel."""

@@ -36,6 +36,7 @@ class FusedStep:
         kernels: of the step
         layout: of its state
         places: of the tensors that it closes over, where they stand among all that it reaches
+        elsewhere: whether some of them are on another device: single numbers
         kinds: of solves, by length and rows
         solves: how many there were, without gradients and with them
     """
@@ -43,6 +44,7 @@ class FusedStep:
     kernels: Kernels
     layout: Layout
     places: tuple[int, ...]
+    elsewhere: bool
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
@@ -71,7 +73,8 @@ class FusedStep:
             raise NotCovered("rows depend on each other, or on how many there are")
         kernels = Kernels(program)
         kernels.make_forward_source()  # with derivatives, which may not be covered
-        return FusedStep(kernels, layout, tuple(where[id(tensor)] for tensor in row.closures))
+        elsewhere = any(tensor.device != layout.device for tensor in row.closures)
+        return FusedStep(kernels, layout, tuple(where[id(tensor)] for tensor in row.closures), elsewhere)
 
     def has_gradients_of(self, step: Callable, z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
         """Whether rows of the step have the gradients that they have by themselves: ``x - x.mean(0) + x.mean(0).detach()`` has others."""
@@ -100,7 +103,7 @@ class FusedStep:
         """What the kernels read from, differentiable in xs and in what the step closes over."""
         device = self.layout.device
         closures = [reached[place] for place in self.places]
-        if any(tensor.device != device for tensor in closures):  # single numbers
+        if self.elsewhere:
             closures = [tensor.to(device) for tensor in closures]
         return self.kernels.program.parts.values(inputs, closures, device)
 

@@ -102,8 +102,15 @@ class Layout:
 
     def leaves(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> list[Tensor]:
         """The same, one after the other."""
+        if len(self.shapes) == 1 and batch_shape is None and self._is_flat:
+            return [packed]
         lead = *packed.shape[:-2], *(self.batch_shape if batch_shape is None else batch_shape)
         return [part.reshape((*lead, *shape)) for part, shape in zip(self.split(packed), self.shapes, strict=True)]
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether leaves lie as they are packed: even a view takes as long to make as a launch."""
+        return len(self.batch_shape) == 1 and len(self.shapes[0]) == 1
 
     def nest(self, leaves: Sequence[Tensor]) -> Any:
         """Leaves in the structure of the state."""

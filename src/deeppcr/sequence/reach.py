@@ -9,7 +9,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -96,6 +96,8 @@ class Walk:
         return number
 
     def _held_by(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
+        if kind is FunctionType:  # as most are, and they have no slots
+            return [*value.__dict__.items(), *self._held_by_function(value)]
         if issubclass(kind, nn.Module):
             own = [(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS]
             if value._forward_hooks or value._forward_pre_hooks:
@@ -123,8 +125,6 @@ class Walk:
             return [*held, *enumerate(value)]
         if issubclass(kind, partial):
             return [*held, ("func", value.func), *enumerate(value.args), *value.keywords.items()]
-        if kind is FunctionType:
-            return [*held, *self._held_by_function(value)]
         if self._everything or callable(value):
             return held
         self._partly.append((value, self._left + 1))
@@ -133,10 +133,12 @@ class Walk:
     def _held_by_function(self, function: FunctionType) -> list[tuple[Hashable, Any]]:
         code, scope = function.__code__, function.__globals__
         cells = dict(zip(code.co_freevars, map(_contents_of, function.__closure__ or ()), strict=True))
-        held = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+        held: list[tuple[Hashable, Any]] = [*enumerate(function.__defaults__ or ())]
+        if function.__kwdefaults__:
+            held += function.__kwdefaults__.items()
         if _is_of_library(scope.get("__name__")):
             return [*held, *cells.items()]
-        names = dict.fromkeys(_names_in(code))
+        names = _names_in(code)
         self.used.add(code)
         self.used.update(names)
         seen: set[int] = set()
@@ -256,15 +258,16 @@ def _unwrapped(value: Any) -> Any:
     return value.__func__ if kind in (staticmethod, classmethod) else value.func if kind is cached_property else value
 
 
-def _names_in(code: CodeType) -> list[str]:
-    """The names that a function uses, also in functions inside, and as texts: ``getattr(model, "scale")``."""
-    found = list(code.co_names)
+@lru_cache(maxsize=1024)
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """The names that a function uses, each once, also in functions inside, and as texts: ``getattr(model, "scale")``."""
+    found = dict.fromkeys(code.co_names)
     for each in code.co_consts:
         if type(each) is CodeType:
-            found += _names_in(each)
+            found.update(dict.fromkeys(_names_in(each)))
         elif type(each) is str and each.isidentifier():
-            found.append(each)
-    return found
+            found[each] = None
+    return tuple(found)
 
 
 def _contents_of(cell: Any) -> Any:
