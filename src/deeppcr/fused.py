@@ -191,11 +191,13 @@ def covers(newton: Newton) -> bool:
 
 
 @cache
-def _fuse() -> tuple[Any, Any]:
+def _fuse() -> tuple[Any, Any, type[Exception]]:
     """Looked up once: that takes as long as a launch."""
+    from triton import OutOfResources
+
     from .fuse import back, run
 
-    return back, run
+    return back, run, OutOfResources
 
 
 def solve_fused(
@@ -209,7 +211,7 @@ def solve_fused(
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    back, fuse_run = _fuse()
+    back, fuse_run, too_large = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)
@@ -232,11 +234,22 @@ def solve_fused(
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
     exact_steps = None
-    if fixed is not None:
-        found = run.in_parallel(kind, wanted, guess, most=fixed)
-        exact_steps = _spoil_failed(found, layout)
-    else:
-        found = fuse_run.solve(run, kind, wanted, guess, every)
+    try:
+        if fixed is not None:
+            found = run.in_parallel(kind, wanted, guess, most=fixed)
+            exact_steps = _spoil_failed(found, layout)
+        else:
+            found = fuse_run.solve(run, kind, wanted, guess, every)
+    except too_large as error:
+        reason = f"its kernels do not fit the device ({error})"
+        call.refuse(reason)
+        return reason
+    if differentiated and not fused.solves[True] and fixed is None:
+        try:  # now, while there is another way
+            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found))
+        except too_large as error:
+            fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
+            return fused.kernels.no_gradients
     if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)

@@ -19,7 +19,7 @@ UNARY = {
     "asin": torch.asin,
     "asinh": torch.asinh,
     "atan": torch.atan,
-    "atan2_of_numbers": lambda x: torch.atan2(x, torch.zeros_like(x)) + torch.atan2(torch.ones_like(x), x),
+    "atan2_of_numbers": lambda x: torch.atan2(x, torch.full_like(x, 2)) + torch.atan2(torch.ones_like(x), x),
     "atanh": torch.atanh,
     "bitwise_not": lambda x: torch.where(~(x > 0), x, 2 * x),
     "ceil": torch.ceil,

@@ -8,10 +8,12 @@ import warnings
 
 import pytest
 import torch
+import triton
 from torch import nn
 
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
+from deeppcr.fuse import back, run
 from deeppcr.graphs import record
 from fuse.loops import Fused, by_loop
 from kernel_support import error, thorough
@@ -690,3 +692,27 @@ def test_a_wrong_start_is_not_excused_by_what_it_leads_to(width, device):
     step = step_around(float((value + change)[0, 0]))
     found = Fused(step, z0, xs).solve(chunk)
     assert error(found.states.view(length, 1, width), by_loop(step, z0, xs)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["roll", "sweep"])
+def test_kernels_that_do_not_fit_the_device(name, device, monkeypatch):
+    """A step is solved otherwise, and the next time nobody tries; of gradients that is known before they are asked for."""
+    weight = torch.full((2,), 0.5, device=device, requires_grad=True)
+    step, z0, xs = (
+        lambda z, x: torch.tanh(weight * z) + x,
+        torch.zeros(2, device=device),
+        torch.ones(20, 2, device=device),
+    )
+    module = run if name == "roll" else back
+
+    def launch_too_much(kernel, *_, **__):
+        raise triton.OutOfResources(300_000, 200_000, "shared memory")
+
+    monkeypatch.setattr(module, "launch", launch_too_much)
+    deeppcr.solve(step, z0, xs, solver=NEWTON)
+    for _ in range(2):
+        solution = deeppcr.solve(step, z0, xs, solver=NEWTON)
+        assert any("fit the device" in note for note in solution.plan.notes)
+    (found,) = torch.autograd.grad(solution.states.sum(), weight)
+    (expected,) = torch.autograd.grad(deeppcr.solve(step, z0, xs, solver=deeppcr.Loop()).states.sum(), weight)
+    torch.testing.assert_close(found, expected)

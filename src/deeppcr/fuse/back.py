@@ -91,14 +91,17 @@ def _sweep_lanes(
     )  # fmt: skip
 
 
+def chunk_of(run: Run, found: Found) -> int:
+    """Steps of a chunk backwards: it is a linear system, in parallel whatever the way forwards was."""
+    return min(found.chunk, first_chunk(run.length, run.rows, run.program))
+
+
 class Apply(torch.autograd.Function):
     """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
 
     @staticmethod
     def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor):
-        # Backwards it is a linear system, in parallel whatever the way forwards was.
-        usual = first_chunk(run.length, run.rows, run.program)
-        ctx.run, ctx.layout, ctx.chunk = run, layout, min(found.chunk, usual)
+        ctx.run, ctx.layout, ctx.chunk = run, layout, chunk_of(run, found)
         ctx.save_for_backward(found.states, *given)  # so that who changes them before a backward pass is told
         return tuple(layout.leaves(found.states))
 

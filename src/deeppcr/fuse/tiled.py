@@ -18,7 +18,7 @@ _LANES = 32
 #: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
 _BUSY, _LEAST = 2048, 16
 
-#: Chunks on their way where they are joined.
+#: Chunks on their way where they are joined: fewer of the widest, for which shared memory would not do.
 _STAGES = 3
 #: Numbers that the registers of a warp hold beside all else.
 _OF_A_WARP = 2048
@@ -61,6 +61,7 @@ class _How:
         self.warps = max(1, min(8, next_power_of_2(-(-numbers // _OF_A_WARP))))
         self.join_warps = 1 if self.padded <= 32 else 4
         self.stages = 2 if self.padded <= 32 else 1
+        self.join_stages = _STAGES if self.padded <= 64 else _STAGES - 1
 
 
 def roll(
@@ -92,11 +93,11 @@ def join(
     shape = (how.width, how.padded)
     integers = (chunks * rows * how.width**2 >= 2**31,)
     launch(
-        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (*shape, how.blocks, how.lead, how.fine if tolerance[-1] else how.rough, _STAGES),
+        wide.gather, groups * rows * how.blocks, (*common, rows, chunks, each, passes), (*shape, how.blocks, how.lead, how.fine if tolerance[-1] else how.rough, how.join_stages),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
-        wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, _STAGES),
+        wide.spread, groups * rows, (*common, worst, rows, chunks, each, passes, *tolerance), (*shape, how.join_stages),
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
