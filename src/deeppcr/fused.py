@@ -26,7 +26,7 @@ from .sequence.layout import Layout
 from .sequence.stack import as_one_step
 from .sequence.words import in_words
 from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
-from .tolerance import Tolerance, measure
+from .tolerance import Tolerance, bears_out
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from .fuse.run import Found, Others
@@ -230,7 +230,7 @@ def solve_fused(
         exact_steps = _spoil_failed(found, layout)
     else:
         found = solve(run, kind, wanted, guess, every)
-    if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
+    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
@@ -255,7 +255,7 @@ def solve_fused(
 
 
 def _is_trusted(
-    call: Call, fused: FusedStep, initial: Tensor, states: Tensor, tolerance: Tolerance, differentiated: bool
+    call: Call, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance, differentiated: bool
 ) -> bool:
     """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ...
 
@@ -265,9 +265,9 @@ def _is_trusted(
     if not _is_due(solves):
         trusted = True
     elif solves > 1:
-        trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
+        trusted = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
     else:
-        trusted = _bears_out(call, initial, states, tolerance) and (
+        trusted = _bears_out(call, initial, found.states, tolerance) and (
             not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
         )
     fused.solves[differentiated] = solves  # who raised has to be asked again
@@ -284,8 +284,7 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
     sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
     with torch.no_grad():
         values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
-        held = measure(values, states, initial, tolerance)[1]
-        trusted = bool((held | ~torch.isfinite(values).all(-1).all(0)).all())
+        trusted = bool(bears_out(values, states, initial, tolerance).all())
     sequence.stop_watching()
     return trusted
 
