@@ -85,18 +85,22 @@ class Shape:
             row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides = tuple(strides)
-        self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.kinds = _kinds(initial, bases)
         self.outputs: Any = None
 
     @staticmethod
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
-        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0) for base in bases])
+        key = (length, initial.shape, initial.device, _kinds(initial, bases), *[base.stride() for base in bases])
         found = kernels.shapes.get(key)
         if found is None:
             if len(kernels.shapes) >= _MOST_SHAPES:
                 kernels.shapes.clear()
             found = kernels.shapes[key] = Shape(kernels, initial, bases, length)
         return found
+
+
+def _kinds(initial: Tensor, bases: list[Tensor]) -> tuple:
+    return initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases])
 
 
 class BoundKernels:
