@@ -51,6 +51,52 @@ def test_what_is_far_slower_is_tried_once():
     assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
 
 
+def test_an_estimate_is_told_as_one():
+    record = known(newton=0.5)
+    record.seconds["loop"] = 1.0
+    record.estimated.add("loop")
+    record.took("newton", 0.6)
+    record.took("newton", 0.7)
+    assert record.choose() == ("newton", "of this kind newton took 500 ms, loop would take about 1 s")
+    record.took("loop", 1.5)  # with what is done once; the steps alone are known to take less
+    assert "loop would take about 1 s" in record.choose()[1]
+    record.took("loop", 0.9)
+    assert "loop took 900 ms" in record.choose()[1]
+
+
+def test_a_backward_pass_counts_where_gradients_are_wanted():
+    """On a CPU a loop takes as long backward as forward, and a parallel solve less."""
+    record = known(loop=1.0, newton=1.2)
+    record.tries["newton"] = 3
+    assert record.choose()[0] == "loop"
+    record.differentiated = True
+    assert record.choose() == (
+        "newton",
+        "of this kind loop took 1 s and backward about 1 s, newton took 1.2 s and backward about 480 ms",
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_loop_that_is_short_forward_may_be_long_enough_with_its_backward_pass(device):
+    record = known(device, loop=0.8 * plan._WORTH_NEWTON[device])
+    assert record.choose()[0] == "loop"
+    record.differentiated = True
+    assert record.choose()[0] == "newton"
+    assert known(device, loop=0.002).is_worth_kernels(again=True) is False
+    record = known(device, loop=0.002)
+    record.differentiated = True
+    assert record.is_worth_kernels(again=True)
+
+
+def test_the_gradients_of_a_graph_are_those_of_a_parallel_solve(monkeypatch):
+    monkeypatch.setattr(Record, "expected_newton", lambda self, loop: 10 * loop)
+    record = known("cuda", loop=1.0, graph=0.1)
+    record.differentiated = True
+    assert record.total("graph") == pytest.approx(0.1 + 10 * 0.6)
+    record.tries["graph"] = 3
+    assert record.choose()[0] == "loop"
+
+
 @pytest.mark.parametrize(("part", "way"), [(0.6, "newton"), (0.8, "loop")])
 def test_a_parallel_solve_is_tried_where_it_is_expected_to_pay(part, way, monkeypatch):
     """By a margin: it may not converge."""
@@ -172,12 +218,12 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
         record.seconds.update({"loop": 2.0, "newton": 2.0, quicker: 1e-9})
         found = deeppcr.solve(step, z0, xs)
         assert found.result is expected
-        assert any("of this kind loop took" in note for note in found.plan.notes)
+        assert any("of this kind loop would take about" in note for note in found.plan.notes)
         check(found, step, z0, xs, weight)
 
 
 def test_kinds_are_told_apart(device):
-    """By their length, their step, their shapes, and by whether gradients are on."""
+    """By their length, their step, their shapes, and by whether gradients are wanted."""
     step, z0, xs, _ = problem(device)
     deeppcr.solve(step, z0, xs)
     deeppcr.solve(step, z0, xs.clone())
@@ -188,6 +234,13 @@ def test_kinds_are_told_apart(device):
     with torch.no_grad():
         deeppcr.solve(step, z0, xs)
     assert len(plan._records) == 5
+    assert [record.differentiated for record in plan._records.values()] == [True] * 4 + [False]
+    plan.forget_records()
+    bare = lambda z, x: torch.sin(z) + x  # noqa: E731
+    for given in ((z0.detach(), xs), (z0, xs), (z0.detach(), xs.clone().requires_grad_())):
+        deeppcr.solve(bare, *given)
+    deeppcr.solve(step, z0.detach(), xs)
+    assert [record.differentiated for record in plan._records.values()] == [False, True, True]
 
 
 def chaotic(z, x):

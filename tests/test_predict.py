@@ -141,7 +141,10 @@ def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
         measured = deeppcr.predict(*arguments)
         assert measured.basis["newton"] == "measured"
         assert measured.seconds["newton"] == plan._records.values()[-1].seconds["newton"]
-    assert deeppcr.predict(*arguments).basis["newton"] == "expected"  # with a graph for gradients it is another kind
+    arguments[1].requires_grad_()
+    differentiated = deeppcr.predict(*arguments)  # is another kind
+    assert differentiated.basis["newton"] == "expected"
+    assert "and backward about" in differentiated.why
 
 
 def test_a_list_of_steps_is_solved_in_parallel(device):

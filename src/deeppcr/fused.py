@@ -81,6 +81,14 @@ class Call:
         return self._key
 
     @property
+    def differentiated(self) -> bool:
+        """Whether somebody may want gradients, as far as tensors tell."""
+        self.key  # noqa: B018 - which finds the tensors that the step reaches
+        return torch.is_grad_enabled() and any(
+            leaf.requires_grad for leaf in (*self.states, *self.inputs, *self.reached)
+        )
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """L, B rows and D numbers of a row, as far as shapes tell."""
         several = any(leaf.ndim > 1 for leaf in self.states)

@@ -65,7 +65,8 @@ class Prediction:
         step_seconds: of one step by Python
         iterations: of Newton's method; None where the probe does not tell
         chunk: steps of a chunk in Newton's method
-        seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"
+        seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"; without a backward pass, which ``why``
+            tells of where gradients are wanted
         basis: by way: "measured", "expected", or why there is no time
         state_bytes, block_bytes: of all states; of the blocks of a parallel solve by PyTorch, while it runs
         way, why: what ``solve`` would do
@@ -141,7 +142,7 @@ def predict(
     loop, in one kernel       ...
     in parallel, by PyTorch   ...
     in parallel, by kernels   ...
-    solve would take          loop, by Python: the loop takes ... ms, and nothing else is worth a try
+    solve would take          loop, by Python: the loop would take about ... ms, and nothing else is worth a try
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
@@ -151,9 +152,10 @@ def predict(
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)
-    known = record_of(call.key, call.sizes, layout.device)
+    known = record_of(call.key, call.sizes, layout.device, call.differentiated)
     loop = known.seconds.get("loop", steps * step_seconds)
-    record = replace(known, seconds={**known.seconds, "loop": loop})
+    estimated = known.estimated if "loop" in known.seconds else {"loop"}
+    record = replace(known, seconds={**known.seconds, "loop": loop}, estimated=estimated)
     probe = _Probe(sequence, max(_MOST_SECONDS, _MOST_OF_LOOP * loop))
     iterations = probe.iterations(chunk)
     expected: dict[str, float | str] = {
@@ -328,7 +330,7 @@ def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, 
         return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds
     if call.fused is None and record.is_worth_kernels(again):
-        return "kernels", f"the loop takes {written(record.seconds['loop'])}; kernels are made, if they cover the step"
+        return "kernels", f"the {record.told('loop')}; kernels are made, if they cover the step"
     # A loop that is short is not stopped by what it is found to take.
     return (record if again or (call.length or 0) > 2 * PROBED else known).choose()
 

@@ -231,7 +231,8 @@ class _Planned:
 
     @cached_property
     def record(self) -> Record:
-        return record_of(self.call.key, self.call.sizes, self.call.states[0].device)
+        call = self.call
+        return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
 
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, _USUAL, None, every=self.call.every)
