@@ -1,5 +1,6 @@
 """Which way a solve goes where nobody says it: what records choose, and that every way gives the loop's states and gradients."""
 
+import math
 import warnings
 
 import pytest
@@ -297,9 +298,61 @@ def test_who_has_wishes_gets_the_iteration(device):
         {"solver": Newton()},
     ):
         assert deeppcr.solve(step, z0, xs, **options).result is Result.CONVERGED
-    layers = [lambda z, i=i: torch.cos(z + i) for i in range(8)]
-    assert deeppcr.solve(layers, z0).result is Result.CONVERGED
     assert len(plan._records) == 0
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, z, x=0.0):
+        return torch.tanh(self.inner(z)) + 0.5 * x
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+@pytest.mark.parametrize("has_inputs", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_list_is_planned_as_any_loop(length, has_inputs, kernels, device, monkeypatch):
+    """A short one is a loop, gradients included; also where modules that are alike are one step for kernels."""
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type} if kernels else set())
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", math.inf)
+    layers = torch.nn.ModuleList(Layer() for _ in range(length)).to(device)
+    _, z0, xs, _ = problem(device, length)
+    for _ in range(2):
+        found = deeppcr.solve(layers, z0, xs if has_inputs else None)
+        assert found.result is Result.LOOP
+        z, states = z0, []
+        for layer, x in zip(layers, xs, strict=True):
+            z = layer(z, x) if has_inputs else layer(z)
+            states.append(z)
+        right, wanted = torch.stack(states), [z0, *layers.parameters()]
+        torch.testing.assert_close(found.states, right)
+        pairs = [torch.autograd.grad(each.square().sum(), wanted) for each in (found.states, right)]
+        torch.testing.assert_close(*pairs)
+    (record,) = plan._records.values()
+    assert record.tries == {"loop": 2}
+    assert record.differentiated
+
+
+def test_a_long_list_is_solved_in_parallel(device, impatient):
+    layers = torch.nn.ModuleList(Layer() for _ in range(40)).to(device)
+    _, z0, xs, _ = problem(device)
+    found = deeppcr.solve(layers, z0, xs)
+    assert found.result is Result.CONVERGED
+    torch.testing.assert_close(found.states, deeppcr.solve(layers, z0, xs, solver=deeppcr.Loop()).states)
+
+
+def test_what_is_wrong_with_a_list_is_named(device):
+    _, z0, xs, _ = problem(device, 3)
+    with pytest.raises(TypeError, match="entry 1 of the list is not callable"):
+        deeppcr.solve([torch.cos, 3, torch.cos], z0)
+    with pytest.raises(ValueError, match="lengths differ: step: the list has 2, xs has 3"):
+        deeppcr.solve([Layer(), Layer()], z0, xs)
+    with pytest.raises(ValueError, match="at least one step"):
+        deeppcr.solve([], z0)
+    with pytest.raises(ValueError, match="lengths differ: length has 4, step: the list has 2"):
+        deeppcr.solve([torch.cos, torch.cos], z0, length=4)
 
 
 def test_what_is_wrong_is_named(device):

@@ -147,11 +147,18 @@ def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
     assert "and backward about" in differentiated.why
 
 
-def test_a_list_of_steps_is_solved_in_parallel(device):
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_a_list_of_steps_goes_the_way_that_was_predicted(has_inputs, monkeypatch, device):
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(20)).to(device)
-    found = deeppcr.predict(layers, torch.ones(2, 3, device=device))
-    assert found.way == "newton"
-    assert deeppcr.solve(layers, torch.ones(2, 3, device=device)).result is deeppcr.Result.CONVERGED
+    steps = [lambda z, x, layer=layer: layer(z) + x for layer in layers] if has_inputs else layers
+    arguments = steps, torch.ones(2, 3, device=device), torch.rand(20, 2, 3, device=device) if has_inputs else None
+    assert deeppcr.predict(*arguments).way == "loop"
+    assert deeppcr.solve(*arguments).result is deeppcr.Result.LOOP
+    assert deeppcr.predict(*arguments).basis["loop"] == "measured"
+    monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 1e-6, "cuda": 1e-6})
+    monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
+    assert deeppcr.predict(*arguments).way == "newton"
+    assert deeppcr.solve(*arguments).result is deeppcr.Result.CONVERGED
 
 
 def test_nothing_of_the_callers_is_touched(device):

@@ -46,6 +46,7 @@ class Call:
     """One call of ``solve``, as far as kernels have to know it.
 
     Attributes:
+        given: the step and xs as they were given: alike modules of a list are one step here, and xs what it sees of each
         length: L; None where it cannot be told
         every: the states after every so many steps are to be kept
         reached: the tensors that the step reaches
@@ -56,14 +57,19 @@ class Call:
         self.every = every
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
-        several = isinstance(step, (list, tuple, nn.ModuleList)) and length is None
-        if several and isinstance(first, Tensor) and has_kernels(first.device):
+        self.given = step, xs
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        steps = len(step) if several else None
+        if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
         self.step: Any = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
-        self.length = length if not self.inputs else self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+        if self.inputs:
+            self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+        else:
+            self.length = steps if length is None else length
         self.refusal = self._find_refusal(step)
         self._key: _Key | None = None
         self._fused: FusedStep | str | None = None

@@ -150,7 +150,7 @@ def predict(
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     layout, steps = sequence.layout, sequence.length
-    call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
+    call, chunk = Call(step, z0, xs, length, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)
     known = record_of(call.key, call.sizes, layout.device, call.differentiated)
     loop = known.seconds.get("loop", steps * step_seconds)
@@ -169,7 +169,7 @@ def predict(
     basis = {way: each if isinstance(each, str) else "expected" for way, each in expected.items()}
     for way in known.tries:
         seconds[way], basis[way] = known.seconds[way], "measured"
-    way, why = _choice(step, call, record, known)
+    way, why = _choice(call, record, known)
     return Prediction(
         length=steps, rows=layout.rows, width=layout.width, exponent=probe.exponent, errors=probe.errors, probed=probe.steps,
         step_seconds=step_seconds, iterations=iterations, chunk=chunk, seconds=seconds, basis=basis,
@@ -317,15 +317,15 @@ def _chunk_of_kernels(call: Call) -> int:
     return fused.kind(length, "auto", (Newton().tolerance(fused.layout.dtype), True))[1].chunk
 
 
-def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
+def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:
     """What ``solve`` would do, and why.
 
     Args:
         record: of solves of this kind, with what the loop is expected to take
         known: the same, without
     """
-    if not can_be_planned(call, step):
-        return "newton", "a list of steps, or one that looks further back, is solved in parallel"
+    if not can_be_planned(call):
+        return "newton", "a step that looks further back is solved in parallel"
     if call.has_kernels:
         return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds

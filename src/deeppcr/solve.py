@@ -135,10 +135,10 @@ def _solve(
         return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
     call = Call(step, z0, xs, length, batch_dims, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
-    if not plain or not can_be_planned(call, step):
+    if not plain or not can_be_planned(call):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
-    return _Planned(call, step, length).solve().keeping(every)
+    return _Planned(call, length).solve().keeping(every)
 
 
 def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
@@ -179,16 +179,16 @@ def refuse_given(jacobian: Jacobian) -> None:
         )
 
 
-def can_be_planned(call: Call, step: Any) -> bool:
+def can_be_planned(call: Call) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
-    first = call.states[0] if call.states else None
+    first, step = call.states[0] if call.states else None, call.given[0]
+    several = isinstance(step, (list, tuple, nn.ModuleList))
     return (
         isinstance(first, Tensor)
         and type(call.length) is int
         and call.length > 0
-        and (call.xs is None or call.given_length in (None, call.length))
-        and not isinstance(step, (list, tuple, nn.ModuleList))
-        and callable(step)
+        and call.given_length in (None, call.length)
+        and (len(step) == call.length and all(map(callable, step)) if several else callable(step))
         and not isinstance(call.step, WithHistory)
         and all(isinstance(leaf, Tensor) for leaf in (*call.states, *call.inputs))
         and all(leaf.ndim > 0 and leaf.shape[0] == call.length for leaf in call.inputs)
@@ -200,8 +200,8 @@ def can_be_planned(call: Call, step: Any) -> bool:
 class _Planned:
     """A solve by the way that is expected to take least time."""
 
-    def __init__(self, call: Call, step: Any, length: int | None):
-        self.call, self.step, self.length = call, step, length
+    def __init__(self, call: Call, length: int | None):
+        self.call, self.length = call, length
         self._raised: Exception | None = None
 
     def solve(self) -> Solution:
@@ -245,11 +245,11 @@ class _Planned:
         return found
 
     def _by(self, solver: Newton | Loop) -> Solution:
-        call = self.call
+        call, (step, xs) = self.call, self.call.given
         return solve_by(
-            self.step,
+            step,
             call.z0,
-            call.xs,
+            xs,
             self.length,
             call.batch_dims,
             solver,
@@ -312,22 +312,23 @@ class _Planned:
 
     def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
         """Whether it came to its end."""
-        call, step = self.call, self.step
-        flat = _flattening(layout)
+        call, (step, xs) = self.call, self.call.given
+        flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
+        steps = step if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
-        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
-        for index, x in enumerate(_inputs_of_steps(call)):
+        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
+        for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
             try:
-                z = step(z, *x)
+                z = one(z, *x)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
                 raise
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
-            if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
+            if index == 0 and given != [version_of(leaf) for leaf in inputs]:
                 raise ValueError("the step changes its inputs in place")
             kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
@@ -337,18 +338,18 @@ class _Planned:
         return True
 
 
-def _inputs_of_steps(call: Call) -> Iterable[tuple]:
+def _inputs_of_steps(xs: Any, leaves: list[Tensor], length: int) -> Iterable[tuple]:
     """Of each step what it takes beside its state."""
-    if call.xs is None:
-        return repeat((), call.length or 0)
-    inputs = zip(*[_entries(leaf) for leaf in call.inputs], strict=True)
-    if isinstance(call.xs, Tensor):
+    if xs is None:
+        return repeat((), length)
+    inputs = zip(*[_entries(leaf) for leaf in leaves], strict=True)
+    if isinstance(xs, Tensor):
         return inputs
-    spec = pytree.tree_structure(call.xs)
+    spec = pytree.tree_structure(xs)
     # Of one level, to put together a nest of PyTorch's takes as long as a step.
-    if type(call.xs) is tuple and all(isinstance(each, Tensor) for each in call.xs):
+    if type(xs) is tuple and all(isinstance(each, Tensor) for each in xs):
         return zip(inputs, strict=True)
-    if type(call.xs) is dict and all(isinstance(each, Tensor) for each in call.xs.values()):
+    if type(xs) is dict and all(isinstance(each, Tensor) for each in xs.values()):
         return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
     return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
 
