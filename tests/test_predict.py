@@ -79,7 +79,8 @@ UNUSED = torch.ones(3, requires_grad=True)
         (lambda z: UNUSED.to(z.device) * 2, -math.inf, "errors die out"),
         (lambda z: torch.ones_like(z), -math.inf, "errors die out"),
         (lambda z: z.detach() * 0.5, -math.inf, "errors die out"),
-        (lambda z: z * math.inf, math.nan, "states or derivatives are not finite"),
+        (lambda z: z * math.inf, math.nan, "states are not finite from step 1 on"),
+        (lambda z: torch.sqrt(z - 1), math.nan, "states are not finite from step 2 on"),
         (lambda z: z + 0.001 * torch.cos(z), 0.0, "errors stay"),
     ],
 )
@@ -88,6 +89,20 @@ def test_steps_that_are_out_of_the_ordinary(step, exponent, errors, device):
     assert found.exponent == pytest.approx(exponent, abs=1e-3, nan_ok=True)
     assert found.errors == errors
     assert (found.iterations is None) == ("newton" not in found.seconds) == math.isnan(exponent)
+
+
+def test_it_is_said_at_which_step_and_row_states_stop_being_finite(device, unhurried):
+    """Also behind those that the exponent is found from."""
+    z0, xs = torch.ones(3, 2, device=device), torch.zeros(100, 3, 2, device=device)
+    xs[90, 1], xs[95, 2] = math.inf, math.nan
+    found = deeppcr.predict(lambda z, x: 0.5 * torch.sin(z) + x, z0, xs)
+    assert found.errors == "states are not finite from step 91 on (row 1; 2 rows of 3)"
+    assert "states are not finite from step 91 on" in str(found)
+    assert found.iterations is None
+    roots = torch.ones(100, 1, device=device)
+    roots[40] = 0.0
+    found = deeppcr.predict(lambda z, x: 0.5 * z + torch.sqrt(x + z - z.detach()), torch.ones(1, device=device), roots)
+    assert found.errors == "the derivative of step 41 is not finite"
 
 
 def test_what_so_few_steps_do_not_tell_is_not_told(device):

@@ -22,7 +22,7 @@ from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
 from .sequence import Sequence
 from .sequence.lengths import up_to
-from .solution import Plan
+from .solution import Plan, first_not_finite
 from .solve import can_be_planned
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
@@ -213,12 +213,16 @@ class _Probe:
             state = after.detach()
         self.steps = len(taken)
         settled = self.steps - self.steps // 4  # in the last steps the cotangent turns to where it grows most
-        growths = _growths(taken)[:settled]
-        self.exponent = float(growths.mean())
+        growths, not_finite = _growths(taken), _not_finite(taken)
+        if not_finite is None and (wrong := torch.isnan(growths) | (growths == math.inf)).any():
+            # The cotangent comes from behind, and what is not finite stays so.
+            not_finite = f"the derivative of step {int(wrong.nonzero().max()) + 1} is not finite"
+        growths = growths[:settled]
+        self.exponent = math.nan if not_finite else float(growths.mean())
         over_all = self.exponent * self._length
         self.is_clear = True
-        if math.isnan(self.exponent) or self.exponent == math.inf:
-            self.errors, self.is_clear = "states or derivatives are not finite", False
+        if not_finite is not None:
+            self.errors, self.is_clear = not_finite, False
         elif abs(over_all) < _CLEAR and self._length <= 4 * self.steps:
             self.errors = "errors stay"
         elif abs(self.exponent) * len(growths) < 1:
@@ -234,6 +238,17 @@ class _Probe:
         # An error lives for so many chunks, and takes an iteration or so to get through each.
         lives = min(chunks, -1 / (chunk * self.exponent)) if self.errors == "errors die out" else chunks
         return min(chunks, round(_ITERATIONS + _ITERATIONS_PER_CHUNK * lives))
+
+
+def _not_finite(taken: list[tuple[Tensor, Tensor]]) -> str | None:
+    """The first step after which states are not finite, in words; None where all are."""
+    bad = first_not_finite(torch.stack([after for _, after in taken]))
+    rows = (bad >= 0).nonzero().flatten().tolist()
+    if not rows:
+        return None
+    row = min(rows, key=lambda each: int(bad[each]))
+    where = f" (row {row}; {_counted(len(rows), 'row')} of {len(bad)})" if len(bad) > 1 else ""
+    return f"states are not finite from step {int(bad[row]) + 1} on{where}"
 
 
 def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
