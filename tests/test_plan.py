@@ -413,6 +413,33 @@ def test_what_xs_bring_along_is_not_blamed_on_the_step(solver):
         deeppcr.solve(lambda z: 1 / z, torch.tensor([[0.0], [1.0]]), length=4, solver=solver)
 
 
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop(), Newton()])
+@pytest.mark.parametrize(("value", "held"), [(math.nan, "NaN"), (math.inf, "an infinity")])
+def test_the_input_that_is_not_finite_is_named(solver, value, held):
+    xs = {"a": torch.randn(9, 2, 3), "b": (torch.zeros(9), torch.randn(9, 2, 3))}
+    xs["b"][1][4, 1, 0] = value
+    step = lambda z, x: torch.tanh(z) + x["a"] + x["b"][0] + x["b"][1]  # noqa: E731
+    message = rf"^step 5 .* not finite; xs\['b'\]\[1\] holds {held} there, .*\(row 1; 1 of 2 rows\)"
+    with pytest.warns(deeppcr.ConvergenceWarning, match=message):
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+    xs["a"][4, 1, 2] = math.nan  # which an infinity does not hide
+    xs["b"][1][4, 1, 0] = math.inf
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"xs\['a'\] holds NaN"):
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+
+
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop(), Newton()])
+def test_a_parameter_that_is_not_finite_is_none_of_xs(solver):
+    layers = torch.nn.ModuleList(Layer() for _ in range(6))
+    with torch.no_grad():
+        layers[3].inner.weight[0, 0] = math.nan
+    z0, xs = torch.ones(2, 3, dtype=torch.float64), torch.ones(6, 2, 3, dtype=torch.float64)
+    with pytest.warns(
+        deeppcr.ConvergenceWarning, match="step 4 produced a value that is not finite although its input is"
+    ):
+        deeppcr.solve(layers, z0, xs, solver=solver)
+
+
 def test_nests_of_inputs_are_put_together_as_they_were():
     a, b = torch.randn(5, 2, 1), torch.randn(5, 2, 1)
     for xs, step in (

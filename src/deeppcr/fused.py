@@ -127,6 +127,11 @@ class Call:
         """What a step sees of xs; None where there are none."""
         return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
 
+    def given_inputs(self, index: int) -> Any:
+        """What was given for a step: of a list of modules that are one step here without their parameters."""
+        _, xs = self.given
+        return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
+
     @property
     def fused(self) -> FusedStep | str | None:
         """The step's kernels, or why there are none; None where nobody has tried yet."""
@@ -322,7 +327,7 @@ def _solution(
     result = worst_of(results)
     description = result.value
     if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
-        description = in_words(results, torch.tensor(exact_steps), call.inputs_of, layout)
+        description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
     way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",

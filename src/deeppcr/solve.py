@@ -24,7 +24,7 @@ from .runtime import has_tangent, in_functorch, is_capturing, version_of
 from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
-from .sequence.layout import Layout
+from .sequence.layout import Layout, note_call
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.words import in_words
@@ -305,10 +305,11 @@ class _Planned:
         except Exception as error:
             if isinstance(error, StepError) or error is self._raised:
                 raise
-            return self._by_python()
-        found = _of_loop(layout, self.call, kept, states)
-        self.record.took("loop", time.perf_counter() - begin)
-        return found
+        else:
+            found = _of_loop(layout, self.call, kept, states)
+            self.record.took("loop", time.perf_counter() - begin)
+            return found
+        return self._by_python()  # out here, so that its error does not come with the first one
 
     def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
         """Whether it came to its end."""
@@ -325,6 +326,7 @@ class _Planned:
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
+                    note_call(error, index, z, *x)
                 raise
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
@@ -379,7 +381,7 @@ def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor])
         places = at.tolist()
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
-        description = in_words(results, exact, call.inputs_of, layout)
+        description = in_words(results, exact, call.given_inputs, layout)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
     exact = exact.reshape(batch)
     dropped = kept.dropped(exact)
