@@ -141,11 +141,37 @@ def test_a_step_that_fails_says_what_it_was_called_with():
     with pytest.raises(RuntimeError) as raised:  # the batch first, where the steps are expected
         solve(step, ONES, torch.ones(2, 7, 3))
     assert raised.value.__notes__ == [
-        "deeppcr called step(z, x) with z: float32[2, 3] on cpu, x = xs[0]: float32[7, 3] on cpu"
+        "deeppcr called step(z, x) with z: float32[2, 3] on cpu, x = xs[0]: float32[7, 3] on cpu (step 1)"
     ]
     with pytest.raises(TypeError) as raised:
         solve(step, ONES, length=3)
-    assert raised.value.__notes__ == ["deeppcr called step(z) with z: float32[2, 3] on cpu"]
+    assert raised.value.__notes__ == ["deeppcr called step(z) with z: float32[2, 3] on cpu (step 1)"]
+
+
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
+def test_an_error_of_a_later_step_says_which_it_was(solver):
+    """It is the step's own error, once."""
+
+    def step(z, x):
+        if x.sum() > 100:
+            raise KeyError("too much")
+        return torch.tanh(z) + x
+
+    xs = torch.zeros(9, 2, 3)
+    xs[5] = 50.0
+    with pytest.raises(KeyError, match="too much") as raised:
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+    called = "deeppcr called step(z, x) with z: float32[2, 3] on cpu, x = xs[5]: float32[2, 3] on cpu (step 6)"
+    assert raised.value.__notes__ == [called]
+    assert raised.value.__context__ is None
+
+
+def test_an_error_of_the_first_step_comes_alone():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        deeppcr.solve(
+            lambda z, x: z @ torch.zeros(4, 4) + x @ torch.zeros(4, 4), torch.zeros(2, 4), torch.zeros(9, 2, 5)
+        )
+    assert raised.value.__context__ is None
 
 
 def test_what_a_refused_step_has_changed_in_place_is_not_the_callers():

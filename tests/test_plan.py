@@ -1,5 +1,6 @@
 """Which way a solve goes where nobody says it: what records choose, and that every way gives the loop's states and gradients."""
 
+import math
 import warnings
 
 import pytest
@@ -49,6 +50,52 @@ def test_a_way_is_tried_some_times_and_then_judged_by_its_best():
 
 def test_what_is_far_slower_is_tried_once():
     assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
+
+
+def test_an_estimate_is_told_as_one():
+    record = known(newton=0.5)
+    record.seconds["loop"] = 1.0
+    record.estimated.add("loop")
+    record.took("newton", 0.6)
+    record.took("newton", 0.7)
+    assert record.choose() == ("newton", "of this kind newton took 500 ms, loop would take about 1 s")
+    record.took("loop", 1.5)  # with what is done once; the steps alone are known to take less
+    assert "loop would take about 1 s" in record.choose()[1]
+    record.took("loop", 0.9)
+    assert "loop took 900 ms" in record.choose()[1]
+
+
+def test_a_backward_pass_counts_where_gradients_are_wanted():
+    """On a CPU a loop takes as long backward as forward, and a parallel solve less."""
+    record = known(loop=1.0, newton=1.2)
+    record.tries["newton"] = 3
+    assert record.choose()[0] == "loop"
+    record.differentiated = True
+    assert record.choose() == (
+        "newton",
+        "of this kind loop took 1 s and backward about 1 s, newton took 1.2 s and backward about 480 ms",
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_loop_that_is_short_forward_may_be_long_enough_with_its_backward_pass(device):
+    record = known(device, loop=0.8 * plan._WORTH_NEWTON[device])
+    assert record.choose()[0] == "loop"
+    record.differentiated = True
+    assert record.choose()[0] == "newton"
+    assert known(device, loop=0.002).is_worth_kernels(again=True) is False
+    record = known(device, loop=0.002)
+    record.differentiated = True
+    assert record.is_worth_kernels(again=True)
+
+
+def test_the_gradients_of_a_graph_are_those_of_a_parallel_solve(monkeypatch):
+    monkeypatch.setattr(Record, "expected_newton", lambda self, loop: 10 * loop)
+    record = known("cuda", loop=1.0, graph=0.1)
+    record.differentiated = True
+    assert record.total("graph") == pytest.approx(0.1 + 10 * 0.6)
+    record.tries["graph"] = 3
+    assert record.choose()[0] == "loop"
 
 
 @pytest.mark.parametrize(("part", "way"), [(0.6, "newton"), (0.8, "loop")])
@@ -172,12 +219,12 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
         record.seconds.update({"loop": 2.0, "newton": 2.0, quicker: 1e-9})
         found = deeppcr.solve(step, z0, xs)
         assert found.result is expected
-        assert any("of this kind loop took" in note for note in found.plan.notes)
+        assert any("of this kind loop would take about" in note for note in found.plan.notes)
         check(found, step, z0, xs, weight)
 
 
 def test_kinds_are_told_apart(device):
-    """By their length, their step, their shapes, and by whether gradients are on."""
+    """By their length, their step, their shapes, and by whether gradients are wanted."""
     step, z0, xs, _ = problem(device)
     deeppcr.solve(step, z0, xs)
     deeppcr.solve(step, z0, xs.clone())
@@ -188,6 +235,13 @@ def test_kinds_are_told_apart(device):
     with torch.no_grad():
         deeppcr.solve(step, z0, xs)
     assert len(plan._records) == 5
+    assert [record.differentiated for record in plan._records.values()] == [True] * 4 + [False]
+    plan.forget_records()
+    bare = lambda z, x: torch.sin(z) + x  # noqa: E731
+    for given in ((z0.detach(), xs), (z0, xs), (z0.detach(), xs.clone().requires_grad_())):
+        deeppcr.solve(bare, *given)
+    deeppcr.solve(step, z0.detach(), xs)
+    assert [record.differentiated for record in plan._records.values()] == [False, True, True]
 
 
 def chaotic(z, x):
@@ -244,9 +298,61 @@ def test_who_has_wishes_gets_the_iteration(device):
         {"solver": Newton()},
     ):
         assert deeppcr.solve(step, z0, xs, **options).result is Result.CONVERGED
-    layers = [lambda z, i=i: torch.cos(z + i) for i in range(8)]
-    assert deeppcr.solve(layers, z0).result is Result.CONVERGED
     assert len(plan._records) == 0
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, z, x=0.0):
+        return torch.tanh(self.inner(z)) + 0.5 * x
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+@pytest.mark.parametrize("has_inputs", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_list_is_planned_as_any_loop(length, has_inputs, kernels, device, monkeypatch):
+    """A short one is a loop, gradients included; also where modules that are alike are one step for kernels."""
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type} if kernels else set())
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", math.inf)
+    layers = torch.nn.ModuleList(Layer() for _ in range(length)).to(device)
+    _, z0, xs, _ = problem(device, length)
+    for _ in range(2):
+        found = deeppcr.solve(layers, z0, xs if has_inputs else None)
+        assert found.result is Result.LOOP
+        z, states = z0, []
+        for layer, x in zip(layers, xs, strict=True):
+            z = layer(z, x) if has_inputs else layer(z)
+            states.append(z)
+        right, wanted = torch.stack(states), [z0, *layers.parameters()]
+        torch.testing.assert_close(found.states, right)
+        pairs = [torch.autograd.grad(each.square().sum(), wanted) for each in (found.states, right)]
+        torch.testing.assert_close(*pairs)
+    (record,) = plan._records.values()
+    assert record.tries == {"loop": 2}
+    assert record.differentiated
+
+
+def test_a_long_list_is_solved_in_parallel(device, impatient):
+    layers = torch.nn.ModuleList(Layer() for _ in range(40)).to(device)
+    _, z0, xs, _ = problem(device)
+    found = deeppcr.solve(layers, z0, xs)
+    assert found.result is Result.CONVERGED
+    torch.testing.assert_close(found.states, deeppcr.solve(layers, z0, xs, solver=deeppcr.Loop()).states)
+
+
+def test_what_is_wrong_with_a_list_is_named(device):
+    _, z0, xs, _ = problem(device, 3)
+    with pytest.raises(TypeError, match="entry 1 of the list is not callable"):
+        deeppcr.solve([torch.cos, 3, torch.cos], z0)
+    with pytest.raises(ValueError, match="lengths differ: step: the list has 2, xs has 3"):
+        deeppcr.solve([Layer(), Layer()], z0, xs)
+    with pytest.raises(ValueError, match="at least one step"):
+        deeppcr.solve([], z0)
+    with pytest.raises(ValueError, match="lengths differ: length has 4, step: the list has 2"):
+        deeppcr.solve([torch.cos, torch.cos], z0, length=4)
 
 
 def test_what_is_wrong_is_named(device):
@@ -305,6 +411,33 @@ def test_what_xs_bring_along_is_not_blamed_on_the_step(solver):
         deeppcr.solve(lambda z, x: torch.tanh(z) + x, torch.zeros(2, 3), xs, solver=solver)
     with pytest.warns(deeppcr.ConvergenceWarning, match=r"^step 1 .* although its input is: .*\(row 0; 1 of 2 rows\)"):
         deeppcr.solve(lambda z: 1 / z, torch.tensor([[0.0], [1.0]]), length=4, solver=solver)
+
+
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop(), Newton()])
+@pytest.mark.parametrize(("value", "held"), [(math.nan, "NaN"), (math.inf, "an infinity")])
+def test_the_input_that_is_not_finite_is_named(solver, value, held):
+    xs = {"a": torch.randn(9, 2, 3), "b": (torch.zeros(9), torch.randn(9, 2, 3))}
+    xs["b"][1][4, 1, 0] = value
+    step = lambda z, x: torch.tanh(z) + x["a"] + x["b"][0] + x["b"][1]  # noqa: E731
+    message = rf"^step 5 .* not finite; xs\['b'\]\[1\] holds {held} there, .*\(row 1; 1 of 2 rows\)"
+    with pytest.warns(deeppcr.ConvergenceWarning, match=message):
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+    xs["a"][4, 1, 2] = math.nan  # which an infinity does not hide
+    xs["b"][1][4, 1, 0] = math.inf
+    with pytest.warns(deeppcr.ConvergenceWarning, match=r"xs\['a'\] holds NaN"):
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+
+
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop(), Newton()])
+def test_a_parameter_that_is_not_finite_is_none_of_xs(solver):
+    layers = torch.nn.ModuleList(Layer() for _ in range(6))
+    with torch.no_grad():
+        layers[3].inner.weight[0, 0] = math.nan
+    z0, xs = torch.ones(2, 3, dtype=torch.float64), torch.ones(6, 2, 3, dtype=torch.float64)
+    with pytest.warns(
+        deeppcr.ConvergenceWarning, match="step 4 produced a value that is not finite although its input is"
+    ):
+        deeppcr.solve(layers, z0, xs, solver=solver)
 
 
 def test_nests_of_inputs_are_put_together_as_they_were():

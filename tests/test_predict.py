@@ -79,7 +79,8 @@ UNUSED = torch.ones(3, requires_grad=True)
         (lambda z: UNUSED.to(z.device) * 2, -math.inf, "errors die out"),
         (lambda z: torch.ones_like(z), -math.inf, "errors die out"),
         (lambda z: z.detach() * 0.5, -math.inf, "errors die out"),
-        (lambda z: z * math.inf, math.nan, "states or derivatives are not finite"),
+        (lambda z: z * math.inf, math.nan, "states are not finite from step 1 on"),
+        (lambda z: torch.sqrt(z - 1), math.nan, "states are not finite from step 2 on"),
         (lambda z: z + 0.001 * torch.cos(z), 0.0, "errors stay"),
     ],
 )
@@ -88,6 +89,20 @@ def test_steps_that_are_out_of_the_ordinary(step, exponent, errors, device):
     assert found.exponent == pytest.approx(exponent, abs=1e-3, nan_ok=True)
     assert found.errors == errors
     assert (found.iterations is None) == ("newton" not in found.seconds) == math.isnan(exponent)
+
+
+def test_it_is_said_at_which_step_and_row_states_stop_being_finite(device, unhurried):
+    """Also behind those that the exponent is found from."""
+    z0, xs = torch.ones(3, 2, device=device), torch.zeros(100, 3, 2, device=device)
+    xs[90, 1], xs[95, 2] = math.inf, math.nan
+    found = deeppcr.predict(lambda z, x: 0.5 * torch.sin(z) + x, z0, xs)
+    assert found.errors == "states are not finite from step 91 on (row 1; 2 rows of 3)"
+    assert "states are not finite from step 91 on" in str(found)
+    assert found.iterations is None
+    roots = torch.ones(100, 1, device=device)
+    roots[40] = 0.0
+    found = deeppcr.predict(lambda z, x: 0.5 * z + torch.sqrt(x + z - z.detach()), torch.ones(1, device=device), roots)
+    assert found.errors == "the derivative of step 41 is not finite"
 
 
 def test_what_so_few_steps_do_not_tell_is_not_told(device):
@@ -141,14 +156,24 @@ def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
         measured = deeppcr.predict(*arguments)
         assert measured.basis["newton"] == "measured"
         assert measured.seconds["newton"] == plan._records.values()[-1].seconds["newton"]
-    assert deeppcr.predict(*arguments).basis["newton"] == "expected"  # with a graph for gradients it is another kind
+    arguments[1].requires_grad_()
+    differentiated = deeppcr.predict(*arguments)  # is another kind
+    assert differentiated.basis["newton"] == "expected"
+    assert "and backward about" in differentiated.why
 
 
-def test_a_list_of_steps_is_solved_in_parallel(device):
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_a_list_of_steps_goes_the_way_that_was_predicted(has_inputs, monkeypatch, device):
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(20)).to(device)
-    found = deeppcr.predict(layers, torch.ones(2, 3, device=device))
-    assert found.way == "newton"
-    assert deeppcr.solve(layers, torch.ones(2, 3, device=device)).result is deeppcr.Result.CONVERGED
+    steps = [lambda z, x, layer=layer: layer(z) + x for layer in layers] if has_inputs else layers
+    arguments = steps, torch.ones(2, 3, device=device), torch.rand(20, 2, 3, device=device) if has_inputs else None
+    assert deeppcr.predict(*arguments).way == "loop"
+    assert deeppcr.solve(*arguments).result is deeppcr.Result.LOOP
+    assert deeppcr.predict(*arguments).basis["loop"] == "measured"
+    monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 1e-6, "cuda": 1e-6})
+    monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
+    assert deeppcr.predict(*arguments).way == "newton"
+    assert deeppcr.solve(*arguments).result is deeppcr.Result.CONVERGED
 
 
 def test_nothing_of_the_callers_is_touched(device):

@@ -27,7 +27,7 @@ from .sequence.layout import Layout
 from .sequence.stack import as_one_step
 from .sequence.words import in_words
 from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
-from .tolerance import Tolerance, measure
+from .tolerance import Tolerance, bears_out
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from .fuse.run import Found, Others
@@ -47,6 +47,7 @@ class Call:
     """One call of ``solve``, as far as kernels have to know it.
 
     Attributes:
+        given: the step and xs as they were given: alike modules of a list are one step here, and xs what it sees of each
         length: L; None where it cannot be told
         every: the states after every so many steps are to be kept
         reached: the tensors that the step reaches
@@ -57,14 +58,19 @@ class Call:
         self.every = every
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
-        several = isinstance(step, (list, tuple, nn.ModuleList)) and length is None
-        if several and isinstance(first, Tensor) and has_kernels(first.device):
+        self.given = step, xs
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        steps = len(step) if several else None
+        if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
         self.step: Any = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
-        self.length = length if not self.inputs else self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+        if self.inputs:
+            self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+        else:
+            self.length = steps if length is None else length
         self.refusal = self._find_refusal(step)
         self._key: _Key | None = None
         self._fused: FusedStep | str | None = None
@@ -80,6 +86,14 @@ class Call:
                 *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
             ))  # fmt: skip
         return self._key
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether somebody may want gradients, as far as tensors tell."""
+        self.key  # noqa: B018 - which finds the tensors that the step reaches
+        return torch.is_grad_enabled() and any(
+            leaf.requires_grad for leaf in (*self.states, *self.inputs, *self.reached)
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -113,6 +127,11 @@ class Call:
     def inputs_of(self, index: int) -> Any:
         """What a step sees of xs; None where there are none."""
         return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
+
+    def given_inputs(self, index: int) -> Any:
+        """What was given for a step: of a list of modules that are one step here without their parameters."""
+        _, xs = self.given
+        return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
 
     @property
     def fused(self) -> FusedStep | str | None:
@@ -254,7 +273,7 @@ def solve_fused(
         except too_large as error:
             fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
             return fused.kernels.no_gradients
-    if fixed is None and not _is_trusted(call, fused, run.initial, found.states, tolerance, differentiated):
+    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
@@ -279,7 +298,7 @@ def solve_fused(
 
 
 def _is_trusted(
-    call: Call, fused: FusedStep, initial: Tensor, states: Tensor, tolerance: Tolerance, differentiated: bool
+    call: Call, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance, differentiated: bool
 ) -> bool:
     """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ...
 
@@ -289,9 +308,9 @@ def _is_trusted(
     if not _is_due(solves):
         trusted = True
     elif solves > 1:
-        trusted = fused.is_borne_out(call.step, initial, call.xs, states, tolerance)
+        trusted = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
     else:
-        trusted = _bears_out(call, initial, states, tolerance) and (
+        trusted = _bears_out(call, initial, found.states, tolerance) and (
             not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
         )
     fused.solves[differentiated] = solves  # who raised has to be asked again
@@ -308,8 +327,7 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
     sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
     with torch.no_grad():
         values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
-        held = measure(values, states, initial, tolerance)[1]
-        trusted = bool((held | ~torch.isfinite(values).all(-1).all(0)).all())
+        trusted = bool(bears_out(values, states, initial, tolerance).all())
     sequence.stop_watching()
     return trusted
 
@@ -333,7 +351,7 @@ def _solution(
     result = worst_of(results)
     description = result.value
     if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
-        description = in_words(results, torch.tensor(exact_steps), call.inputs_of, layout)
+        description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
     way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
     plan = Plan(
         f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",

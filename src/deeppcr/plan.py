@@ -3,6 +3,9 @@
 A kind is known by its step, shapes and length. What was never seen starts as the loop of Python, and after a few steps it is known how
 long that would take: most loops are short, and nothing beats them the first time. What is long is solved in parallel at once, and
 what comes again gets kernels where its step can have them.
+
+Where gradients are wanted, the time of a backward pass counts as well. It is estimated: it runs whenever the caller likes, among other
+things, and to time it on a GPU would be to wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ PROBED, _WARM = 6, 2
 #: operation takes in a loop, in a parallel solve, and for each number of it.
 _WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
 _OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
+#: A backward pass takes so many times as long as the forward pass with a graph for gradients: of a loop, and of a parallel solve. On a CPU
+#: that was 0.7 to 1.4 and 0.1 to 0.8 for recurrent cells and layers of 4 to 32 numbers; on an H200, of MLPs (README.md), 2.5 to 3.2 and
+#: 0.4 to 0.8.
+_BACKWARD = {"cuda": (2.5, 0.6), "cpu": (1.0, 0.4)}
 #: A parallel solve is tried where it is expected to take this part of the loop's time: it may not converge.
 _PAYS = 0.7
 #: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
@@ -55,7 +62,9 @@ class Record:
     Attributes:
         device: the type of their device
         sizes: L, B and D, the numbers of a row's state
-        seconds: the least that each way took; of the loop maybe estimated
+        differentiated: a backward pass is to follow
+        seconds: the least that each way took forward, or is expected to take
+        estimated: the ways of which that is not measured
         tries: how often each way was taken
         solves: how many there were
         barred: ways that did not work the last time
@@ -63,30 +72,51 @@ class Record:
 
     device: str
     sizes: tuple[int, int, int] = (1, 1, 1)
+    differentiated: bool = False
     seconds: dict[Way, float] = field(default_factory=dict)
+    estimated: set[Way] = field(default_factory=set)
     tries: dict[Way, int] = field(default_factory=dict)
     solves: int = 0
     barred: dict[Way, Bar] = field(default_factory=dict)
 
     def choose(self) -> tuple[Way, str]:
         """The way to take, and why."""
-        loop = self.seconds.get("loop")
-        if loop is None:
+        if "loop" not in self.seconds:
             return "loop", "the first of its kind: one step after the other, until it is known how long that takes"
-        for way in self._candidates(loop):
-            taken = self.seconds.get(way)
-            if taken is None or (self.tries[way] < _TRIES and taken < 10 * loop):
-                return way, f"the loop takes {written(loop)}; this is tried"
+        for way in self._candidates():
+            if way not in self.seconds or (self.tries[way] < _TRIES and self.total(way) < 10 * self.total("loop")):
+                return way, f"the {self.told('loop')}; this is tried"
         if len(self.seconds) == 1:
-            return "loop", f"the loop takes {written(loop)}, and nothing else is worth a try"
-        best = min(self.seconds, key=lambda way: self.seconds[way])
-        return best, "of this kind " + ", ".join(f"{way} took {written(took)}" for way, took in self.seconds.items())
+            return "loop", f"the {self.told('loop')}, and nothing else is worth a try"
+        return min(self.seconds, key=self.total), "of this kind " + ", ".join(map(self.told, self.seconds))
 
-    def _candidates(self, loop: float) -> list[Way]:
-        """The ways that are worth trying beside a loop of so many seconds."""
+    def total(self, way: Way) -> float:
+        """Seconds of a way, with the backward pass where one is to follow."""
+        return self.seconds[way] + self._backward(way, self.seconds[way])
+
+    def _backward(self, way: Way, forward: float) -> float:
+        """Roughly the seconds of the backward pass behind a forward pass of so many."""
+        if not self.differentiated:
+            return 0.0
+        of_loop, of_newton = _BACKWARD.get(self.device, _BACKWARD["cpu"])
+        if way == "graph":  # whose gradients are those of a parallel solve
+            way, forward = "newton", self.expected_newton(self.seconds["loop"])
+        return forward * (of_newton if way == "newton" else of_loop)
+
+    def told(self, way: Way) -> str:
+        """What a way takes, in words."""
+        taken, backward = self.seconds[way], self._backward(way, self.seconds[way])
+        text = f"{way} {'would take about' if way in self.estimated else 'took'} {written(taken)}"
+        return f"{text} and backward about {written(backward)}" if self.differentiated else text
+
+    def _candidates(self) -> list[Way]:
+        """The ways that are worth trying beside the loop."""
+        loop = self.total("loop")
         if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
             return []
-        ways: list[Way] = ["newton"] if self.expected_newton(loop) < _PAYS * loop or "newton" in self.seconds else []
+        newton = self.expected_newton(self.seconds["loop"])
+        pays = newton + self._backward("newton", newton) < _PAYS * loop
+        ways: list[Way] = ["newton"] if pays or "newton" in self.seconds else []
         if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
         return [way for way in ways if way not in self.barred or self.solves >= self.barred[way].until]
@@ -98,7 +128,7 @@ class Record:
         self.seconds.pop(way, None)
 
     def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
-        """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many."""
+        """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many; forward."""
         in_loop, at_once, each_number = _OPERATION.get(self.device, _OPERATION["cpu"])
         length, rows, width = self.sizes
         numbers = length * rows * width * (1 + width) / 16
@@ -107,11 +137,12 @@ class Record:
 
     def is_worth_kernels(self, again: bool) -> bool:
         """Whether to make kernels for a kind that has come ``again``, or for the first time."""
-        loop = self.seconds.get("loop")
-        return loop is not None and loop >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
+        return "loop" in self.seconds and self.total("loop") >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
 
     def took(self, way: Way, seconds: float) -> None:
-        self.seconds[way] = min(seconds, self.seconds.get(way, seconds))
+        if seconds <= self.seconds.get(way, seconds):
+            self.seconds[way] = seconds
+            self.estimated.discard(way)
         self.tries[way] = self.tries.get(way, 0) + 1
         self.solves += 1
 
@@ -142,6 +173,7 @@ class Probe:
             return False
         expected = (now(self._device) - self._begin) / (PROBED - _WARM) * self._length
         self._record.seconds["loop"] = expected
+        self._record.estimated.add("loop")
         return self._is_too_long(expected)
 
 
@@ -155,16 +187,16 @@ def now(device: torch.device) -> float:
 _records = Bounded(_MOST_KINDS)
 
 
-def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device) -> Record:
-    """What is known of a kind: of solves of so many steps that differ in numbers only, with a graph for gradients or without.
+def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device, differentiated: bool) -> Record:
+    """What is known of a kind: of solves of so many steps that differ in numbers only, with gradients or without.
 
     Args:
         sizes: L, B and D
     """
-    number = hash((key, sizes[0], torch.is_grad_enabled()))
+    number = hash((key, sizes[0], differentiated))
     found = _records.get(number)
     if found is None:
-        found = Record(device.type, sizes)
+        found = Record(device.type, sizes, differentiated)
         _records.put(number, found)
     return found
 

@@ -22,7 +22,7 @@ from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
 from .sequence import Sequence
 from .sequence.lengths import up_to
-from .solution import Plan
+from .solution import Plan, first_not_finite
 from .solve import can_be_planned
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
@@ -65,7 +65,8 @@ class Prediction:
         step_seconds: of one step by Python
         iterations: of Newton's method; None where the probe does not tell
         chunk: steps of a chunk in Newton's method
-        seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"
+        seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"; without a backward pass, which ``why``
+            tells of where gradients are wanted
         basis: by way: "measured", "expected", or why there is no time
         state_bytes, block_bytes: of all states; of the blocks of a parallel solve by PyTorch, while it runs
         way, why: what ``solve`` would do
@@ -141,7 +142,7 @@ def predict(
     loop, in one kernel       ...
     in parallel, by PyTorch   ...
     in parallel, by kernels   ...
-    solve would take          loop, by Python: the loop takes ... ms, and nothing else is worth a try
+    solve would take          loop, by Python: the loop would take about ... ms, and nothing else is worth a try
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
@@ -149,11 +150,12 @@ def predict(
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     layout, steps = sequence.layout, sequence.length
-    call, chunk = Call(step, z0, xs, steps, batch_dims), Newton().choose_chunk(sequence, Plan())
+    call, chunk = Call(step, z0, xs, length, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)
-    known = record_of(call.key, call.sizes, layout.device)
+    known = record_of(call.key, call.sizes, layout.device, call.differentiated)
     loop = known.seconds.get("loop", steps * step_seconds)
-    record = replace(known, seconds={**known.seconds, "loop": loop})
+    estimated = known.estimated if "loop" in known.seconds else {"loop"}
+    record = replace(known, seconds={**known.seconds, "loop": loop}, estimated=estimated)
     probe = _Probe(sequence, max(_MOST_SECONDS, _MOST_OF_LOOP * loop))
     iterations = probe.iterations(chunk)
     expected: dict[str, float | str] = {
@@ -167,7 +169,7 @@ def predict(
     basis = {way: each if isinstance(each, str) else "expected" for way, each in expected.items()}
     for way in known.tries:
         seconds[way], basis[way] = known.seconds[way], "measured"
-    way, why = _choice(step, call, record, known)
+    way, why = _choice(call, record, known)
     return Prediction(
         length=steps, rows=layout.rows, width=layout.width, exponent=probe.exponent, errors=probe.errors, probed=probe.steps,
         step_seconds=step_seconds, iterations=iterations, chunk=chunk, seconds=seconds, basis=basis,
@@ -211,12 +213,16 @@ class _Probe:
             state = after.detach()
         self.steps = len(taken)
         settled = self.steps - self.steps // 4  # in the last steps the cotangent turns to where it grows most
-        growths = _growths(taken)[:settled]
-        self.exponent = float(growths.mean())
+        growths, not_finite = _growths(taken), _not_finite(taken)
+        if not_finite is None and (wrong := torch.isnan(growths) | (growths == math.inf)).any():
+            # The cotangent comes from behind, and what is not finite stays so.
+            not_finite = f"the derivative of step {int(wrong.nonzero().max()) + 1} is not finite"
+        growths = growths[:settled]
+        self.exponent = math.nan if not_finite else float(growths.mean())
         over_all = self.exponent * self._length
         self.is_clear = True
-        if math.isnan(self.exponent) or self.exponent == math.inf:
-            self.errors, self.is_clear = "states or derivatives are not finite", False
+        if not_finite is not None:
+            self.errors, self.is_clear = not_finite, False
         elif abs(over_all) < _CLEAR and self._length <= 4 * self.steps:
             self.errors = "errors stay"
         elif abs(self.exponent) * len(growths) < 1:
@@ -232,6 +238,17 @@ class _Probe:
         # An error lives for so many chunks, and takes an iteration or so to get through each.
         lives = min(chunks, -1 / (chunk * self.exponent)) if self.errors == "errors die out" else chunks
         return min(chunks, round(_ITERATIONS + _ITERATIONS_PER_CHUNK * lives))
+
+
+def _not_finite(taken: list[tuple[Tensor, Tensor]]) -> str | None:
+    """The first step after which states are not finite, in words; None where all are."""
+    bad = first_not_finite(torch.stack([after for _, after in taken]))
+    rows = (bad >= 0).nonzero().flatten().tolist()
+    if not rows:
+        return None
+    row = min(rows, key=lambda each: int(bad[each]))
+    where = f" (row {row}; {_counted(len(rows), 'row')} of {len(bad)})" if len(bad) > 1 else ""
+    return f"states are not finite from step {int(bad[row]) + 1} on{where}"
 
 
 def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -315,20 +332,20 @@ def _chunk_of_kernels(call: Call) -> int:
     return fused.kind(length, "auto", (Newton().tolerance(fused.layout.dtype), True))[1].chunk
 
 
-def _choice(step: Any, call: Call, record: Record, known: Record) -> tuple[str, str]:
+def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:
     """What ``solve`` would do, and why.
 
     Args:
         record: of solves of this kind, with what the loop is expected to take
         known: the same, without
     """
-    if not can_be_planned(call, step):
-        return "newton", "a list of steps, or one that looks further back, is solved in parallel"
+    if not can_be_planned(call):
+        return "newton", "a step that looks further back is solved in parallel"
     if call.has_kernels:
         return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds
     if call.fused is None and record.is_worth_kernels(again):
-        return "kernels", f"the loop takes {written(record.seconds['loop'])}; kernels are made, if they cover the step"
+        return "kernels", f"the {record.told('loop')}; kernels are made, if they cover the step"
     # A loop that is short is not stopped by what it is found to take.
     return (record if again or (call.length or 0) > 2 * PROBED else known).choose()
 

@@ -24,7 +24,7 @@ from .runtime import has_tangent, in_functorch, is_capturing, version_of
 from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
-from .sequence.layout import Layout
+from .sequence.layout import Layout, note_call
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.words import in_words
@@ -135,10 +135,10 @@ def _solve(
         return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
     call = Call(step, z0, xs, length, batch_dims, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
-    if not plain or not can_be_planned(call, step):
+    if not plain or not can_be_planned(call):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
-    return _Planned(call, step, length).solve().keeping(every)
+    return _Planned(call, length).solve().keeping(every)
 
 
 def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
@@ -179,18 +179,18 @@ def refuse_given(jacobian: Jacobian) -> None:
         )
 
 
-def can_be_planned(call: Call, step: Any) -> bool:
+def can_be_planned(call: Call) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
-    first = call.states[0] if call.states else None
+    first, step = call.states[0] if call.states else None, call.given[0]
+    several = isinstance(step, (list, tuple, nn.ModuleList))
     if call.has_kernels:  # then the rest was looked at
         return not is_capturing(call.states[0].device)
     return (
         isinstance(first, Tensor)
         and type(call.length) is int
         and call.length > 0
-        and (call.xs is None or call.given_length in (None, call.length))
-        and not isinstance(step, (list, tuple, nn.ModuleList))
-        and callable(step)
+        and call.given_length in (None, call.length)
+        and (len(step) == call.length and all(map(callable, step)) if several else callable(step))
         and not isinstance(call.step, WithHistory)
         and all(isinstance(leaf, Tensor) for leaf in (*call.states, *call.inputs))
         and all(leaf.ndim > 0 and leaf.shape[0] == call.length for leaf in call.inputs)
@@ -202,8 +202,8 @@ def can_be_planned(call: Call, step: Any) -> bool:
 class _Planned:
     """A solve by the way that is expected to take least time."""
 
-    def __init__(self, call: Call, step: Any, length: int | None):
-        self.call, self.step, self.length = call, step, length
+    def __init__(self, call: Call, length: int | None):
+        self.call, self.length = call, length
         self._raised: Exception | None = None
 
     def solve(self) -> Solution:
@@ -233,7 +233,8 @@ class _Planned:
 
     @cached_property
     def record(self) -> Record:
-        return record_of(self.call.key, self.call.sizes, self.call.states[0].device)
+        call = self.call
+        return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
 
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, _USUAL, None, every=self.call.every)
@@ -246,11 +247,11 @@ class _Planned:
         return found
 
     def _by(self, solver: Newton | Loop) -> Solution:
-        call = self.call
+        call, (step, xs) = self.call, self.call.given
         return solve_by(
-            self.step,
+            step,
             call.z0,
-            call.xs,
+            xs,
             self.length,
             call.batch_dims,
             solver,
@@ -306,29 +307,32 @@ class _Planned:
         except Exception as error:
             if isinstance(error, StepError) or error is self._raised:
                 raise
-            return self._by_python()
-        found = _of_loop(layout, self.call, kept, states)
-        self.record.took("loop", time.perf_counter() - begin)
-        return found
+        else:
+            found = _of_loop(layout, self.call, kept, states)
+            self.record.took("loop", time.perf_counter() - begin)
+            return found
+        return self._by_python()  # out here, so that its error does not come with the first one
 
     def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
         """Whether it came to its end."""
-        call, step = self.call, self.step
-        flat = _flattening(layout)
+        call, (step, xs) = self.call, self.call.given
+        flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
+        steps = step if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
-        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
-        for index, x in enumerate(_inputs_of_steps(call)):
+        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
+        for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
             try:
-                z = step(z, *x)
+                z = one(z, *x)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
+                    note_call(error, index, z, *x)
                 raise
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
-            if index == 0 and given != [version_of(leaf) for leaf in call.inputs]:
+            if index == 0 and given != [version_of(leaf) for leaf in inputs]:
                 raise ValueError("the step changes its inputs in place")
             kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
@@ -338,18 +342,18 @@ class _Planned:
         return True
 
 
-def _inputs_of_steps(call: Call) -> Iterable[tuple]:
+def _inputs_of_steps(xs: Any, leaves: list[Tensor], length: int) -> Iterable[tuple]:
     """Of each step what it takes beside its state."""
-    if call.xs is None:
-        return repeat((), call.length or 0)
-    inputs = zip(*[_entries(leaf) for leaf in call.inputs], strict=True)
-    if isinstance(call.xs, Tensor):
+    if xs is None:
+        return repeat((), length)
+    inputs = zip(*[_entries(leaf) for leaf in leaves], strict=True)
+    if isinstance(xs, Tensor):
         return inputs
-    spec = pytree.tree_structure(call.xs)
+    spec = pytree.tree_structure(xs)
     # Of one level, to put together a nest of PyTorch's takes as long as a step.
-    if type(call.xs) is tuple and all(isinstance(each, Tensor) for each in call.xs):
+    if type(xs) is tuple and all(isinstance(each, Tensor) for each in xs):
         return zip(inputs, strict=True)
-    if type(call.xs) is dict and all(isinstance(each, Tensor) for each in call.xs.values()):
+    if type(xs) is dict and all(isinstance(each, Tensor) for each in xs.values()):
         return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
     return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
 
@@ -379,7 +383,7 @@ def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor])
         places = at.tolist()
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
-        description = in_words(results, exact, call.inputs_of, layout)
+        description = in_words(results, exact, call.given_inputs, layout)
         warnings.warn(description, ConvergenceWarning, stacklevel=6)
     exact = exact.reshape(batch)
     dropped = kept.dropped(exact)

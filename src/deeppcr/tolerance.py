@@ -108,9 +108,30 @@ def _in_units(difference: Tensor, unit: Tensor) -> Tensor:
 
 def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
     """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+    off, allowed = _misses(values, states, initial, tolerance)
+    return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+
+
+def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
+    """[B]: whether steps that give ``values`` bear out states [n, B, D] that were found otherwise.
+
+    A row may stop being finite where its step says so too, and nothing is asked of it from there on.
+
+    Args:
+        initial: [B, D], the size of what came before; rows of it that are not finite stopped there
+    """
+    off, allowed = _misses(values, states, initial, tolerance)
+    finite, given = torch.isfinite(torch.cat([initial.unsqueeze(0), states])).all(-1), torch.isfinite(values).all(-1)
+    begun = finite[:-1].cummin(0).values
+    # Beside an infinite state any miss would be allowed.
+    held = torch.where(finite[1:] & given, (off <= allowed).all(-1), finite[1:] == given)
+    return (held | ~begun).all(0)
+
+
+def _misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    """By how much steps that give ``values`` miss states, and what is allowed: [n, B, D] each."""
     rounding = 1000 * torch.finfo(states.dtype).eps
     allowed = tolerance.scale(states, initial)
     torch.maximum(allowed, values.abs(), out=allowed)
     allowed.mul_(10 * tolerance.rtol + rounding).add_(10 * tolerance.atol)
-    off = (values - states).abs_()
-    return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+    return (values - states).abs_(), allowed

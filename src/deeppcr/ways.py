@@ -454,7 +454,7 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
 
 def _describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
-    return in_words(outcome.results, outcome.exact_steps, sequence.inputs, sequence.layout, *outcome.reasons)
+    return in_words(outcome.results, outcome.exact_steps, sequence.given_inputs, sequence.layout, *outcome.reasons)
 
 
 def _solution(

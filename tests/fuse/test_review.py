@@ -36,6 +36,34 @@ def test_launches_tell_tensors_that_share_their_memory(device, compiled):
             assert error(problem.solve(4).states.reshape(9, 2, 3), by_loop(step, z0, xs)) < 1e-12
 
 
+def test_launches_tell_dtypes(device, compiled):
+    """Inputs of another dtype that lie alike are read as what they are."""
+    step, z0, xs = lambda z, x: 0.5 * torch.sin(z) + x, normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    problem = Fused(step, z0, xs)
+    for given in (xs, xs.float(), xs.half(), xs):
+        for _ in range(2):
+            problem.inputs = [given]
+            assert error(problem.solve(4).states.reshape(9, 2, 3), by_loop(step, z0, given.double())) < 1e-12
+    assert compiled() > 0
+
+
+def test_launches_tell_guesses(device, compiled):
+    """By their dtype and by where they begin. From the right states, which float32 holds too, two passes do."""
+    step, z0, xs = (
+        lambda z, x: 0.75 * z.abs() - x,
+        normal(2, 3, device=device).round(),
+        normal(9, 2, 3, device=device).round(),
+    )
+    problem, right = Fused(step, z0, xs), by_loop(step, z0, xs)
+    elsewhere = torch.cat([right.new_zeros(1), right.flatten()])[1:].view(9, 2, 3)
+    for guess in (None, right, right.float(), elsewhere):
+        for _ in range(2):
+            found = problem.solve(4, guess=guess)
+            assert error(found.states.reshape(9, 2, 3), right) < 1e-12
+            assert guess is None or found.passes == 2
+    assert compiled() > 0
+
+
 def test_tensors_stored_as_their_negatives(device):
     def step(z, x):
         return 0.5 * torch.sin(z) + x

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 import threading
 import warnings
@@ -14,7 +15,9 @@ from torch import nn
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
 from deeppcr.fuse import back, run
+from deeppcr.fuse.step import FusedStep
 from deeppcr.graphs import record
+from deeppcr.sequence.layout import Layout
 from fuse.loops import Fused, by_loop
 from kernel_support import error, thorough
 from tape import Tape
@@ -169,21 +172,23 @@ def test_training_takes_the_loops_steps(device):
         assert error(a, b) < 1e-9
 
 
-def spoil(monkeypatch, kernels):
+def spoil(monkeypatch, kernels, factor=1.01):
     """Break emitted source: 0.3 becomes something else."""
     numbers = kernels.numbers
 
     def spoiled(self, device):
-        return numbers(self, device) * 1.01
+        return numbers(self, device) * factor
 
     monkeypatch.setattr(kernels, "numbers", spoiled)
 
 
-def test_kernels_that_compute_something_else_are_noticed_at_once(device, monkeypatch):
+@pytest.mark.parametrize("factor", [1.01, math.nan, math.inf])
+def test_kernels_that_compute_something_else_are_noticed_at_once(factor, device, monkeypatch):
+    """Also where it is no number: the step itself makes none of these states infinite."""
     from deeppcr.fuse.compiled import Kernels
 
     step, z0 = lambda z: 0.3 * torch.sin(z) + 0.7, normal(2, 3, device=device)
-    spoil(monkeypatch, Kernels)
+    spoil(monkeypatch, Kernels, factor)
     found = solve(step, z0, length=9)
     assert not by_kernels(found)
     assert any("another result than the step itself" in note for note in found.plan.notes)
@@ -203,6 +208,29 @@ def test_kernels_that_go_wrong_later_are_noticed(device, monkeypatch):
     found = solve(step, z0, length=9)
     assert not by_kernels(found)
     assert error(found.states, by_loop(step, z0, length=9)) < 1e-9
+
+
+#: What may be wrong with the first row of states [40, 3, 2] in chunks of 8, at which step, and up to which.
+WRONG = {
+    "not a number": (20, 40, math.nan),
+    "infinite for one step": (30, 31, math.inf),
+    "a wrong start": (16, 24, 0.1),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_few_steps_tell_wrong_starts_and_what_is_not_finite_by_mistake(what, device):
+    step, z0 = torch.square, normal(3, 2, device=device).clamp(-0.9, 0.9)
+    z0[2] = 2.0  # which the step itself makes infinite
+    fused_step, states = FusedStep.of(step, Layout.of(z0, None), z0, None, []), by_loop(step, z0, length=40)
+
+    def is_borne_out():
+        return fused_step.is_borne_out(step, z0, None, states, Newton().tolerance(states.dtype), 8)
+
+    assert all(is_borne_out() for _ in range(5))
+    first, last, value = WRONG[what]
+    states[first:last, 0] += value
+    assert not any(is_borne_out() for _ in range(5))
 
 
 def test_a_step_that_knows_how_many_rows_there_are_is_not_trusted_to_kernels(device):
@@ -635,7 +663,7 @@ def test_modules_that_are_alike_are_one_step(width, has_inputs, device):
         assert error(one, other) < 1e-4
     with torch.no_grad():
         layers[2].inner.weight.mul_(0.5)
-    changed = deeppcr.solve(layers, z0, xs, solver=Newton(chunk=3))
+    changed = deeppcr.solve(layers, z0, xs)  # whoever asks for no solver gets the kernels that there are
     assert by_kernels(changed)
     assert error(changed.states[2], layers[2](right[1]) if xs is None else layers[2](right[1], xs[2])) < 1e-5
 

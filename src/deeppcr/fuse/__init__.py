@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..sequence import Rowwise
 from ..sequence.layout import Layout
+from ..sequence.lengths import up_to
+from ..sequence.sequence import find_length
+from ..sequence.stack import as_one_step
 
 __all__ = ["source"]
 
 
-def source(step: Callable, z0: Any, xs: Any = None, *, batch_dims: int | None = None, backward: bool = False) -> str:
+def source(
+    step: Callable | list[Callable] | nn.ModuleList,
+    z0: Any,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    batch_dims: int | None = None,
+    lengths: Tensor | None = None,
+    backward: bool = False,
+) -> str:
     """The Triton source that a step becomes: one line an operation. Nothing is compiled.
 
+    It is the same for any number of steps. A list of modules that are alike is one step, whose inputs are their parameters.
+
     Args:
-        step, z0, xs, batch_dims: as for ``deeppcr.solve``
+        step, z0, xs, length, batch_dims, lengths: as for ``deeppcr.solve``; without xs, no length is needed
         backward: the kernels of the backward pass instead of those of the forward pass
 
     Raises:
@@ -29,10 +45,22 @@ def source(step: Callable, z0: Any, xs: Any = None, *, batch_dims: int | None = 
     """
     # What traces a step needs NumPy, and takes seconds to import: those wait who have use for it.
     from .compiled import Kernels
+    from .expressions import NotCovered
     from .program import program_of
     from .trace import one_row
 
+    several = isinstance(step, (list, tuple, nn.ModuleList))
+    if several or xs is not None or length is not None:
+        find_length(step if several else None, xs, length)  # which names what is wrong
+    if lengths is not None:
+        step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
+    one: Any = step.step if isinstance(step, Rowwise) else step
+    if isinstance(one, (list, tuple, nn.ModuleList)):
+        found = (one[0], xs) if len(one) == 1 else as_one_step(one, xs)
+        if found is None:
+            raise NotCovered("a list of steps that are not alike is not covered")
+        one, xs = found
     inputs = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
     layout = Layout.of(z0, batch_dims)
-    kernels = Kernels(program_of(one_row(step, layout, inputs), layout))
+    kernels = Kernels(program_of(one_row(one, layout, inputs), layout))
     return kernels.backward_source if backward else kernels.forward_source

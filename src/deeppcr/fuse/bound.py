@@ -92,7 +92,7 @@ class Shape:
             row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides = tuple(strides)
-        self.kinds = (initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases]))
+        self.kinds = _kinds(initial, bases)
         self.cuts: dict[tuple, Any] = {}
         self.outputs: Any = None
 
@@ -112,8 +112,8 @@ class Shape:
             bases: as they were given
         """
         key = (
-            length, initial.shape, initial.dtype,
-            *[(base.stride(), base.shape, base.dtype, base.data_ptr() % 16 == 0, base.is_neg()) for base in bases],
+            length, initial.shape, initial.device, _kinds(initial, bases),
+            *[(base.stride(), base.shape, base.is_neg()) for base in bases],
         )  # fmt: skip
         found = kernels.shapes.get(key)
         if found is None:
@@ -121,6 +121,10 @@ class Shape:
                 kernels.shapes.clear()
             found = kernels.shapes[key] = Shape(kernels, initial, bases, length)
         return found
+
+
+def _kinds(initial: Tensor, bases: list[Tensor]) -> tuple:
+    return initial.dtype, tuple([(base.dtype, base.data_ptr() % 16 == 0) for base in bases])
 
 
 class BoundKernels:

@@ -251,8 +251,9 @@ class Run(BoundKernels):
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
+        guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guess is None, how, every)
+            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
             *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()

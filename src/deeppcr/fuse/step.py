@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
 from ..sequence.layout import Layout
-from ..tolerance import Tolerance, measure
+from ..solution import first_not_finite
+from ..tolerance import Tolerance, bears_out
 from .compiled import Kernels
 from .expressions import NotCovered
 from .program import program_of
@@ -23,7 +25,7 @@ from .trace import TRACING, one_row
 
 #: How many kinds of solves are remembered of a step.
 _MOST_KINDS = 256
-#: Steps that are looked at where not all are.
+#: Steps of each sort that are looked at where not all are.
 _FEW = 3
 _random = random.Random(0)  # which leaves the caller's random numbers alone
 
@@ -108,25 +110,34 @@ class FusedStep:
         return self.kernels.program.parts.values(inputs, closures, device)
 
     @torch.no_grad()
-    def is_borne_out(self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance) -> bool:
-        """Whether the step itself gives some of the states, drawn at random.
+    def is_borne_out(
+        self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance, chunk: int
+    ) -> bool:
+        """Whether the step itself gives some of the states, drawn at random: of all, of those with which a chunk begins, and of those
+        with which a row stops being finite.
 
         Kernels that were compiled wrong solve their own recurrence, and find it solved.
 
         Args:
             initial, states: [B, D] and [L, B, D]
             inputs: xs
+            chunk: steps of a chunk
         """
-        for at in _random.sample(range(len(states)), min(_FEW, len(states))):
+        drawn = [range(len(states)), range(chunk, len(states), chunk), _ends_of_rows(states)]
+        for at in {at for each in drawn for at in _random.sample(each, min(_FEW, len(each)))}:
             before = initial if at == 0 else states[at - 1]
             z, x = self.layout.unpack(before), None
             if inputs is not None:
                 x = pytree.tree_map(lambda leaf, at=at: leaf[at], inputs)
             value = self.layout.pack(self.layout.in_order(step(z) if inputs is None else step(z, x)))
             size = states[:at].abs().amax(0).maximum(initial.abs()) if at else initial.abs()
-            held = measure(value.unsqueeze(0), states[at : at + 1], size, tolerance)[1]
-            # Beside what was not finite, all is within bounds or none.
-            told = torch.isfinite(value).all(-1) & torch.isfinite(size).all(-1)
-            if bool((~held & told).any()):
+            if not bears_out(value.unsqueeze(0), states[at : at + 1], size, tolerance).all():
                 return False
         return True
+
+
+def _ends_of_rows(states: Tensor) -> list[int]:
+    """The steps with which rows of states [L, B, D] stop being finite; as a rule none, which one number tells."""
+    if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
+        return []
+    return sorted({at for at in first_not_finite(states).tolist() if at >= 0})

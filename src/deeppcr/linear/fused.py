@@ -24,7 +24,8 @@ class Fused(LinearSolver):
     """Fused kernels on a GPU: reduce chunks, solve for their starts, substitute back, in float32.
 
     Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones. Where a product of
-    blocks overflows although the solution does not, the kernels find out by themselves and go step by step.
+    blocks overflows although the solution does not, or loses digits that steps keep, the kernels find out by themselves and go step
+    by step; of dense blocks wider than 64, where it overflows.
 
     >>> import torch
     >>> from deeppcr import linear

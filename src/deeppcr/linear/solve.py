@@ -68,7 +68,8 @@ def solve(
     keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
     by forward substitution; so it is where a product overflows although the solution does not. Under compile or CUDA
     graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
-    ``Fused`` mends overflows only. A product of blocks can also underflow: states that lie further below the
+    ``Fused`` finds both out by itself, where chunks of steps join, and goes step by step there; of dense blocks wider than 64 it
+    finds overflows only. A product of blocks can also underflow: states that lie further below the
     others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 
     Args:

@@ -211,6 +211,22 @@ def _one(leaf: Any) -> str:
     return type(leaf).__name__
 
 
+def note_call(error: BaseException, number: int, z: Any, *x: Any) -> None:
+    """Add to an error of the step how it was called: often with something else than its author expects. From Python 3.11 on: errors take
+    notes, and stay what they are.
+
+    Args:
+        number: of the step, from 0
+        z, x: what it was given
+    """
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None:
+        given = f"step(z) with z: {describe(z)}"
+        if x:
+            given = f"step(z, x) with z: {describe(z)}, x = xs[{number}]: {describe(x[0])}"
+        add_note(f"deeppcr called {given} (step {number + 1})")
+
+
 def describe(nest: Any) -> str:
     """Shapes, dtypes and devices of a nest, for messages."""
     leaves, spec = pytree.tree_flatten(nest)

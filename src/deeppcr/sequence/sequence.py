@@ -20,7 +20,7 @@ from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
 from .hooks import NoHooks, refuse_hooked
-from .layout import Layout, describe
+from .layout import Layout, describe, note_call
 from .purity import Purity, changes_in_place
 from .rows import check_fold
 from .stack import group_callables
@@ -150,7 +150,7 @@ class Sequence:
                     f"xs: is a {type(xs).__name__} of {len(xs)} tensors, read as a nest whose leaves each run over the steps. "
                     f"If they are the inputs of {len(xs)} steps, stack them: torch.stack(xs). (The step said: {error})"
                 ) from error
-            self._say_how_it_was_called(error, state, x)
+            note_call(error, 0, self.layout.unpack(state), *(() if x is None else (x,)))
             raise
         of_module = self._group_of(0)[0].module is not None  # whose xs are what it holds: see Purity
         for (name, leaf), version in zip(watched, before, strict=True):
@@ -167,14 +167,6 @@ class Sequence:
         """``check_purity`` for the last time: who keeps the sequence, as gradients do, is not to keep what modules once held."""
         self.check_purity()
         self._purity = None
-
-    def _say_how_it_was_called(self, error: Exception, state: Tensor, x: Any) -> None:
-        """A step that fails was often given something else than its author expects. From Python 3.11 on: errors take notes."""
-        seen = describe(self.layout.unpack(state))
-        called = f"step(z, x) with z: {seen}, x = xs[0]: {describe(x)}" if x is not None else f"step(z) with z: {seen}"
-        add_note = getattr(error, "add_note", None)
-        if add_note is not None:
-            add_note(f"deeppcr called {called}")
 
     def _call_traced(self, state: Tensor, x: Any) -> Tensor:
         group = self._group_of(0)[0]
@@ -216,12 +208,22 @@ class Sequence:
 
     def step(self, index: int, state: Tensor) -> Tensor:
         """One step as in the loop: [B, D] to [B, D]."""
-        return self._group_of(index)[0].call(state, self.inputs(index))
+        x = self.inputs(index)
+        try:
+            return self._group_of(index)[0].call(state, x)
+        except Exception as error:
+            if not isinstance(error, StepError):  # which says what it is about
+                note_call(error, index, self.layout.unpack(state), *(() if x is None else (x,)))
+            raise
 
     def inputs(self, index: int) -> Any:
         """What the step function sees of xs at one step."""
         group, place = self._group_of(index)
         return group.inputs(place)
+
+    def given_inputs(self, index: int) -> Any:
+        """What was given for one step: without parameters of modules that are stacked, which are inputs of the step function as well."""
+        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
 
     def _group_of(self, index: int) -> tuple[StepGroup, int]:
         return self._places[index] if self._places else (self._groups[0][1], index)

@@ -29,20 +29,25 @@ def in_words(
     row, exact, count = worst_rows(results, exact_steps)
     step = exact + 1 if worst is Result.NON_FINITE else exact
     text = worst.value.format(step=step)
-    if worst is Result.NON_FINITE and _has_nan(inputs(step - 1), layout, row):
-        text = f"step {step} produced a value that is not finite; xs holds NaN there, and the loop does so too"
+    if worst is Result.NON_FINITE:
+        held = _not_finite_in(inputs(step - 1), layout, row)
+        if held is not None:
+            text = f"step {step} produced a value that is not finite; {held} there, and the loop does so too"
     if len(results) > 1:
         text += f" (row {row}; {count} of {len(results)} rows)"
     return "; ".join([text, *reasons])
 
 
-def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
-    """Whether a step's inputs hold NaN, in their part for a row where they have one. An infinity is as a rule a mask."""
-    batch = layout.batch_shape
-    for leaf in pytree.tree_leaves(inputs):
+def _not_finite_in(inputs: Any, layout: Layout, row: int) -> str | None:
+    """Which of a step's inputs holds what is not finite, in its part for a row where it has one: NaN first, as an infinity may be a mask."""
+    batch, infinite = layout.batch_shape, None
+    for path, leaf in pytree.tree_flatten_with_path(inputs)[0]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if leaf.shape[: len(batch)] == batch:
                 leaf = leaf.reshape(layout.rows, -1)[row]
+            name = "xs" + pytree.keystr(path)
             if torch.isnan(leaf).any():
-                return True
-    return False
+                return f"{name} holds NaN"
+            if infinite is None and torch.isinf(leaf).any():
+                infinite = f"{name} holds an infinity"
+    return infinite

@@ -258,7 +258,7 @@ def test_public_calls_that_are_observed(public, device):
 
 # Each launch is some microseconds of the host, and a call on a GPU takes as long as they do.
 @pytest.mark.parametrize(
-    ("length", "width", "launches"), [(1_024, 16, 3), (16_384, 4, 5), (16_384, 16, 5), (16_384, 32, 5), (65_536, 4, 7)]
+    ("length", "width", "launches"), [(1_024, 16, 4), (16_384, 4, 6), (16_384, 16, 6), (16_384, 32, 6), (65_536, 4, 8)]
 )
 def test_launches_of_a_solve(length, width, launches, uncomputed):
     blocks, rhs = linear.Dense(torch.zeros(length, width, width)), torch.zeros(length, width)
@@ -271,10 +271,10 @@ def test_launches_of_a_solve_with_gradients(uncomputed):
     blocks, rhs = linear.Dense(torch.zeros(64, 4, 4)), torch.zeros(64, 4, requires_grad=True)
     with Launches() as made:
         solution = linear.solve(blocks, rhs)
-    assert made.count == 3
+    assert made.count == 4
     with Launches() as made:
         torch.autograd.grad(solution, rhs, torch.zeros(64, 4))
-    assert made.count == 3
+    assert made.count == 4
 
 
 class TestRepeat:

@@ -7,9 +7,10 @@ the state each chunk starts from, which gives all states. Several lanes read the
 leaves memory once for all of them.
 
 Products appear only between chunks. Where one overflows although the states do not, the chunk that starts from it
-comes out infinite or NaN to its end, since neither ever turns finite again by products and sums. Such chunks are
-marked, and a last kernel redoes marked channels by forward substitution, from their first marked chunk on; it has
-nothing to do where there is none.
+comes out infinite or NaN to its end, since neither ever turns finite again by products and sums. Where products are
+large and the states are not (a filter's blocks are far from normal), digits are lost, maybe all: a chunk then does not end
+where the next one starts. Such chunks are marked, and a last kernel redoes marked channels by forward substitution, from
+their first marked chunk on; it has nothing to do where there is none.
 
 Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
 """
@@ -30,6 +31,7 @@ from torch import Tensor
 from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
 from .channels import Channels, as_channels, multiprocessors
+from .wide import is_missed
 
 LARGEST = 8
 #: steps a chunk has at least: each level of the recursion has this many fewer chunks
@@ -204,7 +206,7 @@ def _sweep(
     C_INNER: tl.constexpr, C_ROW: tl.constexpr, C_COLUMN: tl.constexpr, B_INNER: tl.constexpr, B_ENTRY: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The states of a chunk to each lane, and a mark where its last is not finite."""
+    """The states of a chunk to each lane, and a mark where its last is not finite, or not where the next chunk starts."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = lane < lanes
     channel, begin = lane % channels, (lane // channels * chunk).to(tl.int32)
@@ -214,16 +216,21 @@ def _sweep(
     real = exists[None, :] & (entry < SIZE)
     before = starts_ptr + ((lane - channels) * SIZE)[None, :] + entry
     state = tl.load(before, mask=real & (begin > 0)[None, :], other=0)
+    largest = tl.abs(state)
     for step in tl.range(0, chunk, num_stages=STAGES):
         time = begin + step
         state = _advance(
             state, c_ptr, c_place, c_step, b_ptr, b_place, b_step, time, length, exists, exists,
             C_ROW, C_COLUMN, B_ENTRY, SIZE, PADDED,
         )  # fmt: skip
+        largest = tl.maximum(largest, tl.abs(state))
         z = z_ptr + (time.to(tl.int64) * z_step)[None, :] + z_place
         tl.store(z, state, mask=real & (time < length)[None, :])
+    has_next = real & (lane < lanes - channels)[None, :]
+    following = tl.load(starts_ptr + (lane * SIZE)[None, :] + entry, mask=has_next, other=0)
+    missed = tl.where(has_next, is_missed(state, following, largest, SIZE), 0)
     spoilt = (tl.abs(state) < float("inf")).to(tl.int32) ^ 1
-    tl.store(marks_ptr + lane, tl.max(spoilt, 0), mask=exists)
+    tl.store(marks_ptr + lane, tl.max(tl.maximum(spoilt, missed), 0), mask=exists)
 
 
 @triton.jit

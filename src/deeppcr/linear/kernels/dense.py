@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...launch import aligned, cdiv, launch, next_power_of_2
 from ..blocks import Blocks
-from .wide import SIZES, is_finite, reduce_wide, substitute_wide
+from .wide import SIZES, is_finite, is_missed, reduce_wide, substitute_wide
 
 #: the widest block that one program holds in its registers
 NARROW = 64
@@ -36,6 +36,8 @@ WIDEST = 256
 _TOP = 32
 #: columns of a product of wide blocks that one program takes
 _COLUMNS = 32
+#: marks that are looked at in one go
+_MARKS = 128
 
 
 @triton.jit
@@ -81,11 +83,14 @@ def _reduce(
 def _substitute(
     blocks, block_first, block_step, block_row, block_i, block_j,
     rhs, rhs_first, rhs_step, rhs_row, rhs_i,
-    starts, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+    starts, states, state_first, state_step, state_row, marks, rows, steps, chunks, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """From the start of every chunk its other states. Where the last start is not finite, a product overflowed although
-    the solution may not: then the first program takes all steps of its row one after the other."""
+    the solution may not: then the first program takes all steps of its row one after the other.
+
+    MARKED: chunks that do not end where the next one starts are noted in ``marks`` [N, B].
+    """
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
@@ -100,10 +105,54 @@ def _substitute(
     last = tl.where(chunk == chunks - 1, steps, first + chunk_steps - 1)
     if not is_finite(last_start):
         last = tl.where(chunk == 0, steps, first - 1)
+    z = tl.zeros((PADDED,), tl.float32)
+    largest = z
     if last >= first:
         z = tl.load(starts + (chunk * rows + row).to(tl.int64) * WIDTH + i, mask=inside, other=0.0)
         tl.store(state + (first - 1).to(tl.int64) * state_step, z, mask=inside)
+        largest = tl.abs(z)
         for step in tl.range(first, last, num_stages=STAGES):
+            a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
+            b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
+            z = tl.sum(a * z[None, :], 1) + b
+            if MARKED:
+                largest = tl.maximum(largest, tl.abs(z))
+            tl.store(state + tl.cast(step, tl.int64) * state_step, z, mask=inside)
+    if MARKED:
+        missed = 0
+        if (chunk < chunks - 1) & (last == first + chunk_steps - 1):
+            a = tl.load(block + last.to(tl.int64) * block_step, mask=square, other=0.0)
+            b = tl.load(vector + last.to(tl.int64) * rhs_step, mask=inside, other=0.0)
+            end = tl.sum(a * z[None, :], 1) + b
+            following = tl.load(starts + ((chunk + 1) * rows + row).to(tl.int64) * WIDTH + i, mask=inside, other=0.0)
+            missed = tl.max(is_missed(end, following, tl.maximum(largest, tl.abs(end)), WIDTH), 0)
+        tl.store(marks + (chunk * rows + row).to(tl.int64), missed)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _repair(
+    blocks, block_first, block_step, block_row, block_i, block_j,
+    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
+    marks, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Forward substitution from the first marked chunk of a row on: no steps at all where none is marked."""
+    row = tl.program_id(0)
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    square = inside[:, None] & inside[None, :]
+    block = blocks + block_first + row.to(tl.int64) * block_row + i[:, None] * block_i + i[None, :] * block_j
+    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row + i * rhs_i
+    state = states + state_first + row.to(tl.int64) * state_row + i
+    first = tl.min(tl.zeros((MARKS,), tl.int32), 0) + chunks
+    for at in range(0, chunks, MARKS):
+        part = at + tl.arange(0, MARKS)
+        mark = tl.load(marks + part.to(tl.int64) * rows + row, mask=part < chunks, other=0)
+        first = tl.minimum(first, tl.min(tl.where(mark != 0, part, chunks), 0))
+    if first < chunks:
+        begin = first * chunk_steps
+        z = tl.load(state + (begin - 1).to(tl.int64) * state_step, mask=inside, other=0.0)
+        for step in tl.range(begin, steps, num_stages=STAGES):
             a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
             b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
             z = tl.sum(a * z[None, :], 1) + b
@@ -228,7 +277,7 @@ def solve_coupled(couplings: Blocks, rhs: Tensor, *, reverse: bool = False, chun
         return found.view(rhs.shape)
     data, rhs = aligned(data), aligned(rhs)
     states = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-    solve_chain(Chain(data, 0, reverse, 2), Chain(rhs, 1, reverse), Chain(states, 1, reverse), chunk)
+    solve_chain(Chain(data, 0, reverse, 2), Chain(rhs, 1, reverse), Chain(states, 1, reverse), chunk, repaired=True)
     return states
 
 
@@ -278,6 +327,7 @@ def solve_chain(
     scales: Chain | None = None,
     *,
     refined: bool = True,
+    repaired: bool = False,
 ) -> None:
     """Fill ``states`` (which may be ``rhs``), the known one before the first step included.
 
@@ -287,6 +337,8 @@ def solve_chain(
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
         refined: to float32 proper; else up to what products on the matrix units lose
+        repaired: rows in which products lost digits that steps keep are found step by step; for narrow blocks, and other ``states`` than
+            ``rhs``
     """
     steps, size = blocks.steps, rhs.tensor.shape
     rows, width = (size[1] if len(size) == 3 else 1), size[-1]
@@ -299,14 +351,21 @@ def solve_chain(
         solve_in_place(products, starts, refined=refined)
         if refined and cut.precision == "tf32x3":
             _refine(blocks, rhs, starts, products, cut, scales)
-    rest = (*rhs.arguments, starts, *states.arguments[:-1], rows, steps, cut.chunks, cut.chunk)
-    integers = (blocks.integers, rhs.integers, states.integers)
+    sizes, integers = (rows, steps, cut.chunks, cut.chunk), (blocks.integers, rhs.integers, states.integers)
     if width <= NARROW:
         programs, constants, warps = cut.substitute
-        launch(_substitute, programs, (*blocks.arguments, *rest), constants, warps=warps, integers=integers)
+        marked = repaired and cut.chunks > 1
+        marks = starts.new_empty(cut.chunks, rows, dtype=torch.int8) if marked else starts
+        system, into = (*blocks.arguments, *rhs.arguments), states.arguments[:-1]
+        arguments = (*system, starts, *into, marks, *sizes)
+        launch(_substitute, programs, arguments, (*constants, marked), warps=warps, integers=integers)
+        if marked:
+            width, padded, stages = constants
+            constants = (width, padded, _MARKS, stages)
+            launch(_repair, rows, (*system, marks, *into, *sizes), constants, warps=warps, integers=integers)
     else:
         given, constants = _scaling(blocks, scales, width, "states")
-        arguments = (*blocks.arguments, *given, *rest, starts)
+        arguments = (*blocks.arguments, *given, *rhs.arguments, starts, *states.arguments[:-1], *sizes, starts)
         launch(substitute_wide, cut.chunks * rows, arguments, constants, warps=8, integers=(integers, given[1:]))
 
 

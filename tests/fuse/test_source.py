@@ -1,0 +1,55 @@
+"""The source of a step's kernels, for all that ``solve`` takes."""
+
+import pytest
+import torch
+from torch import nn
+
+import deeppcr
+from deeppcr.fuse import source
+from deeppcr.fuse.expressions import NotCovered
+
+
+def step(z, x):
+    return 0.5 * torch.sin(z) + x
+
+
+Z0, XS = torch.zeros(2, 3), torch.zeros(9, 2, 3)
+
+
+def layers(count, kind=nn.Tanh):
+    return nn.ModuleList(nn.Sequential(nn.Linear(3, 3), kind()) for _ in range(count))
+
+
+def test_any_length_has_the_same():
+    text = source(step, Z0, XS)
+    assert "sin(" in text
+    assert text == source(step, Z0, XS[:5]) == source(step, Z0, XS, length=9) == source(deeppcr.rowwise(step), Z0, XS)
+    assert source(torch.cos, Z0) == source(torch.cos, Z0, length=7)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_of_different_lengths_are_held_where_they_are(backward):
+    lengths = torch.tensor([4, 9])
+    text, plain = source(step, Z0, XS, lengths=lengths, backward=backward), source(step, Z0, XS, backward=backward)
+    assert text != plain
+    assert text.count("where(") > plain.count("where(")
+    assert "sin(" in text or backward
+    assert "sin(" in source(torch.sin, Z0, length=9, lengths=lengths)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_a_list_of_modules_that_are_alike_is_one_step(count):
+    assert "tanh" in source(layers(count), Z0)
+    assert "tanh" in source(list(layers(count)), Z0, length=count)
+    assert "tanh" in source(layers(count), Z0, lengths=torch.tensor([0, count]))
+
+
+def test_what_is_wrong_is_named():
+    with pytest.raises(NotCovered, match="a list of steps that are not alike is not covered"):
+        source([*layers(2), *layers(2, nn.Sigmoid)], Z0)
+    with pytest.raises(ValueError, match="lengths differ: length has 4, xs has 9"):
+        source(step, Z0, XS, length=4)
+    with pytest.raises(ValueError, match="lengths: expected numbers from 0 to L = 9"):
+        source(step, Z0, XS, lengths=torch.tensor([4, 10]))
+    with pytest.raises(ValueError, match="length: there are no xs"):
+        source(torch.cos, Z0, lengths=torch.tensor([4, 10]))
