@@ -73,6 +73,7 @@ class Run:
         self.cases: list[Case] = []
         self.claims: list[Claim] = []
         self.begun = time.perf_counter()
+        self.save: Callable[[], None] = lambda: None  # what there is so far
 
     def loops(self, listed: Sequence[Loop]) -> list[Loop]:
         chosen = [each for each in listed if not self.only or each.name in self.only]
@@ -119,6 +120,7 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
             yield Prepared(loop, run.device)
         except Exception as error:
             run.add([Case(suite, loop.parameters, SOLVE, 1.0, failure=first_line(error))])
+        run.save()
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -366,6 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "targets": [{**asdict(claim), "met": claim.met} for claim in run.claims],
         }
 
+    run.save = lambda: write(record(), partial)
     if options.workers > 1:
         folder = TemporaryDirectory()
         make_all_ready(run, TABLE, options.workers, Path(folder.name))
@@ -373,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begun = time.perf_counter()
         RUN_PART[part](run)
         print(f"{part}: {time.perf_counter() - begun:.0f} s\n", flush=True)
-        write(record(), partial)  # as far as it got
+        run.save()
     write(record(), path)
     partial.unlink(missing_ok=True)
     show(run.claims)
