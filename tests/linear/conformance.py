@@ -166,11 +166,12 @@ class Solving(Structure):
             expected = one_after_the_other(self.dense(blocks, width), rhs, start, reverse)
             assert_same_steps(linear.solve(blocks, rhs, start, reverse=reverse, solver=solver), expected)
 
-    @every_solver
-    def test_agrees_with_the_loop_over_a_thousand_steps(self, solver):
+    @either_way
+    def test_agrees_with_the_loop_over_a_thousand_steps(self, reverse):
+        """All solvers with the same loop, which takes longer than they do."""
         blocks, rhs, initial = self.system(1000, (), 3)
-        for reverse in (False, True):
-            expected = one_after_the_other(self.dense(blocks, 3), rhs, initial, reverse)
+        expected = one_after_the_other(self.dense(blocks, 3), rhs, initial, reverse)
+        for solver in SOLVERS:
             assert_same_steps(linear.solve(blocks, rhs, initial, reverse=reverse, solver=solver), expected)
 
     @every_solver
@@ -228,8 +229,7 @@ class Derivatives(Structure):
             self.randn(*initial_batch, width).requires_grad_(),
         )
 
-    @one_of_a_kind
-    @either_way
+    @either_way_once
     def test_first_derivatives_in_both_modes(self, solver, reverse):
         assert gradcheck(
             self.solving(solver, reverse),
@@ -252,8 +252,8 @@ class Derivatives(Structure):
 
     @pytest.mark.parametrize("batches", [((), (2,), ()), ((2,), (), ()), ((), (), (2,)), ((2, 1), (2,), ())], ids=str)
     def test_derivatives_sum_over_broadcast_batches(self, batches):
-        solve = self.solving(linear.Hierarchical(chunk=2))
-        assert gradcheck(solve, self.differentiable_system(4, 2, *batches), check_forward_ad=True)
+        solve = self.solving(linear.PCR())
+        assert gradcheck(solve, self.differentiable_system(3, 2, *batches), check_forward_ad=True)
 
     @pytest.mark.parametrize("wanted", ["blocks", "rhs", "initial"])
     def test_each_argument_by_itself(self, wanted):
