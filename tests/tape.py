@@ -39,6 +39,15 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _tensors(arguments):
+    """Of an operation, whose arguments are at most lists: any nest would take longer than the operation."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
 class _Writer(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -50,8 +59,8 @@ class _Writer(TorchDispatchMode):
         if asks or func is torch.ops.aten.lift_fresh.default:  # the latter copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         found = func(*args, **kwargs)
-        given = {_storage(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        leaves = pytree.tree_leaves(found)
+        given = {_storage(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        leaves = [found] if isinstance(found, Tensor) else pytree.tree_leaves(found)
         made = [
             index
             for index, leaf in enumerate(leaves)
@@ -65,6 +74,8 @@ class _Writer(TorchDispatchMode):
     def replay(self):
         with torch.no_grad():
             for func, args, kwargs, leaves, made in self.lines:
-                again = pytree.tree_leaves(func(*args, **kwargs)) if made else func(*args, **kwargs)
+                again = func(*args, **kwargs)
+                if made:
+                    again = [again] if isinstance(again, Tensor) else pytree.tree_leaves(again)
                 for index in made:
                     leaves[index].copy_(again[index])

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import deeppcr
 from deeppcr import Implicit, Newton, Unrolled
+from kernel_support import thorough
 from problems import Generator, plain_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Newton stopped:deeppcr.ConvergenceWarning")
@@ -219,8 +220,14 @@ def warned(said):
     return any("the gradient is not the loop's" in str(each.message) for each in said)
 
 
-@FULL
-@pytest.mark.parametrize("units", [2.0**-20, 1.0, 2.0**20])
+@pytest.mark.parametrize(
+    ("units", "dtype"),
+    [
+        (1.0, torch.float64),
+        *((units, torch.float32) for units in (2.0**-20, 1.0, 2.0**20)),
+        *thorough((2.0**-20, torch.float64), (2.0**20, torch.float64)),
+    ],
+)
 def test_a_signal_that_died_out_and_is_normalised_afterwards(units, dtype, device):
     """Its gradient is right, or the caller is told."""
     told = 0

@@ -21,9 +21,9 @@ def test_importing_needs_nothing_but_torch():
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "import deeppcr\n"
+        "import deeppcr, deeppcr.diffusion\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert not new & {'triton', 'rich', 'typer', 'matplotlib', 'sklearn', 'scipy'}, new\n"
+        "assert not new & {'triton', 'rich', 'typer', 'matplotlib', 'sklearn', 'scipy', 'diffusers'}, new\n"
         "assert not {'deeppcr_paper', 'deeppcr.linear.kernels'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

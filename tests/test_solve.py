@@ -78,8 +78,8 @@ def test_marginal_sequences_are_right_with_default_settings(name, dtype, length,
 @pytest.mark.parametrize(
     ("name", "length", "dtype", "chunk"),
     [
-        ("logistic", 5000, torch.float32, "auto"),
-        ("lorenz", 1000, torch.float64, "auto"),
+        ("logistic", 2000, torch.float32, "auto"),
+        ("lorenz", 500, torch.float64, "auto"),
         *(
             pytest.param(name, 5000, dtype, chunk, marks=pytest.mark.thorough)
             for name in CHAOTIC

@@ -12,6 +12,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, Noise, Schedule, Window, parallelize, problem, sample
 from deeppcr.sequence.fingerprint import Same
+from kernel_support import thorough
 
 LENGTH = 100
 SCHEDULE = Schedule.linear(LENGTH)
@@ -284,7 +285,9 @@ OF_NUMBERS = [of_flag, of_keyword, of_arguments, of_named_arguments]
 
 @pytest.mark.parametrize(
     ("made", "wrong"),
-    [(made, wrong) for wrong in (True, "wrong") for made in ANYWHERE] + [(made, 1) for made in OF_NUMBERS],
+    [(made, True) for made in ANYWHERE]
+    + [(of_default, "wrong"), (of_object, "wrong"), *((made, 1) for made in OF_NUMBERS)]
+    + thorough(*((made, "wrong") for made in ANYWHERE if made not in (of_default, of_object))),
 )
 def test_a_denoiser_is_no_proof_of_others_of_the_same_code(made, wrong):
     with torch.no_grad():

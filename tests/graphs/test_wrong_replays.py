@@ -60,7 +60,7 @@ def test_no_pair_is_mixed_up_by_the_loop_in_a_graph(seed, program, hunt, device,
         return solve(*loop, solver=solver or deeppcr.Loop(by=by))
 
     monkeypatch.setattr(deeppcr, "solve", looped)
-    every = hunt(program.draw_tasks(6, seed, device.type, samples=False))
+    every = hunt(program.draw_tasks(4, seed, device.type, samples=False))
     assert [(seen.task.what, seen.where, seen.wrong) for seen in every if seen.wrong] == []
     assert len(captured_solves) > 0
 

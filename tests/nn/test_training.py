@@ -38,7 +38,7 @@ CASES = [
 ]
 #: Each kind, activation, and number of rows; one layer, a ragged chunk, several chunks. Deep ones for fewer steps.
 USUAL = [
-    ("mlp", 1, 1, 8, "sigmoid", 200),
+    ("mlp", 1, 1, 8, "sigmoid", 60),
     ("mlp", 64, 1, 1, "tanh", 30),
     ("resnet", 5, 5, 8, "relu", 200),
     ("resnet", 64, 4, 8, "tanh", 30),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import error, misaligned, offset, strided, thorough
+from kernel_support import error, misaligned, offset, pairwise, strided, thorough
 
 # Where products overflow, NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -132,9 +132,11 @@ def test_blocks_that_rows_share_are_not_copied(batch, monkeypatch):
     assert {blocks.data_ptr() for blocks in seen} == {data.data_ptr()}
 
 
-@either_way
-@pytest.mark.parametrize("width", [3, 66])
-@pytest.mark.parametrize("place", [strided, offset, misaligned])
+@pairwise(
+    place={place.__name__: place for place in (strided, offset, misaligned)},
+    width=[3, 66],
+    reverse={"forwards": False, "reverse": True},
+)
 def test_inputs_may_lie_anywhere(place, width, reverse, device):
     couplings, rhs = system(7, width, (2,) if width == 3 else (), device=device)
     moved, moved_rhs = linear.Dense(place(couplings.data)), place(rhs)
@@ -153,8 +155,9 @@ def test_inputs_are_left_as_they_are(device, short_levels):
     assert torch.equal(rhs, before[1])
 
 
-@either_way
-@pytest.mark.parametrize("width", [3, 17, 66])
+@pytest.mark.parametrize(
+    ("width", "reverse"), [(3, False), (17, True), (66, False), *thorough((3, True), (17, False), (66, True))]
+)
 def test_no_memory_is_read_before_it_is_written(width, reverse, device, poisoned_memory, short_levels):
     couplings, rhs = system(12 if width == 66 else 20, width, device=device)
     assert_right(dense.solve_coupled(couplings, rhs, reverse=reverse, chunk=2), couplings, rhs, reverse)
