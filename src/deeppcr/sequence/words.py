@@ -30,7 +30,7 @@ def in_words(
     step = exact + 1 if worst is Result.NON_FINITE else exact
     text = worst.value.format(step=step)
     if worst is Result.NON_FINITE:
-        held = _not_finite_in(inputs(step - 1), layout, row)
+        held = _not_finite_in(inputs, step - 1, layout, row)
         if held is not None:
             text = f"step {step} produced a value that is not finite; {held} there, and the loop does so too"
     if len(results) > 1:
@@ -38,16 +38,22 @@ def in_words(
     return "; ".join([text, *reasons])
 
 
-def _not_finite_in(inputs: Any, layout: Layout, row: int) -> str | None:
-    """Which of a step's inputs holds what is not finite, in its part for a row where it has one: NaN first, as an infinity may be a mask."""
-    batch, infinite = layout.batch_shape, None
-    for path, leaf in pytree.tree_flatten_with_path(inputs)[0]:
+def _not_finite_in(inputs: Callable[[int], Any], index: int, layout: Layout, row: int) -> str | None:
+    """Which input of a step holds what is not finite, in its part for a row where it has one: NaN first, then an infinity, but for one
+    that did no harm in the step before: that is as a rule a mask."""
+    infinite = None
+    before = pytree.tree_leaves(inputs(index - 1)) if index else None
+    for at, (path, leaf) in enumerate(pytree.tree_flatten_with_path(inputs(index))[0]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.shape[: len(batch)] == batch:
-                leaf = leaf.reshape(layout.rows, -1)[row]
-            name = "xs" + pytree.keystr(path)
+            leaf, name = _of_row(leaf, layout, row), "xs" + pytree.keystr(path)
             if torch.isnan(leaf).any():
                 return f"{name} holds NaN"
-            if infinite is None and torch.isinf(leaf).any():
+            is_new = before is None or not torch.isinf(_of_row(before[at], layout, row)).any()
+            if infinite is None and is_new and torch.isinf(leaf).any():
                 infinite = f"{name} holds an infinity"
     return infinite
+
+
+def _of_row(leaf: Tensor, layout: Layout, row: int) -> Tensor:
+    batch = layout.batch_shape
+    return leaf.reshape(layout.rows, -1)[row] if leaf.shape[: len(batch)] == batch else leaf
