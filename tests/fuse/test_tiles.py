@@ -52,9 +52,14 @@ def test_steps(name, device):
     compare(STEPS[name], device)
 
 
-@pytest.mark.parametrize("width", thorough(9, 15, 16, 17, 31, 64, 80))
+@pytest.mark.parametrize("width", thorough(9, 15, 16, 17, 31, 64))
 def test_widths(width, device):
     compare(gru(width), device, length=5, chunk=2)
+
+
+@pytest.mark.parametrize("width", thorough(65, 100, 128))
+def test_the_widest(width, device):
+    compare(mlp(width), device, length=5, chunk=2)
 
 
 @pytest.mark.parametrize(
