@@ -6,6 +6,7 @@ Shapes: T steps, B rows, F features of the input, H the hidden size (P where out
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class TorchLike(Recurrent):
     """What the three share: PyTorch's own kernel is the sequential mode, and says what is wrong with an argument."""
 
     mode: str
+    check_input: Callable[[Tensor, Tensor | None], None]
+    check_forward_args: Callable[[Tensor, Any, Tensor | None], None]
     #: By kind of call, why PyTorch's kernel is taken, and for how many more calls; ("", 0) where there are kernels.
     _known: Bounded | None = None
 
@@ -98,6 +101,12 @@ class TorchLike(Recurrent):
 
     def _improper(self, input: Any, hx: Any, reset: Tensor | None) -> Any:
         """PyTorch says what is wrong, or that nothing is: an empty batch."""
+        if isinstance(input, PackedSequence):
+            # Of a packed LSTM's, PyTorch itself looks at nothing, and computes something.
+            if hx is None:
+                self.check_input(input.data, input.batch_sizes)
+            else:
+                self.check_forward_args(input.data, hx, input.batch_sizes)
         found = super(Recurrent, self).forward(input, hx)
         data = input.data if isinstance(input, PackedSequence) else input
         if reset is not None and data.numel():
