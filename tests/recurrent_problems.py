@@ -55,7 +55,7 @@ class Configuration:
         made.load_state_dict(self.weights)
         return made
 
-    def run(self, module, dtype, **call):
+    def run(self, module, dtype):
         """Outputs, last states, and gradients of the input, of the initial states and of all parameters."""
         x = self.x.to(self.device, dtype).requires_grad_()
         start = None if self.start is None else [leaf.to(self.device, dtype).requires_grad_() for leaf in self.start]
@@ -64,7 +64,7 @@ class Configuration:
             batch_first = self.options.get("batch_first", False)
             given = pack_padded_sequence(x, self.lengths, batch_first=batch_first, enforce_sorted=False)
         hx = None if start is None else tuple(start) if self.kind == "LSTM" else start[0]
-        output, last = module(given, hx, **call)
+        output, last = module(given, hx)
         if self.form == "packed":
             assert isinstance(output, PackedSequence)
         found = leaves_of((output, last))
@@ -73,15 +73,27 @@ class Configuration:
         sources = [x, *(start or []), *module.parameters()]
         return [*(leaf.detach() for leaf in found), *torch.autograd.grad(loss, sources)]
 
-    def errors(self, dtype, **call):
-        """Of ours and of PyTorch's, against float64, of each tensor in norm; and whether shapes and dtypes are the same."""
+    def errors(self, dtype, *, jointly=False):
+        """Of ours and of PyTorch's, against float64, of each tensor in norm.
+
+        Args:
+            jointly: the gradients of all parameters count as one vector: of a single number, which may be a difference of large ones,
+                the ratio of two roundings is luck
+        """
         right = self.run(self.module(nn, torch.float64), torch.float64)
         theirs = self.run(self.module(nn, dtype), dtype)
         module = self.module(ours, dtype, mode="parallel")
-        found = self.run(module, dtype, **call)
+        found = self.run(module, dtype)
         assert [(leaf.shape, leaf.dtype) for leaf in found] == [(leaf.shape, leaf.dtype) for leaf in theirs]
         assert len(module.solutions) == len(module._all_weights)
+        if jointly:
+            count = len(list(module.parameters()))
+            found, theirs, right = ([*each[:-count], flat(each[-count:])] for each in (found, theirs, right))
         return [(error(one, each), error(other, each)) for one, other, each in zip(found, theirs, right, strict=True)]
+
+
+def flat(tensors):
+    return torch.cat([each.flatten() for each in tensors])
 
 
 def error(found, right):

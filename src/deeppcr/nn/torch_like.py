@@ -41,27 +41,24 @@ class TorchLike(Recurrent):
     _known: Bounded | None = None
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
+        why = ASKED if mode == "sequential" else ""
+        if mode == "auto":
+            why = self._why_by_torch(input, reset)
+        if why and reset is None and isinstance(input, Tensor):  # which PyTorch looks at itself
+            return self._by_torch(input, hx, None, why)
         if not self._is_proper(input, hx):
             return self._improper(input, hx, reset)
-        kind: tuple | None = None
-        if mode == "sequential":
-            why = ASKED
-        elif not _is_finite(hx):
+        if not why and not _is_finite(hx):
             why = "hx holds values that are not finite"
-        elif mode == "parallel":
-            why = ""
-        else:
-            kind = self._kind_of(input, reset)
-            why = self._why_by_torch(kind, input)
         if not why:
             try:
                 found = self._by_solve(input, hx, reset, self.newton, kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
-                self._remember(kind, why, math.inf)
+                self._remember(self._kind_of(input, reset), why, math.inf)
             else:
-                if kind is not None:
-                    self._learn(kind)
+                if mode == "auto":
+                    self._learn(self._kind_of(input, reset))
                 return found
         return self._by_torch(input, hx, reset, why)
 
@@ -156,27 +153,23 @@ class TorchLike(Recurrent):
 
     # Which way, where it is to be chosen.
 
-    def _kind_of(self, input: Any, reset: Tensor | None) -> tuple:
-        """What decides about kernels: all but the length and what tensors hold."""
-        _, rows, device = self._size_of(input)
-        x, weight = input.data if isinstance(input, PackedSequence) else input, getattr(self, self._all_weights[0][1])
-        backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return rows, device, isinstance(input, PackedSequence), reset is not None, weight.dtype, backward
-
-    def _why_by_torch(self, kind: tuple, input: Any) -> str:
-        """Why not in parallel; empty where it is."""
-        (steps, rows, device), backward = self._size_of(input), kind[-1]
-        if not has_kernels(device):
-            return "on a CPU PyTorch's own kernel wins"
+    def _why_by_torch(self, input: Any, reset: Tensor | None) -> str:
+        """Why not in parallel; empty where it is. Most calls are asked, and few are in parallel: what decides for most comes first."""
         x = input.data if isinstance(input, PackedSequence) else input
-        if in_functorch() or has_tangent(x) or is_exporting():
-            return "a transform, a tangent or an export is at work"
-        if is_capturing(device) and self.newton.stop.fixed is None:
-            return "a solve that looks at values cannot be captured: newton=Newton(stop=FixedIterations(n)) can"
+        if not isinstance(x, Tensor) or x.ndim not in (2, 3):
+            return "no such input is known"
+        if not has_kernels(x.device):
+            return "on a CPU PyTorch's own kernel wins"
+        (steps, rows, device), backward = self._size_of(input), self._goes_back(x)
         layers = len(self._all_weights)
         faster, why = is_faster_in_parallel(self.mode, steps, rows, self.hidden_size, layers=layers, backward=backward)
         if not faster:
             return why
+        if in_functorch() or has_tangent(x) or is_exporting():
+            return "a transform, a tangent or an export is at work"
+        if is_capturing(device) and self.newton.stop.fixed is None:
+            return "a solve that looks at values cannot be captured: newton=Newton(stop=FixedIterations(n)) can"
+        kind = self._kind_of(input, reset)
         known = None if self._known is None else self._known.get(kind)
         if known is None:
             self._remember(kind, "", 0)
@@ -186,7 +179,18 @@ class TorchLike(Recurrent):
             self._remember(kind, why if left > 1 else "", left - 1)
         return why
 
-    def _remember(self, kind: tuple | None, why: str, calls: float) -> None:
+    def _goes_back(self, x: Tensor) -> bool:
+        """Whether a backward pass may come."""
+        return torch.is_grad_enabled() and (x.requires_grad or getattr(self, self._all_weights[0][1]).requires_grad)
+
+    def _kind_of(self, input: Any, reset: Tensor | None) -> tuple:
+        """What decides about kernels: all but the length and what tensors hold."""
+        _, rows, device = self._size_of(input)
+        packed = isinstance(input, PackedSequence)
+        x, weight = input.data if packed else input, getattr(self, self._all_weights[0][1])
+        return rows, device, packed, reset is not None, weight.dtype, self._goes_back(x)
+
+    def _remember(self, kind: tuple, why: str, calls: float) -> None:
         if self._known is None:
             self.__dict__["_known"] = Bounded(_MOST_KINDS)
         assert self._known is not None
