@@ -1,6 +1,6 @@
 """Networks that run in parallel over their layers, and recurrent ones over their steps, forward and backward."""
 
-from .convert import convert, revert
+from .conversion import convert, revert
 from .diagonal import DiagonalGRU, DiagonalLSTM
 from .networks import MLP, ResNet
 from .sequential import Sequential

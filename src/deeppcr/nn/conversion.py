@@ -77,6 +77,11 @@ def revert(model: nn.Module) -> dict[str, nn.Module]:
 
     Returns:
         those that were reverted, by name
+
+    >>> import torch, deeppcr.nn
+    >>> gru = deeppcr.nn.GRU(4, 8)
+    >>> type(deeppcr.nn.revert(gru)[""]) is torch.nn.GRU
+    True
     """
     _check_model(model)
     found: dict[str, nn.Module] = {}
