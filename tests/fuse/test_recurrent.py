@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from deeppcr import Result
+from deeppcr import FixedIterations, Newton, Result
 from deeppcr import nn as ours
 from deeppcr.nn import torch_like
 from kernel_support import error, thorough
@@ -138,3 +138,27 @@ def test_auto_asks_what_takes_less_time(device):
     module, _ = made("GRU", 2, device)
     module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))
     assert why(module).startswith("expected:")
+
+
+def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch):
+    """Whether something can be captured is asked of the settings; kernels are made outside."""
+    capturing = []
+    monkeypatch.setattr(torch_like, "is_capturing", lambda device: bool(capturing))
+    module, _ = made("RNN", 1, device)
+    x = torch.randn(9, 1, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        module(x)
+        capturing.append(True)
+        module.newton = Newton(stop=FixedIterations(3))
+        module(x)
+        assert why(module) == torch_like._CAPTURED
+        capturing.clear()
+        module(x)
+        assert why(module) == torch_like._SETTINGS  # outside, kernels look when they are done
+        module.newton = Newton()
+        module(x)
+        assert why(module).startswith("fused kernels")
+        capturing.append(True)
+        assert module._why_by_torch(x, None) == torch_like._CAPTURED
+        module.newton = Newton(stop=FixedIterations(3))
+        assert module._why_by_torch(x, None) == ""

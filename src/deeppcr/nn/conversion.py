@@ -9,6 +9,7 @@ from torch import nn
 
 from ..newton import Newton
 from .arguments import Mode, check_mode, check_newton
+from .recurrent import USUAL
 from .sequential import DEEP, Sequential
 from .torch_like import GRU, LSTM, RNN
 
@@ -53,7 +54,7 @@ def convert(
     True
     """
     _check_model(model)
-    mode, newton, trusted = check_mode(mode), check_newton(newton), (*_PLAIN, *blocks)
+    mode, newton, trusted = check_mode(mode), USUAL if newton is None else check_newton(newton), (*_PLAIN, *blocks)
     for each in trusted:
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
             raise TypeError(f"blocks: expected classes of modules, got {each!r}")

@@ -22,7 +22,8 @@ from .cells import Restarting, Weights
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
-_USUAL = Newton()
+#: Settings of the parallel mode where nobody has others.
+USUAL = Newton()
 
 
 class NoKernels(Exception):
@@ -48,7 +49,7 @@ class Recurrent(nn.Module):
     _all_weights: list[list[str]]
 
     run_mode: Mode = "auto"
-    newton: Newton = _USUAL
+    newton: Newton = USUAL
     #: How the last pass went: a solution for each layer and direction; or of one by PyTorch its steps, rows, device and why.
     _passed: tuple[Solution, ...] | tuple[int, int, torch.device, str] = ()
     #: By layer and direction, and whether it restarts: the weights that a cell was made of, and the cell.
@@ -56,7 +57,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, *args: Any, mode: Mode = "auto", newton: Newton | None = None, **options: Any):
         super().__init__(*args, **options)
-        self.run_mode, self.newton = check_mode(mode), check_newton(newton)
+        self.run_mode, self.newton = check_mode(mode), USUAL if newton is None else check_newton(newton)
 
     def forward(
         self,

@@ -7,28 +7,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..bounded import Bounded
+from ..convergence import UpdateTest
+from ..fused import covers
+from ..newton import Newton
 from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing, is_exporting
 from ..solution import Result, Solution
 from .arguments import Mode
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
 from .ragged import Episodes
-from .recurrent import NoKernels, Recurrent
+from .recurrent import USUAL, NoKernels, Recurrent
 from .recurrent_cost import is_faster_in_parallel
 
 #: Kinds of calls that are remembered of a module.
 _MOST_KINDS = 64
 #: After a solve that the loop had to finish, so many calls of its kind are left to PyTorch: parameters change, so it is tried again.
 _PATIENCE = 64
+_SETTINGS = "there are no kernels for these settings of Newton's method"
+_CAPTURED = (
+    "what can be captured is newton=Newton(stop=FixedIterations(n)), once kernels were made outside of a capture"
+)
 _FIRST = "the first of its kind: kernels are made for what comes again"
 _DONE = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
+
+
+class _Known(NamedTuple):
+    """What is known of a kind of call.
+
+    Attributes:
+        why: PyTorch's kernel is taken; empty where ours are
+        calls: for how many more
+        made: there are kernels
+    """
+
+    why: str = ""
+    calls: float = 0
+    made: bool = False
 
 
 class TorchLike(Recurrent):
@@ -37,7 +59,7 @@ class TorchLike(Recurrent):
     mode: str
     check_input: Callable[[Tensor, Tensor | None], None]
     check_forward_args: Callable[[Tensor, Any, Tensor | None], None]
-    #: By kind of call, why PyTorch's kernel is taken, and for how many more calls; ("", 0) where there are kernels.
+    #: By kind of call, what is known of it.
     _known: Bounded | None = None
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
@@ -55,7 +77,7 @@ class TorchLike(Recurrent):
                 found = self._by_solve(input, hx, reset, self.newton, kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
-                self._remember(self._kind_of(input, reset), why, math.inf)
+                self._remember(self._kind_of(input, reset), _Known(why, math.inf))
             else:
                 if mode == "auto":
                     self._learn(self._kind_of(input, reset))
@@ -159,7 +181,7 @@ class TorchLike(Recurrent):
         if not isinstance(x, Tensor) or x.ndim not in (2, 3):
             return "no such input is known"
         if not has_kernels(x.device):
-            return "on a CPU PyTorch's own kernel wins"
+            return "without a GPU and Triton PyTorch's own kernel wins"
         (steps, rows, device), backward = self._size_of(input), self._goes_back(x)
         layers = len(self._all_weights)
         faster, why = is_faster_in_parallel(self.mode, steps, rows, self.hidden_size, layers=layers, backward=backward)
@@ -167,17 +189,19 @@ class TorchLike(Recurrent):
             return why
         if in_functorch() or has_tangent(x) or is_exporting():
             return "a transform, a tangent or an export is at work"
-        if is_capturing(device) and self.newton.stop.fixed is None:
-            return "a solve that looks at values cannot be captured: newton=Newton(stop=FixedIterations(n)) can"
+        if not _has_kernels_for(self.newton, capturing := is_capturing(device)):
+            return _SETTINGS if not capturing else _CAPTURED
         kind = self._kind_of(input, reset)
         known = None if self._known is None else self._known.get(kind)
         if known is None:
-            self._remember(kind, "", 0)
+            self._remember(kind, _Known())
             return _FIRST
-        why, left = known
-        if left > 0:
-            self._remember(kind, why if left > 1 else "", left - 1)
-        return why
+        if capturing and not known.made:
+            return _CAPTURED
+        if known.calls > 0:
+            left = known.calls - 1
+            self._remember(kind, known._replace(why=known.why if left else "", calls=left))
+        return known.why
 
     def _goes_back(self, x: Tensor) -> bool:
         """Whether a backward pass may come."""
@@ -190,19 +214,24 @@ class TorchLike(Recurrent):
         x, weight = input.data if packed else input, getattr(self, self._all_weights[0][1])
         return rows, device, packed, reset is not None, weight.dtype, self._goes_back(x)
 
-    def _remember(self, kind: tuple, why: str, calls: float) -> None:
+    def _remember(self, kind: tuple, known: _Known) -> None:
         if self._known is None:
             self.__dict__["_known"] = Bounded(_MOST_KINDS)
         assert self._known is not None
-        self._known.put(kind, (why, calls))
+        self._known.put(kind, known)
 
     def _learn(self, kind: tuple) -> None:
         """After a solve: where the loop had to finish it, PyTorch's is the faster one."""
-        for solution in self._passed:
-            assert isinstance(solution, Solution)
-            if solution.result not in _DONE:
-                return self._remember(kind, f"an earlier solve of its kind ended so: {solution.description}", _PATIENCE)
-        return None
+        ended = [each for each in self._passed if isinstance(each, Solution) and each.result not in _DONE]
+        why = f"an earlier solve of its kind ended so: {ended[0].description}" if ended else ""
+        self._remember(kind, _Known(why, _PATIENCE if ended else 0, made=True))
+
+
+def _has_kernels_for(newton: Newton, capturing: bool) -> bool:
+    """Whether kernels do what these settings ask for; while a graph is captured, a fixed number of passes."""
+    if capturing:
+        return newton.stop.fixed is not None and covers(replace(newton, stop=UpdateTest()))
+    return newton is USUAL or covers(newton)
 
 
 def _is_finite(hx: Any) -> bool:
