@@ -55,6 +55,8 @@ def test_cells_have_kernels(kind, hidden, way, device):
     assert module.solutions[0].plan.evaluation == f"fused kernels ({way})"
     assert module.solutions[0].result is Result.CONVERGED
     assert module.solutions[0].iterations.shape == (2,)  # what is computed when it is asked for
+    assert module.solutions[0].states is None
+    assert module.solutions[0].z0 is None
     right = plain(x) if plain is not module else module(x, mode="sequential")
     agree(found, right, module, plain, x)
 

@@ -299,6 +299,16 @@ def test_weights_may_be_replaced(device):
     assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=1e-6)
 
 
+def test_weights_in_half_precision_may_change_in_place(device):
+    """Their copies in float32 are of one call."""
+    gru, x = ours.GRU(3, 4, mode="parallel", device=device).bfloat16(), torch.randn(9, 2, 3, device=device).bfloat16()
+    with torch.no_grad():
+        before = gru(x)[0]
+        gru.weight_hh_l0 += 1
+        assert not torch.allclose(gru(x)[0], before, atol=0.01)
+        assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=0.02)
+
+
 def test_dropout_between_layers_is_pytorchs(device):
     """With the same seed the same numbers are dropped, on a CPU; and in evaluation none."""
     gru = ours.GRU(3, 4, num_layers=3, dropout=0.5, device=device)
