@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from deeppcr import Result
 from deeppcr.nn import DiagonalGRU, DiagonalLSTM
@@ -111,6 +111,12 @@ def test_parameters_lie_and_begin_as_documented():
 def test_bad_input_is_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         DiagonalGRU(3, 4)(*arguments)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 2], [1, 2, 2], [2, 2], [5, 0]])
+def test_a_packed_sequence_that_nobody_packed(sizes):
+    with pytest.raises(ValueError, match="expected batch_sizes that never grow"):
+        DiagonalGRU(3, 4)(PackedSequence(torch.randn(5, 3), torch.tensor(sizes)))
 
 
 def test_bad_options_are_named():

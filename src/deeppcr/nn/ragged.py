@@ -29,6 +29,10 @@ class Padding:
     @staticmethod
     def of(packed: PackedSequence) -> Padding:
         sizes = packed.batch_sizes
+        if not is_sorted(packed):
+            raise ValueError(
+                f"input: of a PackedSequence of {len(packed.data)} steps, expected batch_sizes that never grow and have this sum, got {sizes.tolist()[:8]}"
+            )
         rows = int(sizes[0])
         inside = torch.arange(rows) < sizes.unsqueeze(1)
         places = inside.flatten().nonzero().flatten().to(packed.data.device, non_blocking=True)
@@ -44,6 +48,14 @@ class Padding:
     def pack(self, padded: Tensor) -> Tensor:
         """[T, N, F] to [S, F]"""
         return padded.flatten(0, 1).index_select(0, self.places)
+
+
+def is_sorted(packed: PackedSequence) -> bool:
+    """Whether it is what PyTorch makes: at no step are there more sequences than before, and all steps are there."""
+    sizes = packed.batch_sizes
+    if not len(sizes) or int(sizes[-1]) < 1 or int(sizes.sum()) != len(packed.data):
+        return False
+    return not bool((sizes.diff() > 0).any())
 
 
 def reversed_in_time(x: Tensor, lengths: Tensor | None) -> Tensor:

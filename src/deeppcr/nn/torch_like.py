@@ -23,7 +23,7 @@ from ..solution import Result, Solution
 from .arguments import Mode
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
-from .ragged import Episodes
+from .ragged import Episodes, is_sorted
 from .recurrent import USUAL, NoKernels, Recurrent
 from .recurrent_cost import is_faster_in_parallel
 
@@ -98,10 +98,9 @@ class TorchLike(Recurrent):
             return False
         batch: tuple[int, ...] = ()
         if packed:
-            sizes = input.batch_sizes
-            if not len(sizes) or int(sizes[-1]) < 1 or bool((sizes.diff() > 0).any()) or int(sizes.sum()) != len(x):
+            if not is_sorted(input):
                 return False
-            batch = (int(sizes[0]),)
+            batch = (int(input.batch_sizes[0]),)
         elif x.ndim == 3:
             batch = (x.shape[0 if self.batch_first else 1],)
         if hx is None:
