@@ -15,7 +15,7 @@ NAMES = {
         PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar solve solve_coupled
     """,
     "deeppcr.fuse": "source",
-    "deeppcr.nn": "MLP ResNet Sequential",
+    "deeppcr.nn": "DiagonalGRU DiagonalLSTM GRU LSTM MLP RNN ResNet Sequential convert revert",
     "deeppcr.diffusion": """
         DDIM DDPM Clip CoarseStart DiagonalPart GaussianPrior GaussianStart MeanStart Noise ParallelLoop PipelineSample Samples
         Schedule Steps UnsupportedScheduler Window parallel_sample parallelize read_scheduler sample

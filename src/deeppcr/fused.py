@@ -406,6 +406,14 @@ class FusedSolution(Solution):
         found, layout, _ = self._late
         return FusedSolution((found, layout, [0] * layout.rows), **known)
 
+    def without_states(self) -> FusedSolution:
+        known = {name: value for name, value in self.__dict__.items() if name != "_late"}
+        late = self._late
+        if late is not None:
+            found, layout, exact = late
+            late = replace(found, states=found.states.new_empty(0)), layout, exact
+        return FusedSolution(late, **known | {"states": None, "z0": None})
+
     def __getattr__(self, name: str) -> Any:
         make, late = _LATE.get(name), self.__dict__.get("_late")
         if make is None or late is None:

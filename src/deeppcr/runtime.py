@@ -42,6 +42,14 @@ def is_capturing(device: torch.device) -> bool:
     return device.type in CAPTURING and CAPTURING[device.type]()
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces the call, which keeps no attributes.
+
+    ``torch.compiler.is_exporting()`` reads the same flag, but up to PyTorch 2.12 it is True inside ``torch.compile``, too.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
     return not (is_traced(tensor) or is_capturing(tensor.device))

@@ -183,6 +183,10 @@ class Solution:
         kept = pytree.tree_map(lambda leaf: leaf[every - 1 :: every].clone(), self.states)
         return replace(self, states=kept, dropped=dropped)
 
+    def without_states(self) -> Solution:
+        """What is told of a solve, for who keeps that longer than the states and what they are differentiated by."""
+        return replace(self, states=None, z0=None)
+
     @cached_property
     def known_steps(self) -> Tensor:
         """[*batch], after how many steps the states have digits that the tolerance vouches for.

@@ -22,7 +22,7 @@ from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
-from ..runtime import has_triton, in_functorch, is_capturing
+from ..runtime import has_triton, in_functorch, is_capturing, is_exporting
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
@@ -66,14 +66,6 @@ def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):  # one that needs others is seen later
         activation(given)
     return not torch.equal(given, kept)
-
-
-def _is_exporting() -> bool:
-    """Whether ``torch.export`` traces the call, which keeps no attributes.
-
-    ``torch.compiler.is_exporting()`` reads the same flag, but up to PyTorch 2.12 it is True inside ``torch.compile``, too.
-    """
-    return torch.compiler._is_exporting_flag
 
 
 class _Way(NamedTuple):
@@ -255,7 +247,7 @@ class Network(nn.Module):
                 return states
         if chosen == "auto":
             chosen, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
-        if chosen == "sequential" and not _is_exporting():
+        if chosen == "sequential" and not is_exporting():
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
             states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)

@@ -17,6 +17,9 @@ from .choose import ASKED, EMPTY
 from .report import looped
 from .rows import solve_finite_rows
 
+#: So many layers are run in parallel on an accelerator, where it is to be chosen.
+DEEP = 64
+
 
 class Sequential(nn.Sequential):
     """``torch.nn.Sequential`` of shape-preserving layers of any kind, run in parallel over the layers.
@@ -56,8 +59,11 @@ class Sequential(nn.Sequential):
         """[B, ...] to [B, ...]"""
         chosen, why = check_mode(self.mode if mode is None else mode), ASKED
         if chosen == "auto":
-            deep = len(self) >= 64 and input.device.type != "cpu"
-            chosen, why = "parallel" if deep else "sequential", "on a CPU, or with fewer than 64 layers, the loop wins"
+            deep = len(self) >= DEEP and input.device.type != "cpu"
+            chosen, why = (
+                "parallel" if deep else "sequential",
+                f"on a CPU, or with fewer than {DEEP} layers, the loop wins",
+            )
         low = torch.is_autocast_enabled(input.device.type)
         if input.numel() == 0:
             chosen, why = "sequential", EMPTY

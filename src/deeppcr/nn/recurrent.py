@@ -1,0 +1,290 @@
+"""What all recurrent modules share: layers and directions, how a batch lies, and one parallel solve for each.
+
+Shapes: T steps, B rows, F features of the input, H the hidden size (P where outputs are projected), K layers times directions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.nn.utils.rnn import PackedSequence
+
+from ..fused import Call
+from ..newton import Loop, Newton
+from ..sequence.lengths import up_to
+from ..solution import Solution
+from ..solve import solve
+from .arguments import Mode, check_mode, check_newton
+from .cells import Restarting, Weights
+from .ragged import Documents, Padding, begins_backwards, reversed_in_time
+from .report import looped
+
+#: Settings of the parallel mode where nobody has others.
+USUAL = Newton()
+
+
+class NoKernels(Exception):
+    """A cell has none, and the message says why."""
+
+
+class Recurrent(nn.Module):
+    """Layers of a cell, in one direction or both, as in ``torch.nn``. A mixin: whose attributes it reads are those of ``nn.RNNBase``.
+
+    What is not given to ``__init__`` has its default in the class, so that a module of ``torch.nn`` may become one of these and back.
+
+    Attributes:
+        run_mode: "auto", "parallel" or "sequential". (``mode`` is PyTorch's own name for the kind of a cell.)
+        newton: settings of the parallel mode
+    """
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    _all_weights: list[list[str]]
+
+    run_mode: Mode = "auto"
+    newton: Newton = USUAL
+    #: How the last pass went: a solution for each layer and direction; or of one by PyTorch its steps, rows, device and why.
+    _passed: tuple[Solution, ...] | tuple[int, int, torch.device, str] = ()
+    #: By layer and direction, and whether it restarts: the weights that a cell was made of, and the cell.
+    _cells: dict[tuple[int, bool], tuple[tuple[Tensor, ...], Any]] | None = None
+
+    def __init__(self, *args: Any, mode: Mode = "auto", newton: Newton | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.run_mode, self.newton = check_mode(mode), USUAL if newton is None else check_newton(newton)
+
+    def forward(
+        self,
+        input: Any,
+        hx: Any = None,
+        *,
+        reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        mode: Mode | None = None,
+    ) -> Any:
+        """As in ``torch.nn``: the outputs of all steps, and the last states.
+
+        Args:
+            input: [T, B, F], [B, T, F] with batch_first, [T, F] without a batch, or a PackedSequence
+            hx: the initial states, [K, B, H], or of an LSTM two of them; zero by default
+            reset: [T, B], [B, T] with batch_first, [T] without a batch: True where a row's state is zero before the step, as at the first
+                step of an episode. The row's own initial state, which may stand in the middle of one, is not come back to
+            cu_seqlens: [N + 1], integers: the input is [S, F], N sequences one after the other, of which number n begins at cu_seqlens[n];
+                the last number is S. Outputs are [S, H], states [K, N, H]
+            mode: overrides the module's for this call
+        """
+        chosen = check_mode(self.run_mode if mode is None else mode)
+        if cu_seqlens is not None:
+            if reset is not None:
+                raise ValueError("reset: sequences by cu_seqlens begin anew by themselves; give one of the two")
+            documents = Documents.of(input, cu_seqlens)
+            output, last = self._run(documents.packed(input), hx, None, chosen)
+            return documents.in_sequence(output), last
+        if reset is not None:
+            self._check_reset(reset, input)
+        return self._run(input, hx, reset, chosen)
+
+    def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
+        raise NotImplementedError
+
+    def _check_reset(self, reset: Any, input: Any) -> None:
+        if isinstance(input, PackedSequence):
+            raise ValueError("reset: the sequences of a PackedSequence begin anew by themselves; give a tensor")
+        if not isinstance(reset, Tensor) or reset.dtype is not torch.bool:
+            came = reset.dtype if isinstance(reset, Tensor) else type(reset).__name__
+            raise TypeError(f"reset: expected a tensor of booleans, got {came}")
+        if isinstance(input, Tensor) and reset.shape != input.shape[:-1]:
+            raise ValueError(
+                f"reset: expected one for each step and row, {list(input.shape[:-1])}, got {list(reset.shape)}"
+            )
+        if isinstance(input, Tensor) and reset.device != input.device:
+            raise ValueError(f"reset: expected it on {input.device}, where the input is, got {reset.device}")
+
+    # How a batch lies.
+
+    def _by_solve(
+        self, input: Any, hx: Any, reset: Tensor | None, solver: Newton | Loop | None, *, kernels: bool = False
+    ) -> Any:
+        """A solve for each layer and direction, of arguments that are known to be right.
+
+        Args:
+            kernels: raise NoKernels where a cell has none
+        """
+        if isinstance(input, PackedSequence):
+            padding = Padding.of(input)
+            starts = self._starts(hx, len(padding.lengths), input.data)
+            if input.sorted_indices is not None and hx is not None:
+                starts = tuple(leaf.index_select(1, input.sorted_indices) for leaf in starts)
+            alike = bool(padding.lengths[-1] == padding.steps)
+            lengths = None if alike else padding.lengths
+            output, last = self._layers(padding.pad(input.data), starts, None, lengths, solver, kernels)
+            if input.unsorted_indices is not None:
+                last = tuple(leaf.index_select(1, input.unsorted_indices) for leaf in last)
+            return input._replace(data=padding.pack(output)), self._nested(last)
+        batched = input.ndim == 3
+        rows = 0 if self.batch_first else 1
+        x = input if batched else input.unsqueeze(rows)
+        if reset is not None and not batched:
+            reset = reset.unsqueeze(rows)
+        if self.batch_first:
+            x, reset = x.transpose(0, 1), None if reset is None else reset.T
+        if not batched and hx is not None:
+            hx = hx.unsqueeze(1) if isinstance(hx, Tensor) else tuple(leaf.unsqueeze(1) for leaf in hx)
+        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, solver, kernels)
+        if self.batch_first:
+            output = output.transpose(0, 1)
+        if batched:
+            return output, self._nested(last)
+        return output.squeeze(rows), self._nested(tuple(leaf.squeeze(1) for leaf in last))
+
+    def _widths(self) -> tuple[int, ...]:
+        """Of the tensors of a state."""
+        return (self.hidden_size,)
+
+    def _starts(self, hx: Any, rows: int, like: Tensor) -> tuple[Tensor, ...]:
+        """The initial states as a tuple, [K, B, H] each."""
+        if hx is None:
+            return tuple(like.new_zeros(len(self._all_weights), rows, width) for width in self._widths())
+        return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+    @staticmethod
+    def _nested(leaves: tuple[Tensor, ...]) -> Any:
+        return leaves[0] if len(leaves) == 1 else leaves
+
+    # One layer after the other.
+
+    def _layers(
+        self,
+        x: Tensor,
+        starts: tuple[Tensor, ...],
+        reset: Tensor | None,
+        lengths: Tensor | None,
+        solver: Any,
+        kernels: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """
+        Args:
+            x: [T, B, F]
+            starts: [K, B, H] each
+            reset: [T, B]
+            lengths: [B]
+
+        Returns:
+            the outputs of the last layer [T, B, directions * H], and the last states [K, B, H]
+        """
+        directions = 2 if self.bidirectional else 1
+        dtype, last, solutions = self._dtype_of_outputs(x, starts), [], []
+        resets = [reset, None if reset is None or directions == 1 else begins_backwards(reset)]
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(directions):
+                at = directions * layer + direction
+                seen = x if direction == 0 else reversed_in_time(x, lengths)
+                start = tuple(leaf[at] for leaf in starts)
+                solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
+                states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
+                last.append(tuple(leaf[-1] for leaf in states))
+                outputs.append(states[0] if direction == 0 else reversed_in_time(states[0], lengths))
+                solutions.append(solution.without_states())
+            x = (outputs[0] if directions == 1 else torch.cat(outputs, -1)).to(dtype)
+            if self.dropout and layer < self.num_layers - 1:
+                x = dropout(x, self.dropout, self.training)
+        self.__dict__["_passed"] = tuple(solutions)
+        return x, tuple(torch.stack(leaves).to(dtype) for leaves in zip(*last, strict=True))
+
+    def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
+        """That which PyTorch's own kernels give under autocast."""
+        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+    def _solve(
+        self,
+        at: int,
+        x: Tensor,
+        start: tuple[Tensor, ...],
+        reset: Tensor | None,
+        lengths: Tensor | None,
+        solver: Newton | Loop | None,
+        kernels: bool,
+    ) -> Solution:
+        """One layer in one direction.
+
+        Steps are taken in float32 at least, also under autocast: Newton's method compares small differences.
+        """
+        weights = self._weights(at)
+        dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
+        xs: Any = self._cell_type().project(x, weights).to(dtype)
+        step = self._step(at, weights, dtype, restarting=reset is not None)
+        if reset is not None:
+            xs = (xs, reset)
+        z0 = self._nested(tuple(leaf.to(dtype) for leaf in start))
+        with torch.autocast(x.device.type, enabled=False):
+            if kernels:
+                _require_kernels(step, z0, xs, lengths)
+            return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
+
+    def _weights(self, at: int) -> Weights:
+        names = self._all_weights[at]
+        return {name[: name.index("_l")]: getattr(self, name) for name in names}
+
+    def _step(self, at: int, weights: Weights, dtype: torch.dtype, *, restarting: bool) -> Any:
+        """The cell of a layer in one direction; the same as long as its weights are: what is known of a step is found by it."""
+        kept = self._cells
+        if kept is None:
+            kept = self.__dict__["_cells"] = {}
+        given = tuple(weights.values())
+        known = kept.get((at, restarting))
+        if known is not None and len(known[0]) == len(given) and all(map(_is_same, known[0], given)):
+            return known[1]
+        cell = self._cell({name: each.to(dtype) for name, each in weights.items()})
+        if restarting:
+            cell = Restarting(cell)
+        if given[0].dtype == dtype:  # copies in another precision are of this call
+            kept[at, restarting] = given, cell
+        return cell
+
+    def _cell_type(self) -> Any:
+        raise NotImplementedError
+
+    def _cell(self, weights: Weights) -> Any:
+        return self._cell_type()(weights)
+
+    # How it went.
+
+    @property
+    def solutions(self) -> tuple[Solution, ...]:
+        """How the last pass went, one for each layer and direction in the order of the weights; states are not kept."""
+        passed: Any = self._passed
+        if passed and not isinstance(passed[0], Solution):
+            return (looped(*passed),) * len(self._all_weights)
+        return passed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or what is written to a file: how a pass went, and cells, are no part of a module."""
+        inherited: Any = getattr(super(), "__getstate__", None)
+        state = dict(self.__dict__ if inherited is None else inherited())
+        for name in ("_passed", "_cells", "_known"):
+            state.pop(name, None)
+        return state
+
+    def extra_repr(self) -> str:
+        said = super().extra_repr()
+        return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other
+
+
+def _require_kernels(step: Any, z0: Any, xs: Any, lengths: Tensor | None) -> None:
+    """Make them, where that was not done before."""
+    if lengths is not None:
+        step, xs = up_to(lengths, step, z0, xs, None, 1)
+    found = Call(step, z0, xs, None, 1).make()
+    if isinstance(found, str):
+        raise NoKernels(found)

@@ -1,0 +1,166 @@
+"""Recurrent modules by the kernels of their cells, and what ``mode="auto"`` makes of them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from deeppcr import FixedIterations, Newton, Result
+from deeppcr import nn as ours
+from deeppcr.nn import torch_like
+from kernel_support import error, thorough
+from recurrent_problems import leaves_of
+
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+def made(kind, hidden, device, dtype=torch.float64, **options):
+    """A module of ours and its twin of PyTorch."""
+    options |= {"device": device, "dtype": dtype}
+    module = getattr(ours, kind)(2, hidden, **options)
+    if not hasattr(nn, kind):
+        return module, module
+    plain = getattr(nn, kind)(2, hidden, **options)
+    plain.load_state_dict(module.state_dict())
+    return module, plain
+
+
+def agree(found, right, module, plain, x):
+    found, right = leaves_of(found), leaves_of(right)
+    close = 1e-9 if x.dtype == torch.float64 else 1e-5
+    assert all(error(one, other) < close for one, other in zip(found, right, strict=True))
+    seeds = [torch.randn_like(leaf) for leaf in right]
+    of_found = torch.autograd.grad(found, [x, *module.parameters()], seeds)
+    of_right = torch.autograd.grad(right, [x, *plain.parameters()], seeds)
+    assert all(error(one, other) < close for one, other in zip(of_found, of_right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "way"),
+    [
+        ("RNN", 2, "narrow"),
+        ("GRU", 9, "tiles"),
+        ("DiagonalGRU", 3, "elementwise"),
+        ("DiagonalLSTM", 3, "elementwise"),
+        *thorough(("GRU", 3, "narrow"), ("LSTM", 2, "narrow"), ("LSTM", 9, "tiles"), ("RNN", 17, "tiles")),
+    ],
+)
+def test_cells_have_kernels(kind, hidden, way, device):
+    dtype = torch.float32 if way == "tiles" else torch.float64  # which tiles are not for
+    module, plain = made(kind, hidden, device, dtype)
+    x = torch.randn(9, 2, 2, dtype=dtype, device=device, requires_grad=True)
+    found = None
+    for _ in range(2):  # kernels come with the second solve of a kind
+        found = module(x, mode="parallel")
+    assert module.solutions[0].plan.evaluation == f"fused kernels ({way})"
+    assert module.solutions[0].result is Result.CONVERGED
+    assert module.solutions[0].iterations.shape == (2,)  # what is computed when it is asked for
+    assert module.solutions[0].states is None
+    assert module.solutions[0].z0 is None
+    right = plain(x) if plain is not module else module(x, mode="sequential")
+    agree(found, right, module, plain, x)
+
+
+def test_ragged_rows_and_resets_have_kernels(device):
+    module, plain = made("GRU", 2, device)
+    x = torch.randn(7, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
+
+    def packed():
+        return pack_padded_sequence(x, torch.tensor([3, 7, 1]), enforce_sorted=False)
+
+    found = None
+    for _ in range(2):
+        found = module(packed(), mode="parallel")
+    assert module.solutions[0].plan.evaluation.startswith("fused kernels")
+    agree(found, plain(packed()), module, plain, x)
+    reset = torch.zeros(7, 3, dtype=torch.bool, device=device)
+    reset[[2, 3, 6], [0, 1, 1]] = True
+    for _ in range(2):
+        found = module(x, reset=reset, mode="parallel")
+    assert module.solutions[0].plan.evaluation.startswith("fused kernels")
+    agree(found, module(x, reset=reset, mode="sequential"), module, module, x)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """In parallel all is expected to be faster."""
+    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
+
+
+def why(module):
+    (solution,) = module.solutions
+    return solution.plan.notes[-1] if solution.result is Result.LOOP else solution.plan.evaluation
+
+
+def test_auto_takes_kernels_for_what_comes_again(fast, device):
+    module, _ = made("GRU", 2, device)
+    x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        expected = module(x)[0]
+        assert why(module) == torch_like._FIRST
+        found = module(x)[0]
+        assert why(module).startswith("fused kernels")
+        assert error(found, expected) < 1e-9
+        module(x[:5])  # of another length, at once
+        assert why(module).startswith("fused kernels")
+
+
+def test_auto_leaves_to_pytorch_what_has_no_kernels(fast, device, monkeypatch):
+    module, _ = made("LSTM", 5, device, proj_size=2)
+    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
+    for _ in range(4):
+        module(x)
+    assert why(module) == "there are no kernels: of this kind"
+    assert refusing.asked == 1
+
+
+class Refusing:
+    asked = 0
+
+    def __call__(self, *arguments):
+        self.asked += 1
+        raise ours.recurrent.NoKernels("of this kind")
+
+
+def test_auto_waits_after_a_solve_that_the_loop_had_to_finish(fast, device, monkeypatch):
+    monkeypatch.setattr(torch_like, "_PATIENCE", 2)
+    module, plain = made("RNN", 1, device, nonlinearity="relu")
+    monkeypatch.setattr(torch_like, "_DONE", ())  # no result is good enough
+    x = torch.randn(9, 1, 2, dtype=torch.float64, device=device)
+    ways = []
+    with torch.no_grad():
+        for _ in range(6):
+            assert error(module(x)[0], plain(x)[0]) < 1e-9
+            ways.append(why(module).startswith("fused kernels"))
+    assert ways == [False, True, False, False, True, False]
+
+
+def test_auto_asks_what_takes_less_time(device):
+    module, _ = made("GRU", 2, device)
+    module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))
+    assert why(module).startswith("expected:")
+
+
+def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch):
+    """Whether something can be captured is asked of the settings; kernels are made outside."""
+    capturing = []
+    monkeypatch.setattr(torch_like, "is_capturing", lambda device: bool(capturing))
+    module, _ = made("RNN", 1, device)
+    x = torch.randn(9, 1, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        module(x)
+        capturing.append(True)
+        module.newton = Newton(stop=FixedIterations(3))
+        module(x)
+        assert why(module) == torch_like._CAPTURED
+        capturing.clear()
+        module(x)
+        assert why(module) == torch_like._SETTINGS  # outside, kernels look when they are done
+        module.newton = Newton()
+        module(x)
+        assert why(module).startswith("fused kernels")
+        capturing.append(True)
+        assert module._why_by_torch(x, None) == torch_like._CAPTURED
+        module.newton = Newton(stop=FixedIterations(3))
+        assert module._why_by_torch(x, None) == ""
