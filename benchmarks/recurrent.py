@@ -1,7 +1,8 @@
 """Recurrent modules of ``deeppcr.nn`` against those of ``torch.nn``, and the elementwise GRU against pararnn-torch's: checked, then timed.
 
-    python benchmarks/recurrent.py [--part torch diagonal] [--kind GRU LSTM RNN] [--budget SECONDS] [--device cpu|cuda] [--quick] [--json FILE]
+    python benchmarks/recurrent.py [--part targets diagonal torch] [--kind GRU LSTM RNN] [--budget SECONDS] [--device cpu|cuda] [--quick] [--json FILE]
 
+- targets: the sizes by which the parallel mode is judged, against PyTorch's own kernel, with gradients
 - torch: one layer, by PyTorch's own kernel, in parallel where its cell has kernels, and by ``mode="auto"``; forward, and with gradients of
   the input and of all parameters; called, and on a GPU captured in a CUDA graph of the caller. Sizes are drawn from the whole grid in an
   order that does not depend on the budget, so that any budget sees all of it
@@ -22,9 +23,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +45,7 @@ from kernel_report import Claim, number
 from kernels import Case, first_line, seconds_of
 from run import current_commit, versions, write
 
-PARTS, KINDS = ("torch", "diagonal"), ("GRU", "LSTM", "RNN")
+PARTS, KINDS = ("targets", "diagonal", "torch"), ("GRU", "LSTM", "RNN")
 HIDDEN, ROWS, STEPS = (8, 16, 32, 64, 128, 256, 512), (1, 4, 16, 64), (64, 256, 1024, 4096, 16384, 65536)
 #: Larger inputs do not fit beside what gradients need.
 LARGEST = 2**28
@@ -56,6 +60,20 @@ ALLOWED, LEAST = 3.0, 2 * torch.finfo(torch.float32).eps
 #: Calls before a method is checked and timed: what comes again is compiled first.
 WARM_UP = 4
 MOST_ROUNDS = 50
+
+
+#: Of a kind, T, B and H: how many times as fast as PyTorch's own kernel a call in parallel is to be, with gradients, and captured.
+TARGETS: dict[tuple[str, int, int, int], dict[str, float]] = {
+    **{("GRU", 32_768, 1, H): {PARALLEL: 12.0} for H in (16, 32)},
+    **{("GRU", 32_768, 8, H): {PARALLEL: 5.0} for H in (16, 32)},
+    **{("GRU", 8_192, 1, H): {PARALLEL: 6.0, PARALLEL + CAPTURED: 8.0} for H in (16, 32)},
+    ("LSTM", 32_768, 1, 16): {PARALLEL: 10.0},
+    ("LSTM", 32_768, 8, 16): {PARALLEL: 4.0},
+    ("LSTM", 32_768, 1, 32): {PARALLEL: 7.0},
+    ("LSTM", 32_768, 8, 32): {PARALLEL: 2.5},
+}
+#: Of T, B and H: how many times as fast as pararnn-torch's an elementwise GRU is to be, with gradients.
+DIAGONAL = {(2_048, 8, 256): 3.3, (16_384, 8, 256): 2.3}
 
 
 @dataclass(frozen=True)
@@ -212,6 +230,14 @@ class Run:
         print("\n".join(map(line, cases)), flush=True)
         return cases
 
+    def compare(self, cases: list[Case], other: str, ratios: dict[str, float]) -> None:
+        """Claim that methods take this part of the time of another."""
+        times = {case.method: median(case.seconds) for case in cases if case.passed}
+        for method, ratio in ratios.items():
+            name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {other}"
+            share = times[method] / times[other] if method in times and other in times else None
+            self.claims.append(Claim(name, share, 1 / ratio))
+
 
 def line(case: Case) -> str:
     text = f"{' '.join(str(value) for value in case.parameters.values()):40} {case.method:20}"
@@ -219,6 +245,17 @@ def line(case: Case) -> str:
         return f"{text} {'not here' if case.optional and case.error is None else 'FAILED'}: {case.failure}"
     text += f"{number(1e3 * median(case.seconds)):>10} ms"
     return f"{text}  error {case.error:.2g} of what is allowed  {case.result or ''}"
+
+
+def targets(run: Run) -> None:
+    for (kind, T, B, H), ratios in TARGETS.items():
+        if kind not in run.kinds or time.perf_counter() > run.until:
+            run.left_out += 1
+            continue
+        size = Size(kind, min(T, 33), B, min(H, 2), BOTH) if run.quick else Size(kind, T, B, H, BOTH)
+        found = run.examine("targets", size.parameters, methods_of(Layer(size, run.device)))
+        run.compare(found, TORCH, ratios)
+        gc.collect()
 
 
 def of_torch(run: Run) -> None:
@@ -248,14 +285,15 @@ def of_torch(run: Run) -> None:
 def diagonal(run: Run) -> None:
     if find_spec("pararnn") is None:
         print("pararnn-torch is not installed: the elementwise GRU is timed by itself")
-    grid = ((5,), (2,), (3,)) if run.quick else ((2048, 16384), (1, 8), (64, 512))
-    for T, B, H in itertools.product(*grid):
+    for (T, B, H), ratio in ({(5, 2, 3): 1.0} if run.quick else DIAGONAL).items():
         for direction in (FORWARD, BOTH):
             if time.perf_counter() > run.until:
                 run.left_out += 1
                 continue
             size = Size("DiagonalGRU", T, B, H, direction)
-            run.examine("diagonal", size.parameters, diagonal_methods(size, run.device))
+            found = run.examine("diagonal", size.parameters, diagonal_methods(size, run.device))
+            if direction == BOTH:
+                run.compare(found, "pararnn-torch", {"DiagonalGRU": ratio})
 
 
 def diagonal_methods(size: Size, device: torch.device) -> Iterator[tuple[str, Method]]:
@@ -322,6 +360,15 @@ def as_ours(found: list[Tensor], H: int) -> list[Tensor]:
     return [*first, weight[order], torch.stack([reset, update, new]), bias[order]]
 
 
+def make_kernels(given: tuple[str, int], device: torch.device) -> None:
+    """Of a kind and H: they are kept on disk, where another process finds them."""
+    kind, H = given
+    module = getattr(deeppcr.nn, kind)(H, H, device=device, **({} if kind == "DiagonalGRU" else {"mode": "parallel"}))
+    run = run_of(module, *(torch.randn(256, 2, H, device=device) for _ in range(2)), BOTH)
+    for _ in range(3):
+        run()
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: both)")
@@ -330,6 +377,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny layers, in seconds: a dry run")
     parser.add_argument(
         "--budget", type=float, default=540.0, help="seconds after which sizes are left out (default: 540)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that make kernels first (default: 1, on the way)"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
@@ -358,9 +408,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     experiment = "recurrent-quick" if options.quick else "recurrent"
     name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
     path = options.json or options.out / f"{name}.json"
-    # The few sizes of the second part come first: a budget is spent on the first one to its end.
-    for part in sorted(options.part):
-        {"torch": of_torch, "diagonal": diagonal}[part](run)
+    if options.workers > 1:
+        kinds = [("DiagonalGRU", 256), *((kind, H) for kind in options.kind for H in HIDDEN if H <= WIDEST // 2)]
+        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+            list(pool.map(partial(make_kernels, device=device), kinds))
+        print(f"kernels after {time.perf_counter() - begun:.0f} s", flush=True)
+    for part in PARTS:  # the grid last: it takes what is left of the budget
+        if part in options.part:
+            {"targets": targets, "torch": of_torch, "diagonal": diagonal}[part](run)
     record = {
         "experiment": experiment,
         "date": now.isoformat(timespec="seconds"),

@@ -27,6 +27,7 @@ def run(bench, tmp_path, device, monkeypatch):
     """A dry run of one size: its exit code, and what it wrote."""
     chosen = [each for each in bench.sizes(["GRU"], quick=True) if (each.T, each.B) == (33, 3)]
     monkeypatch.setattr(bench, "sizes", lambda kinds, quick: chosen)
+    monkeypatch.setattr(bench, "TARGETS", {("GRU", 33, 1, 2): {bench.PARALLEL: 1e-9}})
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     def run(*arguments):
@@ -47,8 +48,11 @@ def test_a_dry_run(run, bench):
     found = {(case["suite"], case["method"]) for case in record["cases"] if case["passed"] and case["seconds"]}
     assert {("torch", "torch.nn"), ("torch", "auto"), ("torch", "parallel"), ("diagonal", "DiagonalGRU")} <= found
     assert {case["parameters"]["direction"] for case in record["cases"]} == {bench.FORWARD, bench.BOTH}
-    (target,) = record["targets"]
-    assert target["name"].startswith("of 2 sizes")
+    target, other, of_grid = record["targets"]
+    assert target["name"] == "GRU 33 1 2 forward and backward: parallel over torch.nn"
+    assert target["met"]
+    assert other["name"].endswith("DiagonalGRU over pararnn-torch")
+    assert of_grid["name"].startswith("of 2 sizes")
 
 
 def test_what_is_wrong_is_not_timed(run, bench, monkeypatch):
@@ -73,8 +77,8 @@ def test_a_budget_leaves_out_what_it_cannot_pay(run):
     code, record = run("--budget", "0")
     assert code == 0
     assert record["cases"] == []
-    assert record["settings"]["left_out"] == 4
-    assert record["targets"][0]["value"] is None
+    assert record["settings"]["left_out"] == 5
+    assert record["targets"][-1]["value"] is None
 
 
 def test_the_grid_does_not_depend_on_the_budget(bench):
