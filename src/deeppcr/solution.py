@@ -146,6 +146,7 @@ class Solution:
         z0: the initial state
         tolerance: of the states; None: they are those of the loop
         dropped: what is known of those that were not kept; None where all were
+        outputs: what each step of a loop gave beside its state, for ``scan``, which makes ys of it; else None
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(torch.cos, torch.tensor([1.0]), length=50, solver=deeppcr.Newton())
@@ -165,6 +166,7 @@ class Solution:
     z0: Any = None
     tolerance: Tolerance | None = None
     dropped: Dropped | None = None
+    outputs: list[Any] | None = None
 
     @property
     def final(self) -> Any:

@@ -21,6 +21,7 @@ from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .sequence.emit import Emitting
 from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
@@ -298,7 +299,8 @@ class _Planned:
         try:
             layout = Layout.of(self.call.z0, self.call.batch_dims)
             kept = KeptStates(layout, self.call.length or 1, self.call.every)
-            if not self._bare_loop(layout, kept, probe):
+            outputs = self._bare_loop(layout, kept, probe)
+            if outputs is None:
                 return None
             states = kept.states()
         except Exception as error:
@@ -307,11 +309,12 @@ class _Planned:
             return self._by_python()
         found = _of_loop(layout, self.call, kept, states)
         self.record.took("loop", time.perf_counter() - begin)
-        return found
+        return replace(found, outputs=outputs) if isinstance(self.step, Emitting) else found
 
-    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
-        """Whether it came to its end."""
-        call, step = self.call, self.step
+    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> list[Any] | None:
+        """What its steps gave beside their states; None where it did not come to its end."""
+        call, step, outputs = self.call, self.step, []
+        both = step.both if isinstance(step, Emitting) else None
         flat = _flattening(layout)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
@@ -319,7 +322,11 @@ class _Planned:
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, call.inputs))
         for index, x in enumerate(_inputs_of_steps(call)):
             try:
-                z = step(z, *x)
+                if both is None:
+                    z = step(z, *x)
+                else:
+                    z, output = both(z, *x)
+                    outputs.append(output)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
@@ -330,10 +337,10 @@ class _Planned:
                 raise ValueError("the step changes its inputs in place")
             kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
-                return False
+                return None
         if before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
-        return True
+        return outputs
 
 
 def _inputs_of_steps(call: Call) -> Iterable[tuple]:
