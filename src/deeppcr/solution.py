@@ -199,6 +199,8 @@ class Solution:
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
         known = torch.full_like(self.iterations.flatten(), len(leaves[0]))
         for states, initial in zip(leaves, pytree.tree_leaves(self.z0), strict=True):
+            if states.is_complex():
+                states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
                 scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))

@@ -40,7 +40,7 @@ def _has_nan(inputs: Any, layout: Layout, row: int) -> bool:
     """Whether a step's inputs hold NaN, in their part for a row where they have one. An infinity is as a rule a mask."""
     batch = layout.batch_shape
     for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             if leaf.shape[: len(batch)] == batch:
                 leaf = leaf.reshape(layout.rows, -1)[row]
             if torch.isnan(leaf).any():
