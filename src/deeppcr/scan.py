@@ -230,16 +230,18 @@ def _run(
     xs = (*(path[:-1] for path in paths), *inputs)
     if not state:
         carry = body.carries.of([path[-1] for path in paths])
-        solution = _solution([], len(inputs[0]), "no floating tensor in the carry: there is nothing to solve for")
+        solution = _solution(
+            [], len(inputs[0]), "no floating tensor in the carry: there is nothing to solve for", init[0].device
+        )
         return carry, _all_at_once(body, (), xs), solution
     solution = solve(body, tuple(state), xs, batch_dims=batch_dims, solver=solver)
     last = body.carry([leaf[-1] for leaf in solution.states], [path[-1] for path in paths])
     if solution.outputs is not None:
-        ys = _stacked(solution.outputs)
+        ys, solution = _stacked(solution.outputs), replace(solution, outputs=None)
     else:
         starts = zip(state, solution.states, strict=True)
         ys = _all_at_once(body, tuple(torch.cat([first.unsqueeze(0), after[:-1]]) for first, after in starts), xs)
-    return body.carries.of(last), ys, replace(solution, outputs=None)
+    return body.carries.of(last), ys, solution
 
 
 def _riders_after(body: _Body, state: list[Tensor], riders: list[Tensor], x: list[Tensor]) -> list[Tensor]:
@@ -271,22 +273,24 @@ def _by_loop(
     solution = None
     if return_solution:
         states = [torch.stack(each) for each in zip(*carries, strict=True)]
-        solution = _solution(states, len(outputs), f"one step after the other: {reason}" if reason else "")
+        solution = _solution(
+            states, len(outputs), f"one step after the other: {reason}" if reason else "", init[0].device
+        )
     return body.carries.of(carry), _stacked(outputs), solution
 
 
-def _solution(states: list[Tensor], length: int, note: str) -> Solution:
+def _solution(states: list[Tensor], length: int, note: str, device: torch.device) -> Solution:
     """Of a loop: all of it is one row."""
     at = min((int(first_not_finite(leaf.unsqueeze(1))) % (length + 1) for leaf in states), default=length)
     result = Result.LOOP if at == length else Result.NON_FINITE
     return Solution(
         states=tuple(states),
-        iterations=torch.tensor(0),
-        residual=torch.tensor(0.0),
+        iterations=torch.tensor(0, device=device),
+        residual=torch.tensor(0.0, device=device),
         result=result,
         results=(result,),
-        exact_steps=torch.tensor(at),
-        updates=torch.zeros(0),
+        exact_steps=torch.tensor(at, device=device),
+        updates=torch.zeros(0, device=device),
         plan=Plan(notes=[note] if note else []),
         description=result.value.format(step=at + 1),
     )
