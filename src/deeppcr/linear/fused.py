@@ -44,7 +44,7 @@ class Fused(LinearSolver):
             return f"the kernels need a CUDA device, the blocks are on {data.device.type}"
         if data.dtype not in (torch.float32, torch.complex64):
             return f"the kernels work in float32, the blocks are {data.dtype}"
-        parts = 2 if data.is_complex() else 1
+        parts = 2 if data.dtype.is_complex else 1
         if isinstance(couplings, Dense) and parts * data.shape[-1] > _DENSE_ANYWHERE:
             widest = (_DENSE if has_room(data.device) else _DENSE_ANYWHERE) // parts
             if data.shape[-1] > widest:
