@@ -73,9 +73,9 @@ def step(z, x):
         (
             lambda: solve(torch.sin, torch.ones(3, dtype=torch.long), length=3),
             TypeError,
-            "z0: expected a real floating dtype, got torch.int64",
+            "z0: expected a floating dtype, complex64 or complex128, got torch.int64",
         ),
-        (lambda: solve(torch.sin, torch.ones(3, dtype=torch.complex64), length=3), TypeError, "z0: expected a real"),
+        (lambda: solve(torch.sin, torch.ones(3, dtype=torch.complex32), length=3), TypeError, "got torch.complex32"),
         (lambda: solve(torch.sin, [1.0], length=3), TypeError, "z0: expected a tensor"),
         (lambda: solve(torch.sin, (), length=3), ValueError, "z0: has no tensor"),
         (lambda: solve(torch.sin, torch.ones(0, 3), length=3), ValueError, "z0: is empty"),

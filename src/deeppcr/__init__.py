@@ -19,6 +19,7 @@ from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, Hutchinson
 from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from .newton import Jacobi, Loop, Newton, Picard
 from .predict import Prediction, predict
+from .scan import scan
 from .sequence import rowwise
 from .sequence.evaluate import StepError
 from .sequence.history import collapse, with_history
@@ -67,6 +68,7 @@ __all__ = [
     "nn",
     "predict",
     "rowwise",
+    "scan",
     "solve",
     "with_history",
 ]

@@ -101,7 +101,7 @@ class Call:
         several = any(leaf.ndim > 1 for leaf in self.states)
         dims = int(several) if self.batch_dims is None else self.batch_dims
         rows = max(1, self.states[0].shape[:dims].numel())
-        return self.length or 1, rows, sum(leaf.numel() for leaf in self.states) // rows
+        return self.length or 1, rows, sum(leaf.numel() * (1 + leaf.is_complex()) for leaf in self.states) // rows
 
     def _find_refusal(self, step: Any) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .linear import Blocks, Dense, Diagonal, Scalar
+from .linear import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
 from .runtime import is_capturing
 from .sequence import Sequence
 from .sequence.evaluate import StepError
@@ -226,7 +226,7 @@ def _as_blocks(pushed: Tensor) -> Tensor:
 class DiagonalJacobian(Jacobian):
     """The exact diagonal, for steps that treat every element of the state by itself.
 
-    One Jacobian-vector product gives it. A second, along random signs, is compared at the first iteration of a
+    One Jacobian-vector product gives it; of complex elements, each of which has a derivative of 2 x 2 real numbers, two do. Another, along random signs, is compared at the first iteration of a
     solve: where the step is not elementwise, an error says so (a row sum is not a diagonal). There,
     use ``HutchinsonJacobian`` or ``DenseJacobian``.
 
@@ -242,20 +242,43 @@ class DiagonalJacobian(Jacobian):
     def true(self) -> bool:
         return True
 
-    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         layout = sequence.layout
+        parts = self._parts(layout)
         if not sequence.verify_once("diagonal"):
-            ones = torch.ones(1, 1, layout.rows, layout.width, dtype=layout.dtype, device=layout.device)
-            values, pushed = sequence.push(previous, ones, steps)
-            return values, Diagonal(pushed[:, 0])
-        values, diagonal, wrong = self._compare(sequence, previous, steps, self._signs(layout))
+            values, pushed = sequence.push(previous, self._tangents(layout), steps)
+            return values, self._blocks(pushed, parts)
+        values, blocks, wrong = self._compare(sequence, previous, steps, self._signs(layout))
         if wrong.any():
-            element = int(wrong.any(0).any(0).nonzero()[0])
+            element = int(wrong.any(0).any(0).nonzero()[0]) // parts
             raise StepError(
                 "jacobian: DiagonalJacobian was claimed, but the step is not elementwise: element "
                 f"{element} of its output depends on other elements of the state. Use HutchinsonJacobian() or DenseJacobian()"
             )
-        return values, Diagonal(diagonal)
+        return values, blocks
+
+    @staticmethod
+    def _parts(layout: Layout) -> int:
+        """How many real numbers an element of the state is."""
+        if len(set(layout.parts)) > 1:
+            raise ValueError(
+                "jacobian: DiagonalJacobian is for elements that are all real or all complex, and the state has both; use DenseJacobian()"
+            )
+        return layout.parts[0]
+
+    @classmethod
+    def _tangents(cls, layout: Layout) -> Tensor:
+        """[1, parts, 1, D] for all rows: along all elements at once, part by part."""
+        parts = cls._parts(layout)
+        eye = torch.eye(parts, dtype=layout.dtype, device=layout.device).repeat(1, layout.width // parts)
+        return eye[None, :, None].expand(1, parts, layout.rows, layout.width)
+
+    @staticmethod
+    def _blocks(pushed: Tensor, parts: int) -> Blocks:
+        """Of products [N, parts, B, D] with these tangents."""
+        if parts == 1:
+            return Diagonal(pushed[:, 0])
+        return BlockDiagonal(pushed.unflatten(-1, (-1, parts)).permute(0, 2, 3, 4, 1).contiguous())
 
     def verifier(self, sequence: Sequence) -> Callable[[Tensor, range], Tensor]:
         sequence.verify_once("diagonal")
@@ -263,7 +286,8 @@ class DiagonalJacobian(Jacobian):
         return lambda previous, steps: self._compare(sequence, previous, steps, signs)[2]
 
     def contradiction(self, sequence: Sequence, index: int, state: Tensor, true: Tensor, rounding: float) -> str | None:
-        off = (true - torch.diag_embed(true.diagonal(dim1=-2, dim2=-1))).abs()
+        element = torch.arange(true.shape[-1], device=true.device) // self._parts(sequence.layout)
+        off = true.abs().where(element != element.unsqueeze(-1), 0)
         if off.max() <= rounding * (1 + true.abs().max()):
             return None
         _, _, row, column = (int(i) for i in (off == off.max()).nonzero()[0])
@@ -276,13 +300,16 @@ class DiagonalJacobian(Jacobian):
     def _signs(layout: Layout) -> Tensor:
         return _signs((1, 1, layout.rows, layout.width), layout, 0)
 
-    @staticmethod
-    def _compare(sequence: Sequence, previous: Tensor, steps: range, signs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values, diagonals, and which elements of the product with ``signs`` [1, 1, B, D] are not theirs, [N, B, D] each."""
-        values, pushed = sequence.push(previous, torch.cat([torch.ones_like(signs), signs], 1), steps)
-        diagonal, mixed = pushed[:, 0], pushed[:, 1]
-        allowed = 100 * torch.finfo(diagonal.dtype).eps * (1 + diagonal.abs())
-        return values, diagonal, (mixed - diagonal * signs[:, 0]).abs() > allowed
+    @classmethod
+    def _compare(
+        cls, sequence: Sequence, previous: Tensor, steps: range, signs: Tensor
+    ) -> tuple[Tensor, Blocks, Tensor]:
+        """Values, blocks, and which elements of the product with ``signs`` [1, 1, B, D] are not theirs, [N, B, D]."""
+        parts = cls._parts(sequence.layout)
+        values, pushed = sequence.push(previous, torch.cat([cls._tangents(sequence.layout), signs], 1), steps)
+        blocks, mixed = cls._blocks(pushed[:, :-1], parts), pushed[:, -1]
+        allowed = 100 * torch.finfo(mixed.dtype).eps * (1 + pushed[:, :-1].abs().sum(1))
+        return values, blocks, (mixed - blocks.apply(signs[:, 0])).abs() > allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +493,11 @@ class GivenJacobian(Jacobian):
             fits = found.batch_shape in (layout.batch_shape, torch.Size())
             core = found.data.shape[found.data.ndim - found.core_dims :]
             found = type(found)(found.data.reshape(len(steps), -1, *core)) if fits else found
+        if found.data.is_complex():
+            raise TypeError(
+                "jacobian: the blocks are complex, while states are solved for as pairs of real numbers; give the blocks of these: a + bi is "
+                "[[a, -b], [b, a]]"
+            )
         square = found.core_dims < 2 or found.data.shape[-1] == found.data.shape[-2]
         if not fits or not square or found.width not in (None, layout.width):
             raise ValueError(

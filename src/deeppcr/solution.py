@@ -146,6 +146,7 @@ class Solution:
         z0: the initial state
         tolerance: of the states; None: they are those of the loop
         dropped: what is known of those that were not kept; None where all were
+        outputs: what each step of a loop gave beside its state, for ``scan``, which makes ys of it; else None
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(torch.cos, torch.tensor([1.0]), length=50, solver=deeppcr.Newton())
@@ -165,6 +166,7 @@ class Solution:
     z0: Any = None
     tolerance: Tolerance | None = None
     dropped: Dropped | None = None
+    outputs: list[Any] | None = None
 
     @property
     def final(self) -> Any:
@@ -201,6 +203,8 @@ class Solution:
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
         known = torch.full_like(self.iterations.flatten(), len(leaves[0]))
         for states, initial in zip(leaves, pytree.tree_leaves(self.z0), strict=True):
+            if states.is_complex():
+                states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
                 scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))

@@ -21,6 +21,7 @@ from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .sequence.emit import Emitting
 from .sequence.evaluate import StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
@@ -57,7 +58,8 @@ def solve(
         step: the body of the loop: ``step(z, x)``, or ``step(z)`` without xs; or a list of L such callables. It must be
             free of side effects and of random numbers, and treat the rows of a batch independently; what is seen to be
             otherwise raises StepError, and ``deeppcr.check`` looks for the rest
-        z0: the initial state: a floating tensor or a tuple of them, [*batch, ...]
+        z0: the initial state: a floating or complex tensor or a tuple of them, [*batch, ...]. A complex number is two real ones to the
+            solver, so the step need not be holomorphic
         xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
@@ -301,7 +303,8 @@ class _Planned:
         try:
             layout = Layout.of(self.call.z0, self.call.batch_dims)
             kept = KeptStates(layout, self.call.length or 1, self.call.every)
-            if not self._bare_loop(layout, kept, probe):
+            outputs = self._bare_loop(layout, kept, probe)
+            if outputs is None:
                 return None
             states = kept.states()
         except Exception as error:
@@ -310,12 +313,13 @@ class _Planned:
         else:
             found = _of_loop(layout, self.call, kept, states)
             self.record.took("loop", time.perf_counter() - begin)
-            return found
+            return replace(found, outputs=outputs) if isinstance(self.call.given[0], Emitting) else found
         return self._by_python()  # out here, so that its error does not come with the first one
 
-    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> bool:
-        """Whether it came to its end."""
-        call, (step, xs) = self.call, self.call.given
+    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> list[Any] | None:
+        """What its steps gave beside their states; None where it did not come to its end."""
+        call, (step, xs), outputs = self.call, self.call.given, []
+        both = step.both if isinstance(step, Emitting) else None
         flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
         steps = step if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
         # The caller's own tensors stay as they are, whatever the first step does.
@@ -324,7 +328,11 @@ class _Planned:
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
         for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
             try:
-                z = one(z, *x)
+                if both is None:
+                    z = one(z, *x)
+                else:
+                    z, output = both(z, *x)
+                    outputs.append(output)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
@@ -336,10 +344,10 @@ class _Planned:
                 raise ValueError("the step changes its inputs in place")
             kept.add(flat(z))
             if probe is not None and probe.gives_up(index):
-                return False
+                return None
         if before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
-        return True
+        return outputs
 
 
 def _inputs_of_steps(xs: Any, leaves: list[Tensor], length: int) -> Iterable[tuple]:

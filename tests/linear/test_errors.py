@@ -69,12 +69,17 @@ REFUSED = {
     "integers": (
         (dense(5, 3, 3), torch.zeros(5, 3, dtype=torch.int64)),
         TypeError,
-        r"^rhs: expected a real floating dtype, got torch.int64",
+        r"^rhs: expected a floating dtype, complex64 or complex128, got torch.int64",
     ),
-    "complex numbers": (
+    "complex blocks for real vectors": (
         (dense(5, 3, 3, dtype=torch.complex64), torch.zeros(5, 3)),
         TypeError,
-        r"^blocks: expected a real floating dtype, got torch.complex64",
+        r"^blocks: is torch.complex64 on cpu, but rhs is torch.float32 on cpu",
+    ),
+    "complex numbers of half precision": (
+        (dense(5, 3, 3, dtype=torch.complex32), torch.zeros(5, 3, dtype=torch.complex32)),
+        TypeError,
+        r"^rhs: expected a floating dtype, complex64 or complex128, got torch.complex32",
     ),
     "blocks of another dtype": (
         (dense(5, 3, 3, dtype=torch.float64), torch.zeros(5, 3)),

@@ -83,6 +83,14 @@ def test_filters_in_float32_are_as_exact_as_by_steps(order, cutoff):
         assert error(linear.solve(blocks, rhs, solver=solver), expected) <= 10 * allowed
 
 
+def test_what_imaginary_parts_lose_is_given_back():
+    data, rhs = filtering(4, 0.01)
+    expected = in_long_double(data, rhs)
+    allowed = error(linear.solve(linear.Dense(data), rhs, solver=linear.ForwardSubstitution()), expected)
+    found = linear.solve(linear.Dense(data + 0j), 1j * rhs, solver=linear.PCR())
+    assert error(found.imag, expected) <= 30 * allowed
+
+
 @pytest.mark.thorough
 @every_filter
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -68,8 +68,23 @@ class Blocks:
     def transpose(self) -> Blocks:
         raise NotImplementedError
 
+    def adjoint(self) -> Blocks:
+        """The transposed blocks, conjugated where they are complex: what a backward pass applies."""
+        return type(self)(self.data.conj()).transpose()
+
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """The derivative of ``left_l . A_l right_l`` in ``data``, before summing over broadcast dimensions."""
+        raise NotImplementedError
+
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        """The same products in real numbers: ``a + bi`` is ``[[a, -b], [b, a]]`` on pairs of a real and an imaginary part.
+
+        Args:
+            vectors: [L, *batch, D], complex; ``aligned`` to the blocks
+
+        Returns:
+            real blocks, and vectors [L, *batch, 2 D]; of scalar blocks [L, *batch, D, 2], each number a row of its own
+        """
         raise NotImplementedError
 
     def to_dense(self, width: int | None = None) -> Tensor:
@@ -106,6 +121,9 @@ class Dense(Blocks):
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left.unsqueeze(-1) * right.unsqueeze(-2)
 
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return Dense(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
+
     def to_dense(self, width: int | None = None) -> Tensor:
         return self.data
 
@@ -140,6 +158,9 @@ class Diagonal(Blocks):
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left * right
+
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return BlockDiagonal(_real_matrices(self.data[..., None, None])), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         return torch.diag_embed(self.data)
@@ -177,6 +198,9 @@ class BlockDiagonal(Blocks):
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return self._split(left).unsqueeze(-1) * self._split(right).unsqueeze(-2)
+
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return BlockDiagonal(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         count, size = self.data.shape[-3], self.data.shape[-1]
@@ -217,11 +241,26 @@ class Scalar(Blocks):
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1)
 
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return BlockDiagonal(_real_matrices(self.data[..., None, None, None, None])), _real_pairs(vectors)
+
     def to_dense(self, width: int | None = None) -> Tensor:
         if width is None:
             raise ValueError("width: scalar blocks fit any width, so to_dense needs to be told one")
         eye = torch.eye(width, dtype=self.data.dtype, device=self.data.device)
         return self.data[..., None, None] * eye
+
+
+def _real_pairs(vectors: Tensor) -> Tensor:
+    """[..., D] to [..., D, 2]."""
+    return torch.view_as_real(vectors.resolve_conj())
+
+
+def _real_matrices(matrices: Tensor) -> Tensor:
+    """[..., P, P] to [..., 2 P, 2 P], real and imaginary parts side by side."""
+    a, b = matrices.real, matrices.imag
+    rows = torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -3)  # [..., P, 2, P, 2]
+    return rows.flatten(-4, -3).flatten(-2)
 
 
 # As pytree nodes, blocks can be returned by a function under torch.vmap.

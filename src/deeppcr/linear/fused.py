@@ -23,9 +23,9 @@ _DENSE_ANYWHERE, _ROOM = 128, 136 * 1024
 class Fused(LinearSolver):
     """Fused kernels on a GPU: reduce chunks, solve for their starts, substitute back, in float32.
 
-    Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones. Where a product of
-    blocks overflows although the solution does not, or loses digits that steps keep, the kernels find out by themselves and go step
-    by step; of dense blocks wider than 64, where it overflows.
+    Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones; of complex64, which are solved as
+    pairs of real numbers, up to half of that. Where a product of blocks overflows although the solution does not, or loses digits that
+    steps keep, the kernels find out by themselves and go step by step; of dense blocks wider than 64, where it overflows.
 
     >>> import torch
     >>> from deeppcr import linear
@@ -42,14 +42,15 @@ class Fused(LinearSolver):
         data = couplings.data
         if not data.is_cuda:
             return f"the kernels need a CUDA device, the blocks are on {data.device.type}"
-        if data.dtype != torch.float32:
+        if data.dtype not in (torch.float32, torch.complex64):
             return f"the kernels work in float32, the blocks are {data.dtype}"
-        if isinstance(couplings, Dense) and data.shape[-1] > _DENSE_ANYWHERE:
-            widest = _DENSE if has_room(data.device) else _DENSE_ANYWHERE
+        parts = 2 if data.dtype.is_complex else 1
+        if isinstance(couplings, Dense) and parts * data.shape[-1] > _DENSE_ANYWHERE:
+            widest = (_DENSE if has_room(data.device) else _DENSE_ANYWHERE) // parts
             if data.shape[-1] > widest:
                 return f"there are kernels for widths up to {widest}, the blocks have {data.shape[-1]}"
-        if isinstance(couplings, BlockDiagonal) and data.shape[-1] > _SMALL:
-            return f"there are kernels for small blocks up to {_SMALL}, these have {data.shape[-1]}"
+        if isinstance(couplings, BlockDiagonal) and parts * data.shape[-1] > _SMALL:
+            return f"there are kernels for small blocks up to {_SMALL // parts}, these have {data.shape[-1]}"
         if not has_triton():
             return "the kernels need Triton, which is not installed"
         return None
@@ -58,6 +59,9 @@ class Fused(LinearSolver):
         refusal = self.refusal(couplings)
         if refusal is not None:
             raise ValueError(f"solver: Fused() cannot solve this: {refusal}; use Auto()")
+        if rhs.is_complex():
+            found = self.solve_coupled(*couplings.as_real(rhs), reverse=reverse)
+            return torch.view_as_complex(found.reshape(*rhs.shape, 2))
         if couplings.data.is_neg() or rhs.is_neg():  # kernels read memory as it is
             couplings, rhs = type(couplings)(couplings.data.resolve_neg()), rhs.resolve_neg()
         if rhs.device.index == torch.cuda.current_device():  # to change it takes as long as a launch

@@ -71,6 +71,8 @@ def _roundings(missed: Tensor, terms: Tensor) -> float:
     Together, by squares, as roundings add up: steps from which a state comes out small by chance, beside larger ones that
     its error comes from, are no reason to worry.
     """
+    if missed.is_complex():
+        missed, terms = missed.abs(), terms.abs()
     # In PyTorch, norms along the first dimension take twice as long as this.
     missed, size = missed.double(), terms.double()
     squares = torch.linalg.vecdot(missed, missed, dim=0)

@@ -17,6 +17,7 @@ from .refine import refine
 from .solver import LinearSolver
 
 _HALF = (torch.bfloat16, torch.float16)
+_COMPLEX = (torch.complex64, torch.complex128)
 _PLAIN = (Tensor, torch.nn.Parameter)  # whose numbers lie in memory as they are
 _MOST = 4096
 
@@ -63,7 +64,8 @@ def solve(
 ) -> Tensor:
     """Solve ``z_l = A_l z_{l-1} + b_l`` for l = 1..L, in parallel over l.
 
-    Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``.
+    Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``. All of them may be
+    complex (complex64, complex128); their gradients are conjugated as everywhere in PyTorch.
     bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
     keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
     by forward substitution; so it is where a product overflows although the solution does not. Under compile or CUDA
@@ -87,6 +89,12 @@ def solve(
     >>> blocks = linear.Dense(torch.randn(100, 3, 3) / 3)
     >>> linear.solve(blocks, torch.randn(100, 8, 3), torch.randn(8, 3)).shape
     torch.Size([100, 8, 3])
+
+    A linear recurrent unit: every channel turns and decays by a complex number of its own.
+
+    >>> turns = torch.polar(torch.full((3,), 0.9), torch.tensor([0.1, 0.2, 0.3]))
+    >>> linear.solve(linear.Diagonal(turns.expand(100, 3)), torch.randn(100, 8, 3) + 0j).dtype
+    torch.complex64
     """
     if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
         return found
@@ -224,8 +232,8 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
     for name, tensor in given:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a real floating dtype, got {tensor.dtype}")
+        if not tensor.dtype.is_floating_point and tensor.dtype not in _COMPLEX:
+            raise TypeError(f"{name}: expected a floating dtype, complex64 or complex128, got {tensor.dtype}")
         if tensor.dtype != rhs.dtype or tensor.device != rhs.device:
             raise TypeError(f"{name}: is {tensor.dtype} on {tensor.device}, but rhs is {rhs.dtype} on {rhs.device}")
     shape, core = rhs.shape, blocks.core_dims
@@ -292,12 +300,11 @@ class _Solve(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 return _Solve.backward(ctx, grad)
         data, states = ctx.saved_tensors
-        transposed = ctx.structure(data).transpose()
-        adjoint = _solve_system(transposed, grad, ctx.solver, not ctx.reverse)
+        adjoint = _solve_system(ctx.structure(data).adjoint(), grad, ctx.solver, not ctx.reverse)
         grad_data = None
         if ctx.needs_input_grad[0]:
             left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])
-            grad_data = ctx.structure(data).outer(left, right).sum_to_size(data.shape)
+            grad_data = ctx.structure(data).outer(left, right.conj()).sum_to_size(data.shape)
         return grad_data, adjoint, None, None, None, None
 
     @staticmethod

@@ -1,7 +1,8 @@
 """How a user's nest of state tensors lies in one flat tensor.
 
 Shapes: B rows (all batch dimensions in one), D the state of a row packed flat. Inside the library a trajectory is
-one tensor [L, B, D]; nests of tensors are packed and unpacked here.
+one real tensor [L, B, D]; nests of tensors are packed and unpacked here, complex numbers as pairs of a real and an imaginary part: a
+step need not be holomorphic, and its derivative is one of real numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Layout:
 
     spec: pytree.TreeSpec
     shapes: tuple[torch.Size, ...]  # of each leaf, without its batch dimensions
+    dtypes: tuple[torch.dtype, ...]  # of each leaf: ``dtype``, or its complex counterpart
     batch_shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -37,12 +39,12 @@ class Layout:
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"z0: expected a tensor or a tuple of tensors, found {type(leaf).__name__}")
-            if not leaf.dtype.is_floating_point:
+            if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
                 hint = "" if leaf.dtype.is_complex else " (use z0.float())"
-                raise TypeError(f"z0: expected a real floating dtype, got {leaf.dtype}{hint}")
+                raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
             if leaf.layout is not torch.strided:
                 raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
-            if leaf.dtype != leaves[0].dtype or leaf.device != leaves[0].device:
+            if leaf.dtype.to_real() != leaves[0].dtype.to_real() or leaf.device != leaves[0].device:
                 raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
         if batch_dims is not None and (
             not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
@@ -70,15 +72,21 @@ class Layout:
             if not torch.isfinite(leaf).all():
                 raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
-        return Layout(spec, shapes, batch_shape, leaves[0].dtype, leaves[0].device)
+        dtypes = tuple(leaf.dtype for leaf in leaves)
+        return Layout(spec, shapes, dtypes, batch_shape, dtypes[0].to_real(), leaves[0].device)
 
     @cached_property
     def rows(self) -> int:
         return self.batch_shape.numel()
 
     @cached_property
+    def parts(self) -> list[int]:
+        """Of each leaf, how many real numbers one of its numbers is."""
+        return [2 if dtype.is_complex else 1 for dtype in self.dtypes]
+
+    @cached_property
     def sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes]
+        return [shape.numel() * parts for shape, parts in zip(self.shapes, self.parts, strict=True)]
 
     @cached_property
     def width(self) -> int:
@@ -89,6 +97,7 @@ class Layout:
         return self.pack_leaves([nest] if isinstance(nest, Tensor) else pytree.tree_leaves(nest), lead)
 
     def pack_leaves(self, leaves: Sequence[Tensor], lead: int = 0) -> Tensor:
+        leaves = [_as_pairs(leaf) if parts == 2 else leaf for leaf, parts in zip(leaves, self.parts, strict=True)]
         flat = [
             # Not even a view where it lies so already: to make one takes as long as a launch.
             leaf if leaf.ndim == lead + 2 and leaf.shape[-1] == size else leaf.reshape((*leaf.shape[:lead], -1, size))
@@ -102,15 +111,18 @@ class Layout:
 
     def leaves(self, packed: Tensor, batch_shape: tuple[int, ...] | None = None) -> list[Tensor]:
         """The same, one after the other."""
-        if len(self.shapes) == 1 and batch_shape is None and self._is_flat:
+        if batch_shape is None and self._is_flat:
             return [packed]
         lead = *packed.shape[:-2], *(self.batch_shape if batch_shape is None else batch_shape)
-        return [part.reshape((*lead, *shape)) for part, shape in zip(self.split(packed), self.shapes, strict=True)]
+        return [
+            _from_pairs(part.reshape((*lead, *shape, 2))) if parts == 2 else part.reshape((*lead, *shape))
+            for part, shape, parts in zip(self.split(packed), self.shapes, self.parts, strict=True)
+        ]
 
     @cached_property
     def _is_flat(self) -> bool:
         """Whether leaves lie as they are packed: even a view takes as long to make as a launch."""
-        return len(self.batch_shape) == 1 and len(self.shapes[0]) == 1
+        return len(self.shapes) == 1 and self.parts == [1] and len(self.batch_shape) == 1 and len(self.shapes[0]) == 1
 
     def nest(self, leaves: Sequence[Tensor]) -> Any:
         """Leaves in the structure of the state."""
@@ -154,19 +166,34 @@ class Layout:
             what = "structure"
         elif [leaf.shape for leaf in leaves] != expected:
             what = "shape"
-        elif any(leaf.dtype != self.dtype for leaf in leaves):
+        elif any(leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)):
             what = "dtype"
         elif any(leaf.device != self.device for leaf in leaves):
             what = "device"
         else:
             return None
-        wanted = [f"{_short(self.dtype)}{list(shape)} on {self.device}" for shape in expected]
+        wanted = [
+            f"{_short(dtype)}{list(shape)} on {self.device}" for dtype, shape in zip(self.dtypes, expected, strict=True)
+        ]
         if nest is None:
             return f"returns None, not a state like {_written(wanted, self.spec)}; is its return statement missing?"
         if what == "structure":  # containers and, for dictionaries, the order of keys
             got = _written([_one(leaf) for leaf in leaves], spec)
             return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}"
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
+
+
+# Copies, since a complex view of a real tensor asks for memory that begins and goes on by even numbers; so do the derivatives of views.
+
+
+def _as_pairs(numbers: Tensor) -> Tensor:
+    """Complex numbers [...] as their real and imaginary parts [..., 2]."""
+    return torch.stack((numbers.real, numbers.imag), -1)
+
+
+def _from_pairs(pairs: Tensor) -> Tensor:
+    """[..., 2] to complex numbers [...]."""
+    return torch.complex(pairs[..., 0], pairs[..., 1])
 
 
 def _guess_batch_dims(leaves: list[Tensor], described: str) -> int:

@@ -118,7 +118,7 @@ def _without_padding(leaf: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
     longest = flat.argmax()
     first = torch.where(flat[longest] > 0, leaf[0].detach(), torch.zeros_like(leaf[0]))
     leaf = torch.where(_beside(active.flatten(1).any(1), leaf), leaf, first)
-    if leaf.shape[1 : active.ndim] != lengths.shape or not leaf.is_floating_point():
+    if leaf.shape[1 : active.ndim] != lengths.shape or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
     own = torch.where(flat > 0, torch.arange(len(flat), device=flat.device), longest)
     first = first.flatten(0, lengths.ndim - 1)[own].view(first.shape)

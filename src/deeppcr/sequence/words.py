@@ -44,7 +44,7 @@ def _not_finite_in(inputs: Callable[[int], Any], index: int, layout: Layout, row
     infinite = None
     before = pytree.tree_leaves(inputs(index - 1)) if index else None
     for at, (path, leaf) in enumerate(pytree.tree_flatten_with_path(inputs(index))[0]):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf, name = _of_row(leaf, layout, row), "xs" + pytree.keystr(path)
             if torch.isnan(leaf).any():
                 return f"{name} holds NaN"
