@@ -312,3 +312,14 @@ def test_solve_goes_another_way_where_tiles_do_not(device):
     assert not by_kernels(found)
     assert any("mixes 9 numbers is not covered in float64" in note for note in found.plan.notes)
     assert error(found.states, by_loop(step, z0, None, 9)) < 1e-10
+
+
+@pytest.mark.parametrize(("width", "tiled"), [(3, False), (6, True)])
+def test_narrow_steps_of_many_operations(width, tiled, device, kernels):
+    """The compiler would take minutes for them as lanes."""
+    step, z0, xs = gru(width)(Draw(torch.float32, device, length=5))
+    with torch.no_grad():
+        for _ in range(2):
+            solution = deeppcr.solve(step, z0, xs, solver=Newton(chunk=2))
+    assert solution.plan.evaluation == f"fused kernels ({'tiles' if tiled else 'narrow'})"
+    assert error(solution.states, by_loop(step, z0, xs)) < 1e-5

@@ -44,9 +44,8 @@ def source(
     ['v0 = sin(z0)']
     """
     # What traces a step needs NumPy, and takes seconds to import: those wait who have use for it.
-    from .compiled import Kernels
+    from .compiled import kernels_of
     from .expressions import NotCovered
-    from .program import program_of
     from .trace import one_row
 
     several = isinstance(step, (list, tuple, nn.ModuleList))
@@ -62,5 +61,5 @@ def source(
         one, xs = found
     inputs = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
     layout = Layout.of(z0, batch_dims)
-    kernels = Kernels(program_of(one_row(one, layout, inputs), layout))
+    kernels = kernels_of(one_row(one, layout, inputs), layout)
     return kernels.backward_source if backward else kernels.forward_source

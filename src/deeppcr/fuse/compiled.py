@@ -16,15 +16,19 @@ import torch
 from torch import Tensor
 
 from ..runtime import is_capturing
+from ..sequence.layout import Layout
 from . import templates, tile_templates
 from .expressions import NotCovered
 from .joints import joints_source
-from .program import Program
+from .program import Program, program_of
 from .tile_program import TileProgram
-from .trace import TRACING
+from .trace import TRACING, OneRow
 
 #: Modules of a process, by their source.
 _MOST_MODULES = 256
+#: Lines of the source of a narrow step, forwards and backwards, from which on it is tried on tiles: the compiler would take minutes. (A GRU of
+#: 4 numbers has 868 and 2,652, for which it takes five times as long as for one of 8 on tiles.)
+_LONG_FORWARD, _LONG_BACKWARD = 1_500, 2_400
 
 
 class Kernels:
@@ -72,6 +76,15 @@ class Kernels:
             return str(reason)
         return None
 
+    @property
+    def is_long(self) -> bool:
+        """Whether those of a narrow step take long to compile."""
+        parts = self.program.parts
+        if parts.tiled or parts.elementwise:
+            return False
+        backward = 0 if self.no_gradients else self.backward_source.count("\n")
+        return self.forward_source.count("\n") > _LONG_FORWARD or backward > _LONG_BACKWARD
+
     @cached_property
     def roll(self) -> Any:
         return module_of(self.forward_source).roll
@@ -95,6 +108,24 @@ class Kernels:
         if is_capturing(device):
             _captured[id(found)] = found
         return found
+
+
+def kernels_of(row: OneRow, layout: Layout) -> Kernels:
+    """Those of a step on one row: on lanes where it is elementwise or narrow, and does not take long to compile; else on tiles.
+
+    Raises:
+        NotCovered: there are none, and why
+    """
+    kernels = Kernels(program_of(row, layout))
+    kernels.make_forward_source()
+    if not kernels.is_long:
+        return kernels
+    try:
+        shorter = Kernels(program_of(row, layout, narrow=0))
+        shorter.make_forward_source()
+    except NotCovered:
+        return kernels
+    return kernels if shorter.no_gradients and not kernels.no_gradients else shorter
 
 
 #: Numbers that graphs of callers read whenever they are replayed, whatever becomes of the step.

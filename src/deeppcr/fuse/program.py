@@ -26,13 +26,16 @@ from .trace import OneRow
 NARROW = 8
 
 
-def program_of(row: OneRow, layout: Layout) -> Program | TileProgram:
+def program_of(row: OneRow, layout: Layout, narrow: int = NARROW) -> Program | TileProgram:
     """A step on one row as code: for lanes, or on tiles.
+
+    Args:
+        narrow: up to this width, numbers of a step that mixes them are those of a lane
 
     Raises:
         NotCovered: there are no kernels for it, and why
     """
-    parts = take_apart(row, NARROW, WIDEST)
+    parts = take_apart(row, narrow, WIDEST)
     try:
         return TileProgram(parts, layout) if parts.tiled else Program(parts, layout)
     except NotCovered:

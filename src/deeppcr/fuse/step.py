@@ -16,9 +16,8 @@ from ..bounded import Bounded
 from ..sequence.layout import Layout
 from ..solution import first_not_finite
 from ..tolerance import Tolerance, bears_out
-from .compiled import Kernels
+from .compiled import Kernels, kernels_of
 from .expressions import NotCovered
-from .program import program_of
 from .rows import rows_agree
 from .run import Kind, first_chunk
 from .trace import TRACING, one_row
@@ -64,7 +63,7 @@ class FusedStep:
         with TRACING:
             row = one_row(step, layout, inputs)
             # What is kept of a step is not to keep its tensors, which the next call may have replaced.
-            program = program_of(replace(row, closures=()), layout)
+            kernels = kernels_of(replace(row, closures=()), layout)  # with derivatives, which may not be covered
         where = {id(tensor): place for place, tensor in enumerate(reached)}
         if any(id(tensor) not in where for tensor in row.closures):
             raise NotCovered("a tensor that the step closes over cannot be found again")
@@ -73,8 +72,6 @@ class FusedStep:
                 raise NotCovered(f"a tensor on {tensor.device} is not covered")
         if not rows_agree(step, row, layout, z0, inputs, list(row.closures)):
             raise NotCovered("rows depend on each other, or on how many there are")
-        kernels = Kernels(program)
-        kernels.make_forward_source()  # with derivatives, which may not be covered
         elsewhere = any(tensor.device != layout.device for tensor in row.closures)
         return FusedStep(kernels, layout, tuple(where[id(tensor)] for tensor in row.closures), elsewhere)
 
