@@ -66,6 +66,7 @@ docs: $(call extra,docs) ## build the documentation into site/
 paper: $(call extra,paper) ## make every generated page, figure and table of the documentation anew from results/ (on a CPU)
 	@$(PY) -m deeppcr_paper.walkthrough
 	@$(PY) benchmarks/kernel_report.py results/kernels-*.json --page docs/performance.md
+	@$(PY) benchmarks/loop_report.py results/loops-nvidia-*.json --page docs/kernels.md
 
 bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels and users' loops too, against their targets
 	@$(PY) benchmarks/run.py $(ARGS)

@@ -270,13 +270,13 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
     return "\n".join(lines)
 
 
-def put(page: str, table: str) -> str:
+def put(page: str, table: str, first: str = BEGIN, last: str = END) -> str:
     """The page with the table between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the page has no place for the table: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+        raise ValueError(f"the page has no place for the table: {first} and {last}")
+    return f"{before}{first}\n\n{table}\n\n{last}{after}"
 
 
 def newest(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:

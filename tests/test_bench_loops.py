@@ -210,3 +210,12 @@ def test_bad_arguments(bench, capsys):
     with pytest.raises(SystemExit):
         bench.main(["--only", "nothing-like-it"])
     assert "no such loop: nothing-like-it" in capsys.readouterr().err
+
+
+def test_the_page_has_the_table_of_the_newest_results(bench):
+    report = importlib.import_module("loop_report")
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    path, record = report.newest(list((ROOT / "results").glob("loops-nvidia-*.json")))
+    table = report.markdown(record, path.name)
+    assert "| GRU | 16,384, 1, 32 |" in table
+    assert page == report.put(page, table, report.BEGIN, report.END), "make paper"

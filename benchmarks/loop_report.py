@@ -1,0 +1,119 @@
+"""What the measurements of ``loops.py`` amount to, as a table for a page.
+
+    python benchmarks/loop_report.py results/loops-nvidia-*.json [--page docs/kernels.md]
+
+Of several files the newest counts. With --page the table is written into the page, between its two marks; otherwise it is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernel_report import newest, number, put
+
+BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
+END = "<!-- the table of loops ends -->"
+SOLVE = "solve"
+DIRECTIONS = ("forward", "forward and backward")
+#: What a loop is called on a page.
+NAMES = {
+    "gru": "elementwise GRU", "gru-long": "elementwise GRU", "gru-wide": "elementwise GRU", "lstm": "elementwise LSTM",
+    "pendulum": "damped pendulum, RK4", "pendulum-float64": "the same in float64", "van-der-pol": "Van der Pol, RK4",
+    "lorenz": "Lorenz-63 (chaotic), RK4", "predator-prey": "predator and prey, forced", "langevin": "Langevin",
+    "kalman": "Kalman filter, mean and covariance", "mlp": "MLP, weights of its own at each step", "dense-gru-16": "GRU",
+    "dense-gru-32": "GRU", "dense-gru-64": "GRU", "dense-gru-rows": "GRU", "dense-gru-long": "GRU", "dense-lstm": "LSTM",
+    "langevin-10": "Langevin", "descent": "gradient descent, logistic regression", "kalman-4": "Kalman filter, mean and covariance",
+    "lorenz-96": "Lorenz-96, F = 2, RK4",
+}  # fmt: skip
+#: What a user has without this library, for the same states.
+_OTHERS = ("cuDNN", "pararnn-torch", "bare loop", "bare loop in a CUDA graph")
+_IN_ONE = 'Loop(by="kernel")'
+
+
+def markdown(record: Mapping[str, Any], file_name: str) -> str:
+    software = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines = [
+        f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {software}; `results/{file_name}`. "
+        "Milliseconds of a call with default settings, forward and with gradients of all that the loop depends on: the minimum over the "
+        "repeats, and of `solve` the median in brackets. Without this library: the fastest of cuDNN, pararnn-torch, a bare loop and one in a CUDA "
+        "graph, as far as each was run; bare loops are timed over 256 steps and scaled. How a solve went: so many iterations in parallel, or "
+        "one step after the other by a kernel.",
+        "",
+        "| loop | L, B, D | solve | loop in one kernel | without this library | solve, with gradients | loop in one kernel | without this library | how |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    cases = [case for case in record["cases"] if case["suite"] == "table" and case["passed"]]
+    for loop in dict.fromkeys(case["parameters"]["loop"] for case in cases):
+        found = [
+            [case for case in cases if case["parameters"]["loop"] == loop and case["parameters"]["direction"] == way]
+            for way in DIRECTIONS
+        ]
+        sizes = found[0][0]["parameters"]
+        cells = [cell for cases in found for cell in (_ours(cases), _in_one(cases), _best_other(cases))]
+        name, size = NAMES.get(loop, loop), f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
+        lines.append(f"| {name} | {size} | {' | '.join(cells)} | {_how(found)} |")
+    missed = [each for each in record["targets"] if not each["met"] and ", host, " not in each["name"]]
+    if missed:
+        text = "; ".join(f"{each['name']} {number(each['value'])} (target {each['limit']:g})" for each in missed)
+        lines += ["", f"Targets that were missed: {text}."]
+    host = [each for each in record["targets"] if ", host, " in each["name"]]
+    if host:
+        least, most = (number(pick(each["value"] for each in host)) for pick in (min, max))
+        lines += [
+            "",
+            f"Of a call {least} to {most} ms are the host's, in which the device is not at work (target {host[0]['limit']:g}).",
+        ]
+    return "\n".join(lines)
+
+
+def _ours(cases: Sequence[Mapping[str, Any]]) -> str:
+    times = next((case["seconds"] for case in cases if case["method"] == SOLVE), None)
+    return "" if times is None else f"**{_ms(min(times))}** ({_ms(sorted(times)[len(times) // 2])})"
+
+
+def _in_one(cases: Sequence[Mapping[str, Any]]) -> str:
+    return next((_ms(min(case["seconds"])) for case in cases if case["method"] == _IN_ONE), "")
+
+
+def _best_other(cases: Sequence[Mapping[str, Any]]) -> str:
+    others = [(min(case["seconds"]), case["method"]) for case in cases if case["method"] in _OTHERS]
+    if not others:
+        return ""
+    seconds, method = min(others)
+    return f"{_ms(seconds)}, {method}"
+
+
+def _how(found: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    ways = []
+    for cases in found:
+        case = next((case for case in cases if case["method"] == SOLVE), None)
+        if case is not None:
+            ways.append("by the loop" if case["result"] == "LOOP" else f"{case['iterations']} iterations")
+    return "; ".join(dict.fromkeys(ways))
+
+
+def _ms(seconds: float) -> str:
+    return number(1e3 * seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="files of loops.py")
+    parser.add_argument("--page", type=Path, help="the page to write the table into")
+    options = parser.parse_args(arguments)
+    path, record = newest(options.results)
+    table = markdown(record, path.name)
+    if options.page is None:
+        print(table)
+    else:
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(put(page, table, BEGIN, END), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
