@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: tho
 #: Steps that are remembered: their kernels, or why there are none.
 _MOST_STEPS = 256
 _steps = Bounded(_MOST_STEPS)
+#: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
+_VARIED = 1.05
 #: No solve by kernels takes more passes: who allows for fewer iterations goes another way.
 _MOST_PASSES = 16
 #: Kinds of solves that have come, by hash: kernels are made for those that come again.
@@ -468,10 +470,12 @@ def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], 
     if not found.left:
         return tuple(results), [length] * rows
     before, last = notes.corrections[found.passes - 2 : found.passes].double()
-    enough = (error_left(last, last, before) <= ENOUGH) | ((last <= 1) & (before <= 1))
-    left = (~enough).view(rows, -1).any(-1).tolist()
-    results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(left, results, strict=True)]
-    return tuple(results), [exact if looped else length for looped in left]
+    left = error_left(last, last, before)
+    noise = (last <= 1) & (before <= 1) & ((last >= _VARIED * before) | (left <= 1))  # as the kernels say
+    enough = (left <= ENOUGH) | noise
+    by_loop = (~enough).view(rows, -1).any(-1).tolist()
+    results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(by_loop, results, strict=True)]
+    return tuple(results), [exact if looped else length for looped in by_loop]
 
 
 def _not_finite(

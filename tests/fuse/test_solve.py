@@ -757,3 +757,28 @@ def test_a_fixed_number_of_iterations_is_by_kernels_too(device):
     torch.testing.assert_close(solution.states, by_loop(step, z0, xs), rtol=1e-3, atol=1e-3)
     (made,) = fused._steps.values()
     assert made.solves[False] == 1  # the one that was held against the step
+
+
+def grid(z, x):
+    return torch.round((z + x) * 2.0**38) / 2.0**38
+
+
+@pytest.mark.parametrize(
+    ("step", "width", "dtype", "drift"),
+    [
+        (lambda z, x: z.detach() + x, 1, torch.float64, 4e-12),
+        (grid, 1, torch.float64, 2.0**-38),
+        (lambda z, x: 0.5 * z + 0.5 * z.detach() + x, 1, torch.float64, 4e-12),
+        (lambda z, x: z.detach() + x + 0 * z.sum(), 10, torch.float32, 9e-7),
+    ],
+)
+def test_a_drift_that_derivatives_know_nothing_of(step, width, dtype, drift, device):
+    """A correction of every chunk is within the tolerance, and the same again in every pass: their sum is not."""
+    z0, xs = (
+        torch.ones(1, width, dtype=dtype, device=device),
+        torch.full((16, 1, width), drift, dtype=dtype, device=device),
+    )
+    loop = Fused(step, z0, xs)
+    found = loop.run().in_parallel(run.Kind(16, 2), NEWTON.tolerance(dtype))
+    assert found.passes == 4  # as many as are worth it
+    assert found.left == found.notes.taken.numel()

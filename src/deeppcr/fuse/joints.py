@@ -148,6 +148,12 @@ def _join(width: int) -> str:
             "largest = tl.where(ok & ~(o{k} < float('inf')), float('inf'), largest)",
             "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})",
         )),
+        # An end that does not depend on its start has to be where the next chunk starts: else derivatives are not what the step does.
+        "    inner = ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1) & (r * 0 + linear == 0)",
+        *(line for i in range(width) for line in (
+            f"    blind = inner & ({' + '.join(f'tl.abs(p{i}_{k})' for k in range(width))} == 0)",
+            f"    largest = tl.where(blind & (tl.abs(e{i} - f{i}) > SMOOTH * EPS * m{i}), float('inf'), largest)",
+        )),
         "    exact = n <= passes + 1",
         *("    " + line for line in for_each(
             width,

@@ -20,6 +20,10 @@ FAR = tl.constexpr(10.0)
 ROUGH = tl.constexpr(32.0)
 #: A correction that is not below this part of the one before it has not shrunk.
 SHRUNK = tl.constexpr(0.5)
+#: A correction that is so many times the one before it is not the same again.
+VARIED = tl.constexpr(1.05)
+#: Misses of so many units of rounding are those of a start that cannot be represented any better.
+SMOOTH = tl.constexpr(4.0)
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 _ENOUGH = tl.constexpr(ENOUGH)
 
@@ -27,9 +31,11 @@ _ENOUGH = tl.constexpr(ENOUGH)
 @triton.jit
 def is_enough(before, last):
     """Whether by its last two corrections the error left of a lane is small enough: see ``convergence.error_left``. Or both are within
-    the tolerance: what a pass corrects is the error of the states that it rolled out."""
+    the tolerance, and what is expected to come is; or they are rounding, which is not the same twice. Corrections that go on and on by
+    as much, however small, are those of a step whose derivatives are not what it does (a detached state, numbers on a grid)."""
     left = last * tl.maximum(last / (before - last), 1.0)
-    return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH)) | ((last <= 1) & (before <= 1))
+    noise = (last >= VARIED * before) | ((last < before) & (left <= 1))
+    return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH)) | ((last <= 1) & (before <= 1) & noise)
 
 
 @triton.jit
@@ -67,13 +73,16 @@ def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, ins
     later = inside & (r * 0 + passes > 0)
     before = tl.load(found + tl.maximum(passes - 1, 0) * rows + r, mask=later, other=0)
     enough = later & is_enough(before, largest)
+    # Cotangents are linear: a correction is what they are off by.
+    certain = later & (r * 0 + linear == 1) & (largest <= 1) & (before <= 1)
     # Where chunks join to the last digit, corrections are what rounding is amplified to. Within the tolerance that is all that was
     # asked for; beyond it nothing better can be had once corrections no longer shrink, or nobody may look again.
     joined = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
+    certain = certain | (joined & (rough <= SMOOTH) & (largest <= 1))
     floored = joined & (largest > 1) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
     floored = floored & (r * 0 + linear == 0)
-    enough = enough | (joined & (largest <= 1))
-    tl.store(found + passes * rows + r, tl.where(floored | (joined & enough), 0.0, largest), mask=inside)
+    tl.store(found + passes * rows + r, tl.where(floored | certain, 0.0, largest), mask=inside)
+    enough = enough | certain
     passed = (r * 0 + passes + 1).to(tl.int32)
     tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)
     tl.store(residual + r, missed, mask=alive)

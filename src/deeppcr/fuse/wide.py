@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .support import FAR, finite_or_zero, in_units, note, settled
+from .support import FAR, SMOOTH, finite_or_zero, in_units, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear"]
@@ -127,6 +127,10 @@ def spread(
             )
             # A state that is not finite settles nothing, wherever it is.
             off = tl.maximum(off, tl.where(inside, tl.where(joined, change, 0.0) + beyond(own), 0.0))
+            # An end that does not depend on its start has to be where the next chunk starts: else derivatives are not what the step does.
+            inner = inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1) & (i * 0 + linear == 0)
+            blind = inner & (tl.max(tl.abs(p), 0) == 0) & (tl.abs(end - after) > SMOOTH * _EPS * size)
+            off = tl.where(blind, float("inf"), off)
             missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
             rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * scale), 0.0))
             unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)
