@@ -314,3 +314,32 @@ def test_a_compiler_steps_around_it():
     xs = torch.randn(5, 2)
     torch.testing.assert_close(run(torch.ones(2), xs), 2 * (1 + xs.sum(0)))
     assert len(graphs) == 2  # what comes before it, and what comes after
+
+
+def reads_the_state(carry, x):
+    z, n = carry
+    return (z + x, n + int(z.tolist()[0] > 2.5)), z
+
+
+def changes_a_counter_in_place(n, x):
+    n += 1
+    return n, n * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "init"),
+    [(reads_the_state, (torch.zeros(1), torch.tensor(0))), (changes_a_counter_in_place, torch.tensor([0]))],
+)
+def test_numbers_that_no_operation_tells_of(step, init):
+    """They are found out by the step itself, and the caller's own stay as they are."""
+    xs = torch.ones(6, 1)
+    carry, ys = deeppcr.scan(step, init, xs)
+    expected, outputs = pytree.tree_map(torch.clone, init), []
+    for x in xs:
+        expected, y = step(expected, x)
+        outputs.append(y.clone())
+    torch.testing.assert_close(carry, expected)
+    torch.testing.assert_close(ys, torch.stack(outputs))
+    torch.testing.assert_close(
+        init, (torch.zeros(1), torch.tensor(0)) if step is reads_the_state else torch.tensor([0])
+    )

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
 from .newton import Newton
-from .runtime import apply_directly, has_kernels, is_capturing, is_transformed
+from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
@@ -245,15 +245,11 @@ def solve_fused(
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
-    if fixed is not None and not fused.solves[differentiated] and not is_capturing(layout.device):
-        held = solve_fused(call, newton, guess)  # against the step itself, before a graph repeats it
-        if isinstance(held, str):
-            return held
     tolerance = newton.tolerance(layout.dtype)
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
     run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
-    key, known = fused.kind(length, newton.chunk, (wanted.atol, wanted.rtol, wanted.local, guess is None))
+    key, known = fused.kind(length, newton.chunk, wanted, guess is None)
     kind = fuse_run.Kind(length, length) if loop else known.copy()
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
     if differentiated or checked or wanted.local or run.shape.tiled:

@@ -329,7 +329,7 @@ def _chunk_of_kernels(call: Call) -> int:
     assert fused is not None
     assert not isinstance(fused, str)
     assert length is not None
-    return fused.kind(length, "auto", (Newton().tolerance(fused.layout.dtype), True))[1].chunk
+    return fused.kind(length, "auto", Newton().tolerance(fused.layout.dtype), repeated=True)[1].chunk
 
 
 def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:

@@ -166,7 +166,7 @@ def _by_kernels(
     """By the kernels of the step where there are some, or are worth making; else why not, or None where nobody would expect them."""
     if call.refusal is not None or not isinstance(gradient, Implicit) or not isinstance(guess, RepeatInitial):
         return None
-    fixed = newton.stop.fixed  # inside a CUDA graph of the caller and before it, so that both give the same
+    fixed = newton.stop.fixed if capturing else None
     if not covers(newton if fixed is None else replace(newton, stop=UpdateTest())):
         return None
     fused = call.fused

@@ -746,19 +746,6 @@ def test_kernels_that_do_not_fit_the_device(name, device, monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-def test_a_fixed_number_of_iterations_is_by_kernels_too(device):
-    """As inside a CUDA graph of the caller, which is to repeat what was seen before; kernels that are wrong are found out all the same."""
-    step, z0, xs = lambda z, x: 0.5 * torch.sin(z) + x, normal(2, 3, device=device), normal(13, 2, 3, device=device)
-    fixed = Newton(chunk=2, stop=deeppcr.FixedIterations(3))
-    solution = solve(step, z0, xs, solver=fixed)
-    assert by_kernels(solution)
-    assert solution.result is Result.ITERATIONS_DONE
-    assert int(solution.iterations.max()) == 3
-    torch.testing.assert_close(solution.states, by_loop(step, z0, xs), rtol=1e-3, atol=1e-3)
-    (made,) = fused._steps.values()
-    assert made.solves[False] == 1  # the one that was held against the step
-
-
 def grid(z, x):
     return torch.round((z + x) * 2.0**38) / 2.0**38
 

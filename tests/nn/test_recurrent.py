@@ -378,3 +378,18 @@ def test_it_compiles():
     gru, x = ours.GRU(3, 4, mode="parallel"), torch.randn(9, 2, 3)
     compiled = torch.compile(gru, backend="eager")
     assert torch.allclose(compiled(x)[0], gru(x, mode="sequential")[0], atol=1e-6)
+
+
+def test_a_module_may_change_its_precision_after_a_pass():
+    module, x = ours.GRU(3, 4, mode="parallel"), torch.randn(7, 2, 3)
+    module(x)
+    module.bfloat16()
+    assert module(x.bfloat16())[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_outputs_lie_in_order(mode):
+    """As PyTorch's do, whatever the state is made of."""
+    x, reset = torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.bool)
+    assert ours.LSTM(3, 4, mode=mode)(x)[0].is_contiguous()
+    assert ours.GRU(3, 4, mode=mode)(x, reset=reset)[0].is_contiguous()

@@ -80,14 +80,14 @@ class FusedStep:
         row, closures = self.kernels.program.parts.row, [reached[place] for place in self.places]
         return rows_agree(step, row, self.layout, z0, inputs, closures, gradients=True)
 
-    def kind(self, length: int, chunk: int | str, settings: tuple) -> tuple[tuple, Kind]:
+    def kind(self, length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[tuple, Kind]:
         """What is known of solves of this length, and by which key: a copy is for one of them to change, and to be noted in ``kinds``.
 
         Args:
             chunk: steps of a chunk at first, or "auto"
-            settings: what tells further kinds apart
+            repeated: it starts from the initial state, not from a guess
         """
-        key = (length, chunk, *settings)
+        key = (length, chunk, tolerance.atol, tolerance.rtol, tolerance.local, repeated)
         found = self.kinds.get(key)
         if found is None:
             program = self.kernels.program

@@ -190,7 +190,9 @@ class Recurrent(nn.Module):
                 solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
                 states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
                 last.append(tuple(leaf[-1] for leaf in states))
-                outputs.append(states[0] if direction == 0 else reversed_in_time(states[0], lengths))
+                # Of a state of several tensors each is a view of all of them.
+                output = states[0] if len(states) == 1 else states[0].contiguous()
+                outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
                 solutions.append(solution.without_states())
             x = (outputs[0] if directions == 1 else torch.cat(outputs, -1)).to(dtype)
             if self.dropout and layer < self.num_layers - 1:
@@ -239,7 +241,13 @@ class Recurrent(nn.Module):
             kept = self.__dict__["_cells"] = {}
         given = tuple(weights.values())
         known = kept.get((at, restarting))
-        if known is not None and len(known[0]) == len(given) and all(map(_is_same, known[0], given)):
+        # A module that changes its precision keeps its parameters, which hold other data then.
+        if (
+            known is not None
+            and given[0].dtype == dtype
+            and len(known[0]) == len(given)
+            and all(map(_is_same, known[0], given))
+        ):
             return known[1]
         cell = self._cell({name: each.to(dtype) for name, each in weights.items()})
         if restarting:

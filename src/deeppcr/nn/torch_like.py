@@ -170,7 +170,7 @@ class TorchLike(Recurrent):
         if not batched:
             return output, self._nested(tuple(leaf.squeeze(1) for leaf in ends))
         output = output.unflatten(0, (rows, steps))
-        return output if self.batch_first else output.transpose(0, 1), self._nested(ends)
+        return output if self.batch_first else output.transpose(0, 1).contiguous(), self._nested(ends)
 
     # Which way, where it is to be chosen.
 
