@@ -1,6 +1,7 @@
 """The recipes of examples/: each gives what the plain loop, or the tool that people use now, gives."""
 
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -151,12 +152,13 @@ def test_compressor(examples, device, length, options):
         same_gradients(found, right, times)
 
 
-def test_compressor_keeps_the_ratio(examples, device):
-    """A steady tone ends where the curve has it: 12 dB above the threshold, at 4 to 1, become 3."""
+def test_compressor_keeps_ratio_and_time(examples, device):
+    """A steady tone ends where the curve has it: 12 dB above the threshold, at 4 to 1, become 3; 1 - 1/e of that after 1 ms."""
     compressor, x = examples["compressor"], torch.full((400, 1), 10 ** (-8 / 20), dtype=torch.float64, device=device)
     xs = compressor.settings(compressor.target_gain(x, -20.0, 4.0), 1.0, 5.0, rate=8_000)
-    out = compressor.compress(x, compressor.smooth(xs))
-    assert abs(20 * torch.log10(out[-1]).item() - (-20 + 3)) < 1e-3
+    gain = compressor.smooth(xs)
+    assert abs(20 * torch.log10(compressor.compress(x, gain)[-1]).item() - (-20 + 3)) < 1e-3
+    assert gain[7].item() == pytest.approx(-9 * (1 - math.exp(-1)))
 
 
 @pytest.mark.parametrize("length", [*LENGTHS, 63])
@@ -243,6 +245,29 @@ def test_unrolled(examples, device, options):
         )
         differences.append((up - down) / 2e-5)
     same(found, torch.stack(differences), rtol=1e-6)
+
+
+def test_unrolled_is_what_the_optimiser_does(examples, device):
+    unrolled = examples["unrolled"]
+    features, labels = unrolled.data(17, 8, 3, torch.float64)
+    weights = torch.zeros(3, dtype=torch.float64, device=device, requires_grad=True)
+    optimiser = torch.optim.SGD([weights], lr=0.3, momentum=0.5)
+    for batch in zip(features, labels, strict=True):
+        optimiser.zero_grad()
+        unrolled.loss_of(weights, *batch).backward()
+        optimiser.step()
+    rate, momentum = (torch.tensor(each, dtype=torch.float64, device=device) for each in (0.3, 0.5))
+    same(unrolled.trained(rate, momentum, (features, labels), solver=deeppcr.Newton()), weights.detach())
+
+
+def test_lru_keeps_the_size_of_its_input(examples, device):
+    """States of an input of size 1, added up for long, have size 1 however slowly they decay."""
+    layer = examples["lru"].LRU(1, 4).to(device)
+    with torch.no_grad():
+        layer.B.fill_(1)
+        eigenvalues, driven = layer.parts(torch.ones(1, 1, 1, device=device))
+    assert eigenvalues.abs().amax() < 1
+    same(driven[0, 0].abs().square() / (1 - eigenvalues.abs().square()), torch.ones(4, device=device), rtol=1e-3)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
