@@ -68,10 +68,10 @@ paper: $(call extra,paper) ## make every generated page, figure and table of the
 	@$(PY) benchmarks/kernel_report.py results/kernels-*.json --page docs/performance.md
 	@$(PY) benchmarks/loop_report.py results/loops-nvidia-*.json --page docs/kernels.md
 
-bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels and users' loops too, against their targets
+bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels, users' loops and recipes too, against their targets
 	@$(PY) benchmarks/run.py $(ARGS)
 	@$(if $(findstring cpu,$(ARGS)),,! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	{ $(PY) benchmarks/kernels.py $(ARGS) && $(PY) benchmarks/loops.py $(ARGS); })
+	{ $(PY) benchmarks/kernels.py $(ARGS) && $(PY) benchmarks/loops.py $(ARGS) && $(PY) benchmarks/recipes.py $(ARGS); })
 
 fuzz: $(call extra,dev) ## random problems against the plain loop: right, told or wrong; a table by family (ARGS="--count 1000", "--only 12", "--device cuda")
 	@$(PY) -m benchmarks.fuzz $(ARGS)
