@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import deeppcr.nn
-from deeppcr.runtime import full_precision
-from deeppcr_paper.store import as_json, session, write, write_bytes
+from deeppcr_paper.store import as_json, now, session, write, write_bytes
 
 SIDES = ("torch", "deeppcr")
 #: Arguments that change no number of a training: it may go on with others.
@@ -80,6 +79,7 @@ def train(task: Task, given: argparse.Namespace) -> dict[str, Any]:
         what is written: of each side the losses and milliseconds of all steps, how its solves ended, and the scores after each epoch
     """
     begun = saved = time.monotonic()
+    torch.backends.cudnn.allow_tf32 = False  # as products are by default: both sides in float32 proper
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     sequences, targets = (_placed(each, device, dtype) for each in task.train)
     test = tuple(_placed(each, device, dtype) for each in task.test)
@@ -100,28 +100,23 @@ def train(task: Task, given: argparse.Namespace) -> dict[str, Any]:
     if checkpoint.exists():
         record = _load(checkpoint, record["settings"], sides, device)
     record["sessions"].append(session(device))
-    print(
-        f"{'step':>8}"
-        + "".join(f"{'loss ' + name:>14}" for name in SIDES)
-        + "".join(f"{'ms ' + name:>12}" for name in SIDES)
-    )
-    with full_precision(device):
-        while record["done"] < record["steps"] and time.monotonic() - begun < 60 * given.minutes:
-            step = record["done"]
-            rows = rows_of(step, len(sequences), given.batch, given.seed).to(device)
-            for name, side in sides.items():
-                side.step(
-                    sequences[rows], targets[rows], given.rate * rate_at(step, record["steps"]), record["sides"][name]
-                )
-            record["done"] = step + 1
-            if record["done"] % per_epoch == 0:
-                found = {name: side.test(*test, given.batch) for name, side in sides.items()}
-                record["scores"].append({"step": record["done"], **found})
-            if record["done"] % given.every == 0 or record["done"] == record["steps"]:
-                print(_line(record, given.every), flush=True)
-            if time.monotonic() - saved > CHECKPOINT:
-                _save(checkpoint, given.out, record, sides)
-                saved = time.monotonic()
+    print(f"{'step':>8}" + "".join(f"{kind + ' ' + name:>14}" for kind in ("loss", "ms") for name in SIDES))
+    while record["done"] < record["steps"] and time.monotonic() - begun < 60 * given.minutes:
+        step = record["done"]
+        rows = rows_of(step, len(sequences), given.batch, given.seed).to(device)
+        rate = given.rate * rate_at(step, record["steps"])
+        for name, side in sides.items():
+            side.step(sequences[rows], targets[rows], rate, record["sides"][name])
+        record["done"] = step + 1
+        if record["done"] % per_epoch == 0:
+            found = {name: side.test(*test, given.batch) for name, side in sides.items()}
+            record["scores"].append({"step": record["done"], **found})
+        if record["done"] % given.every == 0 or record["done"] == record["steps"]:
+            print(_line(record, given.every), flush=True)
+        if time.monotonic() - saved > CHECKPOINT:
+            _save(checkpoint, given.out, record, sides)
+            saved = time.monotonic()
+    record["sessions"][-1]["end"] = now()
     _save(checkpoint, given.out, record, sides)
     print(_summary(record, given.out))
     return record
@@ -211,18 +206,18 @@ def _load(checkpoint: Path, settings: dict[str, Any], sides: dict[str, Side], de
 
 
 def _line(record: dict[str, Any], every: int) -> str:
-    """The losses of the last step, and the median time of the last steps."""
+    """The losses of the last step, and the median times since the last line."""
     sides = record["sides"].values()
-    losses = "".join(f"{side['losses'][-1]:>14.6f}" for side in sides)
-    return (
-        f"{record['done']:>8}" + losses + "".join(f"{median(side['milliseconds'][-every:]):>12.2f}" for side in sides)
-    )
+    numbers = [side["losses"][-1] for side in sides] + [median(side["milliseconds"][-every:]) for side in sides]
+    return f"{record['done']:>8}" + "".join(f"{each:>14.6g}" for each in numbers)
 
 
 def _summary(record: dict[str, Any], out: Path) -> str:
-    lines = [
-        f"{record['done']} of {record['steps']} steps; solves: {record['sides']['deeppcr']['solves']}; written to {out}"
-    ]
+    lines = [f"{record['done']} of {record['steps']} steps, written to {out}"]
+    if record["done"]:
+        times = ", ".join(f"{name} {median(side['milliseconds']):.4g}" for name, side in record["sides"].items())
+        lines.append(f"milliseconds of a step, median of all: {times}")
+        lines.append(f"solves in parallel ended so: {record['sides']['deeppcr']['solves']}")
     for scores in record["scores"][-1:]:
         both = ", ".join(f"{name} {scores[name]:.4f}" for name in SIDES)
         lines.append(f"{record['measure']} on the test set after step {scores['step']}: {both}")

@@ -54,7 +54,9 @@ def run(examples, images, device, tmp_path, monkeypatch):
         code = main([*tiny, *batch, "--device", device.type, "--every", "2", "--out", str(path), *arguments])
         return code, json.loads(path.read_text())
 
-    return run
+    tf32 = torch.backends.cudnn.allow_tf32
+    yield run
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def apart(record):
