@@ -72,7 +72,7 @@ def task_of(images: Images, side: int) -> Task:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("Sequential MNIST by a GRU.", "sequential_mnist", epochs=10, batch=128, rate=3e-3)
+    parser = options("Sequential MNIST by a GRU.", "sequential_mnist", epochs=10, batch=128, rate=1e-2)
     parser.add_argument("--data-dir", type=Path, help="folder with the four files of MNIST; else that in DEEPPCR_DATA")
     parser.add_argument("--side", type=int, choices=(28, 14, 7), default=28, help="pixels of a row; fewer: averages")
     parser.add_argument("--images", type=int, help="only the first so many, of both sets")
