@@ -180,7 +180,7 @@ def test_the_gru_remembers_at_the_start(examples):
 def test_the_simulation_is_the_circuit(examples):
     """Against another method's, and of second order in its steps."""
     amplifier, integrate = examples("amplifier"), pytest.importorskip("scipy.integrate")
-    volts = amplifier.plucks(1, 63, seed=3)
+    volts = 3 * np.sin(np.arange(63) / 10)[None]
     times, values = np.arange(-1, 63) / amplifier.RATE, np.concatenate([[0], volts[0]])
 
     def circuit(t, state):
@@ -200,11 +200,12 @@ def test_the_simulation_is_the_circuit(examples):
         max_step=1 / amplifier.RATE,
     ).y[1]
     errors = [abs(amplifier.simulate(volts, fine)[0] - exact).max() for fine in (4, 8, 16)]
-    assert abs(exact).max() > 0.4  # the diodes conduct
-    assert errors[0] < 1e-3
-    assert all(3 < one / other < 5 for one, other in pairwise(errors))
+    assert exact.max() > 0.4  # the diodes conduct, one
+    assert exact.min() < -0.8  # way and the other
+    assert errors[0] < 5e-3, errors
+    assert all(3 < one / other < 5 for one, other in pairwise(errors)), errors
     used = amplifier.simulate(volts)[0]
-    assert ((used - exact) ** 2).sum() / (exact**2).sum() < 1e-6
+    assert ((used - exact) ** 2).sum() / (exact**2).sum() < 1e-5
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 63, 65])
