@@ -64,10 +64,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     def solve_adjoint(couplings: Blocks) -> Tensor:
         return linear_solve(couplings.data, grad, structure, solver, chunk, not reverse, True)
 
-    with torch.autocast(grad.device.type, enabled=False):
-        of_data, of_rhs = pull_back(
-            _STRUCTURES[structure](data), states, reverse, solve_adjoint, ctx.needs_input_grad[0]
-        )
+    couplings = _STRUCTURES[structure](data)
+    of_data, of_rhs = pull_back(couplings, states, reverse, solve_adjoint, ctx.needs_input_grad[0])
     return of_data, of_rhs, None, None, None, None, None
 
 
