@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
-_is_legacy_batched, _peek_interpreter_stack = _functorch.is_legacy_batchedtensor, _functorch.peek_interpreter_stack
+_is_legacy_batched = _functorch.is_legacy_batchedtensor
+#: Of all that tell, the one that a compiler answers right while it traces. (Of ``peek_interpreter_stack`` it says that it is not None.)
+_transforms_are_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 #: By type of device: whether operations are being captured by somebody, to be run later.
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
 #: The settings of precision belong to the process: one thread at a time changes them.
@@ -24,12 +26,12 @@ _PRECISION = threading.RLock()
 
 def in_functorch() -> bool:
     """Whether a torch.func transform (vmap, grad, jvp, ...) is at work."""
-    return _peek_interpreter_stack() is not None
+    return _transforms_are_active()
 
 
 def is_transformed() -> bool:
     """The same, or whether a caller takes derivatives in forward mode."""
-    return forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or _transforms_are_active()
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -1,11 +1,12 @@
 """Block bidiagonal linear systems ``z_l = A_l z_{l-1} + b_l``, solved in parallel over l."""
 
+from .auto import Auto
 from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
 from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
-from .solve import Auto, solve, solve_coupled
+from .solve import solve, solve_coupled
 from .solver import LinearSolver
 
 __all__ = [

@@ -1,57 +1,24 @@
-"""``linear.solve``: checks its input, chooses a solver, differentiates (twice, both modes)."""
+"""``linear.solve``: checks its input, and has the system solved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime import apply_directly, declares, in_functorch, is_observed, is_traced, values_can_be_read
-from .blocks import Blocks, Diagonal, Scalar
-from .cost import pick, pick_and_explain
-from .forward import ForwardSubstitution
+from ..runtime import declares, is_observed
+from .auto import Auto
+from .blocks import Blocks
 from .fused import Fused, layout_of
-from .refine import refine
+from .operator import has_operator, solve_by_operator
 from .solver import LinearSolver
+from .system import solution, solve_system
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _PLAIN = (Tensor, torch.nn.Parameter)  # whose numbers lie in memory as they are
 _MOST = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Auto(LinearSolver):
-    """Fused() where there are kernels, else what is expected to take the least time; ``choose`` says what and why.
-
-    >>> import torch
-    >>> from deeppcr import linear
-    >>> Auto().choose(linear.Dense(torch.zeros(7, 2, 2)))
-    (PCR(), 'expected: 0.039 ms; ForwardSubstitution(): 0.084 ms, Hierarchical(chunk=4): 0.15 ms')
-    """
-
-    repeatable = True
-    fuses = True
-
-    def choose(self, couplings: Blocks, rhs: Tensor | None = None) -> tuple[LinearSolver, str]:
-        length = len(couplings) + 1
-        traced = is_traced(couplings.data) or (rhs is not None and is_traced(rhs))
-        if not traced and Fused().refusal(couplings) is None:
-            return Fused(), "there are kernels for these blocks"
-        data = couplings.data
-        width = 0 if isinstance(couplings, (Diagonal, Scalar)) else int(data.shape[-1])
-        side = max(width, 1)
-        blocks = int(data.shape[1:].numel()) // side**2
-        vectors = blocks if rhs is None else max(blocks, int(rhs.shape[1:].numel()) // side)
-        cpu = data.device.type == "cpu"
-        if torch.compiler.is_compiling():  # nobody reads the reason then, and a compiler sees through no cache
-            return pick(length, width, blocks, vectors, cpu), ""
-        return pick_and_explain(length, width, blocks, vectors, cpu)
-
-    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
-        return self.choose(couplings, rhs)[0].solve_coupled(couplings, rhs, reverse=reverse)
 
 
 def solve(
@@ -68,8 +35,12 @@ def solve(
     complex (complex64, complex128); their gradients are conjugated as everywhere in PyTorch.
     bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
     keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
-    by forward substitution; so it is where a product overflows although the solution does not. Under compile or CUDA
-    graph capture, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
+    by forward substitution; so it is where a product overflows although the solution does not. While a CUDA graph is
+    captured, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
+    Under ``torch.compile`` and ``torch.export`` a system is one operator, ``deeppcr::linear_solve``: the same graph for all lengths
+    from 3 on, and values are looked at as ever. Inside transforms (``torch.func``, forward mode), and with a solver or blocks of a
+    class of your own, a compiler traces through the solver instead: a graph for each length, with one correction. Second derivatives
+    of a compiled graph are refused by PyTorch.
     ``Fused`` finds both out by itself, where chunks of steps join, and goes step by step there; of dense blocks wider than 64 it
     finds overflows only. A product of blocks can also underflow: states that lie further below the
     others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
@@ -124,10 +95,10 @@ def solve(
         rhs = torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
     elif initial is not None:
         rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
-    solution = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
-    if initial is None and rhs is given[1] and len(couplings):  # not in another precision or shape
+    states = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
+    if initial is None and rhs is given[1]:  # not in another precision or shape
         _prepare(*given, couplings, reverse, solver)
-    return solution if solution.dtype == result_dtype else solution.to(result_dtype)
+    return states if states.dtype == result_dtype else states.to(result_dtype)
 
 
 #: By ``layout_of`` blocks and right-hand side: the launches of such a system, and how many bytes after the first block the couplings
@@ -159,7 +130,9 @@ def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolve
 
 def _prepare(blocks: Blocks, rhs: Tensor, couplings: Blocks, reverse: bool, solver: LinearSolver) -> None:
     """After a call: keep for ``_solve_again`` what it has launched."""
-    if torch.compiler.is_compiling() or not declares(solver, "fuses") or is_observed(blocks.data, rhs):
+    if torch.compiler.is_compiling() or not declares(solver, "fuses") or not len(couplings):
+        return
+    if is_observed(blocks.data, rhs):
         return
     noted = Fused().noted(couplings, rhs, reverse=reverse)
     if noted is not None:
@@ -190,33 +163,15 @@ def solve_coupled(
         full = type(couplings)(couplings.data.float())
         found = solve_coupled(full, rhs.float(), reverse=reverse, solver=solver, look=look, refined=refined)
         return found.to(rhs.dtype)
+    compiling = torch.compiler.is_compiling()
+    if compiling and look and has_operator(couplings, solver):  # of any length, 1 included: no graph depends on it
+        return solve_by_operator(couplings, rhs, solver, reverse, refined)
     if len(couplings) == 0:
         return rhs.clone()  # as for every other length, the caller may change the result in place
     if not look:
         return solver.solve_coupled(couplings, rhs, reverse=reverse)
     # A compiler traces no custom function with a jvp, and plans memory by itself.
-    if torch.compiler.is_compiling():
-        return _solution(couplings, rhs, solver, reverse, refined)
-    return _solve_system(couplings, rhs, solver, reverse, refined)
-
-
-def _solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool = True) -> Tensor:
-    """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
-    if is_observed(couplings.data, rhs):
-        return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse, refined)
-    return _solution(couplings, rhs, solver, reverse, refined)
-
-
-def _solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool) -> Tensor:
-    solver, _ = solver.choose(couplings, rhs)
-    solution = solver.solve_coupled(couplings, rhs, reverse=reverse)
-    if not solver.overflows:
-        return solution
-    if refined and not couplings.exact_products:
-        return refine(couplings, rhs, solution, solver, reverse)
-    if values_can_be_read(solution) and not torch.isfinite(solution).all():
-        return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
-    return solution
+    return (solution if compiling else solve_system)(couplings, rhs, solver, reverse, refined)
 
 
 def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
@@ -247,7 +202,7 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
         )
     if core >= 2 and data.shape[-1] != data.shape[-2]:
         raise ValueError(f"blocks: the matrices must be square, got shape {tuple(data.shape)}")
-    if len(blocks) != shape[0]:
+    if data.shape[0] != shape[0]:  # ``len`` would make a number of what may be a symbol
         raise ValueError(f"blocks: {len(blocks)} of them for {shape[0]} steps in rhs")
     if blocks.width not in (None, shape[-1]):
         raise ValueError(f"blocks: width {blocks.width}, but rhs has width {shape[-1]}")
@@ -261,59 +216,3 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
     except RuntimeError:
         shapes = f"{tuple(of_blocks)}, {tuple(batch)} and {tuple(of_initial)}"
         raise ValueError(f"blocks, rhs, initial: batch shapes {shapes} do not broadcast") from None
-
-
-class _Solve(torch.autograd.Function):
-    """The solution as a function of couplings and right-hand side; its derivatives are such systems again."""
-
-    @classmethod
-    def apply(cls, *arguments):
-        return super().apply(*arguments) if in_functorch() else apply_directly(cls, *arguments)
-
-    @staticmethod
-    def forward(data, rhs, structure, solver, reverse, refined):
-        return _solution(structure(data), rhs, solver, reverse, refined)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        data, _, ctx.structure, ctx.solver, ctx.reverse, _ = inputs
-        ctx.save_for_backward(data, output)
-        ctx.save_for_forward(data, output)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        """One batch dimension more: inside, values can be read and kernels launched as ever."""
-        (data, rhs, structure, *settings), (data_dim, rhs_dim, *_) = arguments, in_dims
-        batch_dims = rhs.ndim - 2 - (rhs_dim is not None)
-        data = data.unsqueeze(1) if data_dim is None else data.movedim(data_dim, 1)
-        data = data.reshape(
-            *data.shape[:2], *(1,) * (batch_dims + 2 + structure.core_dims - data.ndim), *data.shape[2:]
-        )
-        rhs = rhs.unsqueeze(1) if rhs_dim is None else rhs.movedim(rhs_dim, 1)
-        rhs = rhs.expand(rhs.shape[0], info.batch_size, *rhs.shape[2:])
-        return _Solve.apply(data, rhs, structure, *settings), 1
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        (grad,) = grad_outputs
-        if torch.is_autocast_enabled(grad.device.type):
-            with torch.autocast(grad.device.type, enabled=False):
-                return _Solve.backward(ctx, grad)
-        data, states = ctx.saved_tensors
-        adjoint = _solve_system(ctx.structure(data).adjoint(), grad, ctx.solver, not ctx.reverse)
-        grad_data = None
-        if ctx.needs_input_grad[0]:
-            left, right = (adjoint[:-1], states[1:]) if ctx.reverse else (adjoint[1:], states[:-1])
-            grad_data = ctx.structure(data).outer(left, right.conj()).sum_to_size(data.shape)
-        return grad_data, adjoint, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx, *grad_inputs):
-        data_tangent, rhs_tangent = grad_inputs[:2]
-        data, states = ctx.saved_tensors
-        pushed = ctx.structure(data_tangent).apply(states[1:] if ctx.reverse else states[:-1])
-        if ctx.reverse:
-            rhs_tangent = torch.cat([rhs_tangent[:-1] + pushed, rhs_tangent[-1:]])
-        else:
-            rhs_tangent = torch.cat([rhs_tangent[:1], rhs_tangent[1:] + pushed])
-        return _Solve.apply(data, rhs_tangent, ctx.structure, ctx.solver, ctx.reverse, True)

@@ -250,7 +250,13 @@ class Network(nn.Module):
         if chosen == "sequential" and not is_exporting():
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
-            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
+            if chosen == "sequential":
+                states = self._loop(hidden)
+            else:  # which decides by values, so a graph ends here
+                solve_layers: Any = self._solve
+                if torch.compiler.is_compiling():
+                    solve_layers = torch.compiler.disable(solve_layers)
+                states = solve_layers(hidden, why)
         return states[-1] if last else states
 
     def _loop(self, hidden: Tensor) -> Tensor:
