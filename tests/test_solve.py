@@ -207,3 +207,10 @@ def test_solving_compiled_steps_and_compiled_callers(device):
     )
     with torch.no_grad():
         assert relative_error(caller(problem.z0, problem.xs), loop) < 1e-9
+
+
+def test_a_trace_is_refused():
+    """It would keep what was found as constants."""
+    step = lambda z: torch.sin(z)  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda z: deeppcr.solve(step, z, length=20).states, (torch.ones(2),))

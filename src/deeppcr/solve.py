@@ -165,6 +165,11 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
     if not isinstance(gradient, Gradient):
         raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
     check_on_failure(on_failure)
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "deeppcr.solve cannot be traced by torch.jit.trace: it looks at values to decide when to stop. Use torch.export or torch.compile, "
+            'or mode="sequential" of a module of deeppcr.nn'
+        )
     if in_functorch():
         raise RuntimeError(
             "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "

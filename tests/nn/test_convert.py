@@ -181,3 +181,17 @@ def test_bad_arguments_are_named():
         ours.convert(nn.Linear(2, 2), blocks=[torch.tanh])
     with pytest.raises(ValueError, match="mode: expected one of"):
         ours.convert(nn.Linear(2, 2), mode="fast")
+
+
+def test_converting_again_sets_the_mode():
+    model = nn.Sequential(nn.GRU(3, 4))
+    ours.convert(model, mode="parallel")
+    assert ours.convert(model, mode="sequential") == {}
+    assert model[0].run_mode == "sequential"
+
+
+def test_layers_with_hooks_stay():
+    """In parallel a layer is called more than once a pass."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(64)))
+    model[5].register_forward_hook(lambda *_: None)
+    assert ours.convert(model) == {}

@@ -42,7 +42,7 @@ def convert(
             dropout) and treat the rows of a batch independently. What does not is refused when it is run
 
     Returns:
-        those that were converted, by name
+        those that were converted, by name; those that were before get the settings alone
 
     >>> import torch, deeppcr.nn
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.GRU(4, 8))
@@ -62,6 +62,9 @@ def convert(
     # Outside in, as they are named: what is inside of a network that was converted is run by it.
     for name, module in model.named_modules():
         ours = _OURS.get(type(module))
+        if _THEIRS.get(type(module)) is not None:  # it was converted before, and gets other settings
+            module.__dict__.update({"mode" if isinstance(module, Sequential) else "run_mode": mode, "newton": newton})
+            continue
         if ours is None or (ours is Sequential and not _is_deep(module, trusted)):
             continue
         module.__class__ = ours
@@ -112,6 +115,9 @@ def _is_deep(layers: nn.Module, trusted: tuple[type[nn.Module], ...]) -> bool:
 
 
 def _is_trusted(layer: nn.Module, trusted: tuple[type[nn.Module], ...]) -> bool:
+    """Whether layers of its class are known to do nothing but compute; hooks, which may do anything, are called once a pass in a loop alone."""
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
     if type(layer) in trusted:
         return True
     return type(layer) is nn.Sequential and all(_is_trusted(each, trusted) for each in layer.children())

@@ -27,7 +27,15 @@ USUAL = Newton()
 
 
 class NoKernels(Exception):
-    """A cell has none, and the message says why."""
+    """A cell has none, and the message says why.
+
+    Attributes:
+        passing: it may have some in another call: somebody observes this one, say
+    """
+
+    def __init__(self, reason: str, *, passing: bool = False):
+        super().__init__(reason)
+        self.passing = passing
 
 
 class Recurrent(nn.Module):
@@ -293,6 +301,7 @@ def _require_kernels(step: Any, z0: Any, xs: Any, lengths: Tensor | None) -> Non
     """Make them, where that was not done before."""
     if lengths is not None:
         step, xs = up_to(lengths, step, z0, xs, None, 1)
-    found = Call(step, z0, xs, None, 1).make()
+    call = Call(step, z0, xs, None, 1)
+    found = call.make()
     if isinstance(found, str):
-        raise NoKernels(found)
+        raise NoKernels(found, passing=call.refusal is not None)

@@ -77,7 +77,8 @@ class TorchLike(Recurrent):
                 found = self._by_solve(input, hx, reset, self.newton, kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
-                self._remember(self._kind_of(input, reset), _Known(why, math.inf))
+                if not reason.passing:
+                    self._remember(self._kind_of(input, reset), _Known(why, math.inf))
             else:
                 if mode == "auto":
                     self._learn(self._kind_of(input, reset))
@@ -186,8 +187,8 @@ class TorchLike(Recurrent):
         faster, why = is_faster_in_parallel(self.mode, steps, rows, self.hidden_size, layers=layers, backward=backward)
         if not faster:
             return why
-        if in_functorch() or has_tangent(x) or is_exporting():
-            return "a transform, a tangent or an export is at work"
+        if in_functorch() or has_tangent(x) or is_exporting() or torch._C._get_tracing_state() is not None:
+            return "a transform, a tangent, a trace or an export is at work"
         if not _has_kernels_for(self.newton, capturing := is_capturing(device)):
             return _SETTINGS if not capturing else _CAPTURED
         kind = self._kind_of(input, reset)
@@ -259,7 +260,8 @@ class RNN(TorchLike, nn.RNN):
         return ElmanCell
 
     def _cell(self, weights: Weights) -> ElmanCell:
-        return ElmanCell(weights, torch.tanh if self.nonlinearity == "tanh" else torch.relu)
+        # By the attribute that PyTorch's own kernel goes by.
+        return ElmanCell(weights, torch.tanh if self.mode == "RNN_TANH" else torch.relu)
 
 
 class GRU(TorchLike, nn.GRU):
