@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch._dynamo.backends.registry import lookup_backend
 
 
 def compiled_and_counted(function, backend="aot_eager", **options):
     """``function`` compiled in one piece, and the list that its graphs are put into, one for each compilation."""
+    # Not before a test runs: it imports Triton, which then no longer asks whether to interpret.
+    from torch._dynamo.backends.registry import lookup_backend
+
     torch.compiler.reset()
     graphs, compiler = [], lookup_backend(backend)
 
