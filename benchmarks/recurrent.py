@@ -23,10 +23,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -369,6 +368,23 @@ def make_kernels(given: tuple[str, int], device: torch.device) -> None:
         run()
 
 
+def compile_kernels(kinds: list[tuple[str, int]], device: torch.device, workers: int, most: float) -> None:
+    """By processes side by side; those that take longer than this many seconds are stopped, and made on the way."""
+    begun = time.perf_counter()
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    made = {pool.submit(make_kernels, given, device): given for given in kinds}
+    try:
+        for each in as_completed(made, timeout=most):
+            failed = f": {first_line(error)}" if (error := each.exception()) else ""
+            print(f"kernels of {made[each]} after {time.perf_counter() - begun:.0f} s{failed}", flush=True)
+    except TimeoutError:
+        late = [given for each, given in made.items() if not each.done()]
+        print(f"not made within {most:.0f} s: {late}", flush=True)
+        for process in list(pool._processes.values()):  # there is no public way to stop them before Python 3.14
+            process.terminate()
+    pool.shutdown(cancel_futures=True)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: both)")
@@ -410,8 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.json or options.out / f"{name}.json"
     if options.workers > 1:
         kinds = [("DiagonalGRU", 256), *((kind, H) for kind in options.kind for H in HIDDEN if H <= WIDEST // 2)]
-        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-            list(pool.map(partial(make_kernels, device=device), kinds))
+        compile_kernels(kinds, device, options.workers, options.budget / 2)
         print(f"kernels after {time.perf_counter() - begun:.0f} s", flush=True)
     for part in PARTS:  # the grid last: it takes what is left of the budget
         if part in options.part:
