@@ -77,8 +77,8 @@ def has_operator(couplings: Blocks, solver: LinearSolver) -> bool:
 
     PyTorch has no ``torch.func.grad`` and no forward mode of a registered operator.
     """
-    known = _STRUCTURES.get(type(couplings).__name__), _SOLVERS.get(type(solver).__name__)
-    return known == (type(couplings), type(solver)) and not is_transformed()
+    known = _STRUCTURES.get(type(couplings).__name__) is type(couplings)
+    return known and _SOLVERS.get(type(solver).__name__) is type(solver) and not is_transformed()
 
 
 def solve_by_operator(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool) -> Tensor:
