@@ -53,7 +53,8 @@ def test_values_and_gradients_are_those_of_the_loop(length, solver, device):
 
     found, (solution,) = evaluated(scan, solver=solver, return_solution=True)
     assert_same(found, evaluated(plain_scan)[0], rtol=1e-8, atol=1e-9)
-    assert solution.result is (Result.CONVERGED if isinstance(solver, Newton) else Result.LOOP)
+    if solver is not None or device.type == "cpu":  # by default a GPU may take either way
+        assert solution.result is (Result.CONVERGED if isinstance(solver, Newton) else Result.LOOP)
     assert [leaf.shape for leaf in solution.states] == [(length, 3)]
 
 

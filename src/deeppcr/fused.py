@@ -204,10 +204,17 @@ def _has_length(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
+#: What kernels know no other way of.
+_AS_USUAL = [
+    (each.name, each.default)
+    for each in fields(Newton)
+    if each.name not in ("atol", "rtol", "scale", "capture", "chunk", "max_iterations")
+]
+
+
 def covers(newton: Newton) -> bool:
     """Whether kernels do what these settings ask for."""
-    plain = Newton(atol=newton.atol, rtol=newton.rtol, scale=newton.scale, capture=newton.capture)
-    asks_for_more = replace(newton, chunk="auto", max_iterations=plain.max_iterations) != plain
+    asks_for_more = any(getattr(newton, name) != usual for name, usual in _AS_USUAL)
     return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -114,20 +113,21 @@ def declares(strategy: Any, name: str) -> bool:
     return vars(type(strategy)).get(name, False)
 
 
-@cache
+_TRITON, _NUMPY = (find_spec(name) is not None for name in ("triton", "numpy"))  # which compilers do not look for
+
+
 def has_triton() -> bool:
     """Whether Triton is installed; it is imported only when a kernel is used."""
-    return find_spec("triton") is not None
+    return _TRITON
 
 
 #: Types of devices that the kernels of a step run on. (Tests have them interpreted on a CPU, which nobody would want to wait for.)
 KERNEL_DEVICES = {"cuda"}
 
 
-@cache
 def has_numpy() -> bool:
     """Whether NumPy is installed, with whose arrays the kernels of a step are written."""
-    return find_spec("numpy") is not None
+    return _NUMPY
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -14,6 +14,13 @@ from recurrent_problems import leaves_of
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """Of cuDNN, too, against which results are held."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
 def made(kind, hidden, device, dtype=torch.float64, **options):
     """A module of ours and its twin of PyTorch."""
     options |= {"device": device, "dtype": dtype}

@@ -18,6 +18,13 @@ from recurrent_problems import KINDS, LEAST, Configuration, drawn, error, leaves
 FEW, ALL = 40, 200
 
 
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """Of cuDNN, too, against which results are held."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
 @pairwise(
     kind=[*KINDS, "RELU", "PROJECTED"],
     layers=[1, 2],
@@ -142,7 +149,7 @@ def test_sequences_one_after_the_other(kind, mode, device):
     plain.load_state_dict(module.state_dict())
     pieces = []
     for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        own = [leaf[:, number] for leaf in hx]
+        own = [leaf[:, number].contiguous() for leaf in hx]
         pieces.append(leaves_of(plain(x[begin:end], tuple(own) if kind == "LSTM" else own[0])))
     right = [torch.cat([piece[0] for piece in pieces])]
     right += [torch.stack(each, 1) for each in zip(*(piece[1:] for piece in pieces), strict=True)]
@@ -280,7 +287,7 @@ def test_states_and_copies_go_both_ways(device):
     for twin in (copy.deepcopy(gru), pickle.loads(pickle.dumps(gru))):
         assert twin.run_mode == "parallel"
         assert twin.solutions == ()
-        assert torch.equal(twin(x)[0], expected)
+        assert torch.allclose(twin(x)[0], expected, atol=1e-6)  # by kernels, where a cell has some by then
 
 
 def test_weights_may_be_replaced(device):

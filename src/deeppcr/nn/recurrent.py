@@ -5,6 +5,7 @@ Shapes: T steps, B rows, F features of the input, H the hidden size (P where out
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ class Recurrent(nn.Module):
                 start = tuple(leaf[at] for leaf in starts)
                 solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
                 states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
-                last.append(tuple(leaf[-1] for leaf in states))
+                last.append(tuple(leaf[-1:] for leaf in states))
                 # Of a state of several tensors each is a view of all of them.
                 output = states[0] if len(states) == 1 else states[0].contiguous()
                 outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
@@ -206,11 +207,14 @@ class Recurrent(nn.Module):
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
         self.__dict__["_passed"] = tuple(solutions)
-        return x, tuple(torch.stack(leaves).to(dtype) for leaves in zip(*last, strict=True))
+        ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
+        return x, tuple(leaf.to(dtype) for leaf in ends)
 
     def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
-        """That which PyTorch's own kernels give under autocast."""
-        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        """That which PyTorch's own kernels give under autocast: on a GPU float16, whichever was asked for."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return x.dtype
+        return torch.float16 if x.device.type == "cuda" else torch.get_autocast_dtype(x.device.type)
 
     def _solve(
         self,
@@ -233,7 +237,8 @@ class Recurrent(nn.Module):
         if reset is not None:
             xs = (xs, reset)
         z0 = self._nested(tuple(leaf.to(dtype) for leaf in start))
-        with torch.autocast(x.device.type, enabled=False):
+        mixed = torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
             if kernels:
                 _require_kernels(step, z0, xs, lengths)
             return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
