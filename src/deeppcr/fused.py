@@ -264,7 +264,7 @@ def solve_fused(
     exact_steps = None
     try:
         if fixed is not None:
-            found = run.in_parallel(kind, wanted, guess, most=fixed)
+            found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
             exact_steps = _spoil_failed(found, layout)
         else:
             found = fuse_run.solve(run, kind, wanted, guess, every)

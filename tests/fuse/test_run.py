@@ -233,6 +233,28 @@ def test_chunks_grow_where_they_do_not_join(device):
     assert torch.allclose(found.states[1:], step(found.states[:-1]), rtol=1e-12, atol=0)
 
 
+def test_larger_chunks_go_on_from_the_states_of_smaller_ones(device, monkeypatch):
+    """Where those leave few lanes; and the next solve of the kind takes no more passes of either than it needs."""
+    monkeypatch.setattr(run, "_ROLLS", (0,))
+    rate = torch.tensor([[1.5, 1.6, 1.7, 1.8, 2.95]], dtype=torch.float64, device=device)
+    z0 = torch.full_like(rate, 0.3)
+    step = lambda z: rate * z * (1 - z)  # noqa: E731
+    fused = Fused(step, z0, length=70)
+    found = fused.solve(2)
+    assert not found.left
+    assert fused.kind.chunk == 8
+    (stage,) = fused.kind.before
+    assert stage.chunk == 2
+    passes = found.passes
+    again = solve(fused.run(), fused.kind, Newton().tolerance(torch.float64))
+    assert not again.left
+    assert again.passes <= passes
+    from_guess = fused.run().in_parallel(Kind(70, 8), Newton().tolerance(torch.float64))
+    assert from_guess.left == 1
+    for states in (found.states, again.states):
+        assert torch.allclose(states[1:], step(states[:-1]), rtol=1e-11, atol=0)
+
+
 def test_what_is_tried_before_the_loop():
     kind = Kind(length=4096, chunk=64)
     tried = []

@@ -6,8 +6,9 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +28,20 @@ _FEWEST_PASSES = 4
 _ROLLS = (2, 4, 8)
 #: By so much chunks grow where the passes did not suffice.
 _GROWTH = 4
+#: Where no more than this part of all lanes is left, larger chunks go on from their states.
+_CLOSE = 1 / 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
 #: So many lanes keep the device busy.
 _BUSY = 2**18
+
+
+class Stage(NamedTuple):
+    """Passes of chunks that are too small to settle every lane, and come close: larger chunks go on from their states."""
+
+    chunk: int
+    rolls: int
+    passes: int
 
 
 @dataclass
@@ -39,6 +50,7 @@ class Kind:
 
     Attributes:
         chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
+        before: what chunks start from, if not from the guess
         rolls: how often chunks are rolled out before they are corrected
         passes: that sufficed the last time
         first: steps of a chunk at first
@@ -56,6 +68,7 @@ class Kind:
     looped: int = 0
     patience: int = _PATIENCE
     joined: bool = False
+    before: tuple[Stage, ...] = ()
 
     def __post_init__(self):
         self.first = self.first or self.chunk
@@ -63,7 +76,7 @@ class Kind:
     def begin(self) -> None:
         """Before a solve: what is to be tried."""
         if self.gave_up and self.looped == self.patience:
-            self.chunk, self.rolls, self.gave_up = self.first, 0, False
+            self.chunk, self.rolls, self.before, self.gave_up = self.first, 0, (), False
             self.looped, self.patience = 0, 2 * self.patience
         self.looped += self.gave_up
 
@@ -74,24 +87,26 @@ class Kind:
             self.patience = _PATIENCE
 
     def copy(self) -> Kind:
-        return Kind(
-            self.length, self.chunk, self.rolls, self.passes, self.first, self.gave_up, self.looped, self.patience, self.joined
-        )  # fmt: skip
+        return replace(self)
 
     @property
     def goes_on_from_ends(self) -> bool:
         """Whether a solve of this kind is expected to need no states but those before and after chunks, which are noted in any case."""
-        return self.chunk >= self.length or (self.joined and not self.rolls)
+        return self.chunk >= self.length or (self.joined and not self.rolls and not self.before)
 
-    def try_harder(self, width: int) -> bool:
-        """Where the passes did not suffice: what to try next, if it is not to be the loop."""
+    def try_harder(self, width: int, before: tuple[Stage, ...] = ()) -> bool:
+        """Where the passes did not suffice: what to try next, if it is not to be the loop.
+
+        Args:
+            before: what larger chunks may start from
+        """
         larger, tried_again = _GROWTH * self.chunk, self.patience > _PATIENCE
         if self.rolls < _ROLLS[-1] and not tried_again:
-            self.rolls = next(each for each in _ROLLS if each > self.rolls)
+            self.rolls, self.before = next(each for each in _ROLLS if each > self.rolls), ()
         elif _FEWEST_PASSES * larger * (1 + width) <= self.length and not tried_again:
-            self.chunk, self.rolls = larger, 0
+            self.chunk, self.rolls, self.before = larger, 0, before
         else:
-            self.chunk, self.gave_up = self.length, True
+            self.chunk, self.before, self.gave_up = self.length, (), True
         self.passes = 3
         return not self.gave_up
 
@@ -271,6 +286,12 @@ class Run(BoundKernels):
                 return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
             wanted = min(limit, done + 2)
 
+    def from_smaller_chunks(self, kind: Kind, tolerance: Tolerance, guess: Tensor | None) -> Tensor | None:
+        """The states that the chunks of a kind start from: the guess, or what smaller ones make of it. Nobody looks."""
+        for chunk, rolls, passes in kind.before:
+            guess = self.in_parallel(Kind(self.length, chunk, rolls), tolerance, guess, most=passes).states
+        return guess
+
     def _cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
         """Of chunks of a size: how many, the most passes, and the parts of a workspace and its size."""
         found = self.shape.cuts.get((chunk, most))
@@ -349,17 +370,33 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
     What worked is noted in ``kind``, for the next time.
     """
     kind.begin()
+    best: tuple[int, int, tuple[Stage, ...]] | None = None
     if every > 1 and kind.goes_on_from_ends:
         found = run.in_parallel(kind, tolerance, guess, every=every)
         if not found.unsettled:
             kind.sufficed(found.passes)
             return found
     while True:
-        found = run.in_parallel(kind, tolerance, guess)
+        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
         kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)
             return found
-        if not kind.try_harder(run.program.width):
+        attempt = _worth_of(run, kind, found)
+        best = min(attempt, best or attempt)
+        chunk, close = kind.chunk, best[0] <= _CLOSE * run.rows
+        harder = kind.try_harder(run.program.width, best[-1] if close else ())
+        best = best if kind.chunk == chunk else None
+        if not harder:
             run.loop(found.states, found)
             return found
+
+
+def _worth_of(run: Run, kind: Kind, found: Found) -> tuple[int, int, tuple[Stage, ...]]:
+    """Of passes that did not suffice: how many lanes they left, how many steps they took, and what is worth repeating of them."""
+    corrections = found.notes.on_host().corrections[: found.passes].nan_to_num(torch.inf)
+    # As many passes as brought those that are left as near as they came.
+    worst = corrections[:, corrections[-1] > 1].amax(1) if found.left else corrections.amax(1)
+    passes = int((worst <= 2 * worst.min()).nonzero()[0]) + 1
+    steps = kind.chunk * (kind.rolls + passes * (1 + run.program.width))
+    return found.left, steps, (*kind.before, Stage(kind.chunk, kind.rolls, passes))
