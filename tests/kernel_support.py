@@ -53,6 +53,8 @@ def _quicken(patch, interpreter, *, check_integers):
     _skip_what_changes_nothing(patch, type(interpreter.interpreter_semantic), tl)
     # Overflow of integers is looked for with --all only: that makes each of their operations five.
     patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=check_integers))
+    if not check_integers:  # nor is every result held against the size of its type
+        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
     # Every call of a function from another looks through the whole language anew: a third of all time.
     patch.setattr(interpreter, "_patch_attr", _patch_directly)
     patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope
