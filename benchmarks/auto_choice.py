@@ -17,13 +17,11 @@ import gc
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,9 +32,9 @@ from torch import Tensor
 import deeppcr
 from deeppcr.nn import MLP, calibrate, cost
 from deeppcr.nn.base import Mode
-from deeppcr_paper.store import file_name
-from deeppcr_paper.timing import machine, relative_error, synchronise
-from run import current_commit, versions, write
+from deeppcr_paper.timing import relative_error, synchronise
+from kernels import WARM_PROCESSES, compile_kernels
+from records import Results, parser_of, write
 
 #: Seconds from which on a choice counts, and what it may cost over the best one.
 COUNTS, ALLOWED = 0.2e-3, 1.25
@@ -49,7 +47,6 @@ WIDTHS, LENGTHS = tuple(2**k for k in range(1, 9)), tuple(2**k for k in range(1,
 QUICK_WIDTHS, QUICK_LENGTHS = (4, 16, 64, 128), (64, 512, 1024, 4096, 16384)
 DRY_WIDTHS, DRY_LENGTHS = (3,), (8, 40)
 #: Seconds that the processes that compile may take, and how many there are at most.
-WARM_SECONDS, WARM_PROCESSES = 120, 12
 
 
 class Networks:
@@ -194,37 +191,12 @@ def warm(rank: int, world: int, widths: Sequence[int], device: torch.device) -> 
         synchronise(device)
 
 
-def compile_kernels(widths: Sequence[int], arguments: Sequence[str]) -> None:
-    """Let processes share the work of ``warm``, widest first. Where they fail, kernels are compiled as they come."""
-    begun, world = time.perf_counter(), max(1, min(WARM_PROCESSES, len(widths), (os.cpu_count() or 2) - 1))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DEEPPCR_CALIBRATE": "0"}
-    started: list[subprocess.Popen] = []
-    try:
-        for rank in range(world):
-            command = [sys.executable, __file__, *arguments, "--warm", str(rank), str(world)]
-            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        for process in started:
-            process.wait(max(1.0, WARM_SECONDS - (time.perf_counter() - begun)))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"compiling in advance: {error}; going on without")
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    print(f"kernels compiled by {world} processes in {time.perf_counter() - begun:.0f} s", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; the exit code is 0 where "auto" is good enough everywhere, 2 where it cannot run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="a few sizes; on a CPU a dry run")
+    parser = parser_of(__doc__, quick="a few sizes; on a CPU a dry run")
     parser.add_argument("--widths", nargs="+", type=int)
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of timing for each cell (default: 0.3)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder")
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
     parser.add_argument("--warm", nargs=2, type=int, metavar=("RANK", "WORLD"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = options.device == "cuda"
@@ -242,9 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     if on_gpu:
-        compile_kernels(widths, ["--widths", *map(str, widths)])
-    commit, now = options.commit or current_commit(), datetime.now(timezone.utc)
-    about, cells, times = machine(device), [], {}
+        compile_kernels(__file__, "--widths", *map(str, widths), most=min(WARM_PROCESSES, len(widths)))
+    results, cells, times = Results("auto-choice", options, dtype="float32", budget_seconds=options.budget), [], {}
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("deeppcr").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
@@ -262,21 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 torch.cuda.empty_cache()
         for path in Path(folder).glob("deeppcr/times-*.json"):
             times = json.loads(path.read_text())
-    experiment = "auto-choice-quick" if options.quick else "auto-choice"
-    path = options.out / f"{file_name(experiment, about['hardware'], f'{now:%Y-%m-%d}', commit, quick=False)}.json"
-    record = {
-        "experiment": experiment,
-        "date": now.isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": about,
-        "versions": versions(),
-        "settings": {"dtype": "float32", "tf32": False, "quick": options.quick, "budget_seconds": options.budget},
-        "seconds": time.perf_counter() - begun,
-        "cells": cells,
-        "times": times,
-    }
-    write(record, path)
-    print("", *summary(cells), f"{time.perf_counter() - begun:.0f} s; written to {path}", sep="\n")
+    results.more = {"cells": cells, "times": times}
+    write(results.record(), results.path)
+    print("", *summary(cells), f"{time.perf_counter() - begun:.0f} s; written to {results.path}", sep="\n")
     return 1 if failed(cells) else 0
 
 

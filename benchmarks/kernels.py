@@ -16,22 +16,18 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-import deeppcr
-from deeppcr_paper.store import file_name
-from deeppcr_paper.timing import machine, synchronise
+from deeppcr_paper.timing import synchronise
 from kernel_methods import Method
 from kernel_problems import HAS_JAX, Problem, problems
-from kernel_report import is_captured, rows, text, text_of_claims
-from run import current_commit, versions, write
+from kernel_report import is_captured, number, rows, text, text_of_claims
+from records import Results, parser_of, set_up
 
 #: Seconds that the processes that compile may take, and how many there are at most.
 WARM_SECONDS, WARM_PROCESSES = 120, 12
@@ -67,6 +63,11 @@ class Case:
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
+    @property
+    def failed(self) -> bool:
+        """What may be impossible here is no failure where it did not run; a wrong result always is."""
+        return not self.passed and (self.error is not None or not self.optional)
+
     def check(self, method: Method, run: Callable[[], Any]) -> None:
         method.before()
         begun = time.perf_counter()
@@ -80,6 +81,20 @@ class Case:
         if not self.error <= self.tolerance:
             self.failure = f"differs from the loop in float64 by {self.error:.1e}"
         self.passed = not self.failure
+
+
+def line(case: Case) -> str:
+    """For benchmarks whose errors are in units of what is allowed."""
+    name = " ".join([case.suite, *map(str, case.parameters.values())])
+    text = f"{name:64} {case.method:32}"
+    if not case.passed:
+        return f"{text} {'FAILED' if case.failed else 'not here'}: {case.failure}"
+    text += f"{number(1e3 * min(case.seconds)):>10} ms  median {number(1e3 * median(case.seconds)):>9}"
+    if case.scale != 1:
+        text += "  scaled"
+    if case.result is not None:
+        text += f"  {case.result}, {case.iterations} iterations"
+    return f"{text}  error {case.error:.2g} of what is allowed"
 
 
 def seconds_of(run: Callable[[], Any], calls: int, device: torch.device) -> float:
@@ -190,17 +205,21 @@ def warm(rank: int, world: int, device: torch.device, quick: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def compile_kernels(device: torch.device, quick: bool) -> None:
-    """Let processes share the work of ``warm``. Where they fail, kernels are compiled as they come: later, not wrongly."""
-    begun, world = time.perf_counter(), max(1, min(WARM_PROCESSES, (os.cpu_count() or 1) - 1))
-    command = [sys.executable, __file__, "--device", device.type, *(["--quick"] if quick else [])]
+def compile_kernels(program: str, *arguments: str, most: int = WARM_PROCESSES) -> None:
+    """Let processes share the work of ``warm``. Where they fail, kernels are compiled as they come: later, not wrongly.
+
+    Args:
+        program: its file, which takes ``--warm RANK WORLD``
+        most: processes
+    """
+    begun, world = time.perf_counter(), max(1, min(most, (os.cpu_count() or 2) - 1))
     # Times that processes measure while they compete for the device would be wrong.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DEEPPCR_CALIBRATE": "0"}
     started: list[subprocess.Popen] = []
     try:
         for rank in range(world):
-            arguments = [*command, "--warm", str(rank), str(world)]
-            started.append(subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL))
+            command = [sys.executable, program, *arguments, "--warm", str(rank), str(world)]
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
         for process in started:
             process.wait(max(1.0, WARM_SECONDS - (time.perf_counter() - begun)))
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -220,83 +239,46 @@ def compile_kernels(device: torch.device, quick: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 0 where every check held, 2 where it cannot run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny problems, in seconds; on a CPU a dry run")
+    parser = parser_of(__doc__, quick="tiny problems, in seconds; on a CPU a dry run")
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.3)")
     parser.add_argument("--suites", nargs="+", help="only these: forward, 'dense solve', ...")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
-    )
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
     parser.add_argument("--warm", nargs=2, type=int, metavar=("RANK", "WORLD"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = options.device == "cuda"
     if (on_gpu and not torch.cuda.is_available()) or not (on_gpu or options.quick):
         print("kernels.py: needs a CUDA device (--quick --device cpu: a dry run without one)", file=sys.stderr)
         return 2
-    device, begun = torch.device(options.device), time.perf_counter()
-    torch.set_float32_matmul_precision("highest")
-    # Whether the loop had to finish a pass is written down; a warning a call is not needed.
-    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-    if on_gpu:
-        torch.cuda.set_stream(
-            torch.cuda.Stream()
-        )  # a capture on another stream than earlier passes may end: see captured
+    device = torch.device(options.device)
+    set_up(device)
     if options.warm:
         rank, world = options.warm
         warm(rank, world, device, options.quick)
         return 0
 
     budget = options.budget if options.budget is not None else 0.01 if options.quick else 0.3
-    commit, now = options.commit or current_commit(), datetime.now(timezone.utc)
+    results = Results("kernels", options, dtype="float32", budget_seconds=budget)
     if on_gpu:
-        compile_kernels(device, options.quick)
+        compile_kernels(__file__, "--device", device.type, *(["--quick"] if options.quick else []))
     else:
         print("no CUDA device: a dry run, whose numbers say nothing of the kernels")
     if not HAS_JAX:
         print("jax is not installed: the dense systems are compared without it")
-    about, cases = machine(device), []
-    nothing = min(seconds_of(lambda: None, 1, device) for _ in range(REPEATS[1]))
-    experiment = "kernels-quick" if options.quick else "kernels"
-    name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
-    partial, path = options.out / f"{name}.partial.json", options.out / f"{name}.json"
-
-    def record() -> dict[str, Any]:
-        return {
-            "experiment": experiment,
-            "date": now.isoformat(timespec="seconds"),
-            "commit": commit,
-            "machine": about,
-            "versions": versions(),
-            "settings": {"dtype": "float32", "tf32": False, "quick": options.quick, "budget_seconds": budget},
-            "seconds_of_nothing": nothing,
-            "seconds": time.perf_counter() - begun,
-            "cases": cases,
-        }
-
+    results.more["seconds_of_nothing"] = min(seconds_of(lambda: None, 1, device) for _ in range(REPEATS[1]))
     for problem in problems(options.quick):
         if (options.suites and problem.suite not in options.suites) or not wanted(problem, device):
             continue
         with torch.set_grad_enabled(problem.gradients):
-            found = [asdict(case) for case in examine(problem, device, budget)]
-        cases += found
-        same = [case for case in cases if (case["suite"], case["parameters"]) == (problem.suite, problem.parameters)]
+            results.cases += examine(problem, device, budget)
+        kind = (problem.suite, problem.parameters)
+        same = [asdict(case) for case in results.cases if (case.suite, case.parameters) == kind]
         print(text(rows(same)), flush=True)
-        write(record(), partial)  # as far as it got
+        results.save()
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
 
-    write(record(), path)
-    partial.unlink(missing_ok=True)
-    # What may be impossible here is no failure where it did not run; a wrong result always is.
-    failed = [case for case in cases if not case["passed"] and (case["error"] is not None or not case["optional"])]
-    print(text_of_claims(rows(cases)))
-    print(
-        f"\n{len(cases)} cases, {len(failed)} failed their check; {time.perf_counter() - begun:.0f} s; written to {path}"
-    )
-    return 1 if failed else 0
+    print(text_of_claims(rows([asdict(case) for case in results.cases])))
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ import argparse
 import gc
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,17 +36,16 @@ import torch
 
 import deeppcr
 import loop_problems
-from deeppcr_paper.store import file_name
-from deeppcr_paper.timing import clocked, machine
+from deeppcr_paper.timing import clocked
 from fuzz.problems import problem as random_problem
 from fuzz.reference import Precision
 from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
-from kernel_report import Claim, number
-from kernels import Case, examine, first_line, seconds_of
+from kernel_report import number
+from kernels import Case, examine, first_line, line, seconds_of
 from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
-from run import current_commit, versions, write
+from records import Results, parse, parser_of, set_up
 
 PARTS = ("table", "choice", "cold", "host", "captured")
 #: What the choice may cost over the best way, in how many of the loops it may cost more; and over the bare loop.
@@ -66,14 +63,11 @@ Build = Callable[[Prepared, str], dict[str, Method]]
 class Run:
     """What all parts need to know, and what they found."""
 
-    def __init__(self, device: torch.device, quick: bool, only: Sequence[str] | None, budget: float):
+    def __init__(self, device: torch.device, quick: bool, only: Sequence[str] | None, budget: float, results: Results):
         self.device, self.quick, self.only, self.budget = device, quick, only, budget
         self.alone = False  # the public call without the others
         self.comparing = 200.0  # seconds after which the table goes on without what it compares with
-        self.cases: list[Case] = []
-        self.claims: list[Claim] = []
-        self.begun = time.perf_counter()
-        self.save: Callable[[], None] = lambda: None  # what there is so far
+        self.results = results
 
     def loops(self, listed: Sequence[Loop]) -> list[Loop]:
         chosen = [each for each in listed if not self.only or each.name in self.only]
@@ -90,23 +84,8 @@ class Run:
         return found
 
     def add(self, cases: Sequence[Case]) -> None:
-        self.cases += cases
+        self.results.cases += cases
         print("\n".join(map(line, cases)), flush=True)
-
-    def claim(self, name: str, value: float | None, limit: float) -> None:
-        self.claims.append(Claim(name, value, limit))
-
-
-def line(case: Case) -> str:
-    name = " ".join([case.suite, *(f"{value}" for value in case.parameters.values())])
-    text = f"{name:64} {case.method:32}"
-    if not case.passed:
-        return f"{text} {'not here' if case.optional and case.error is None else 'FAILED'}: {case.failure}"
-    text += f"{number(1e3 * min(case.seconds)):>10} ms  median {number(1e3 * median(case.seconds)):>9}"
-    text += "  scaled" if case.scale != 1 else ""
-    if case.result is not None:
-        text += f"  {case.result}, {case.iterations} iterations, error {case.error:.2g} of what is allowed"
-    return text
 
 
 def time_of(cases: Sequence[Case], method: str = SOLVE) -> float | None:
@@ -120,7 +99,7 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
             yield Prepared(loop, run.device)
         except Exception as error:
             run.add([Case(suite, loop.parameters, SOLVE, 1.0, failure=first_line(error))])
-        run.save()
+        run.results.save()
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -160,7 +139,7 @@ def table(run: Run) -> None:
             limit = prepared.loop.limit(direction)
             if limit is not None:
                 seconds = time_of(cases)
-                run.claim(f"{prepared.loop.name}, {direction}, ms", seconds and 1e3 * seconds, 1e3 * limit)
+                run.results.claim(f"{prepared.loop.name}, {direction}, ms", seconds and 1e3 * seconds, 1e3 * limit)
 
 
 def choice(run: Run) -> None:
@@ -182,9 +161,9 @@ def choice(run: Run) -> None:
             print(f"    {ratios[-1]:.2f} of the best way")
     if ratios:
         share = sum(ratio > OVER_BEST for ratio in ratios) / len(ratios)
-        run.claim(f"share of {len(ratios)} loops over {OVER_BEST} of the best way", share, EXCEPTIONS)
+        run.results.claim(f"share of {len(ratios)} loops over {OVER_BEST} of the best way", share, EXCEPTIONS)
         name = f"loops over {OVER_BARE} of the bare loop and {1e3 * OVERHEAD} ms"
-        run.claim(f"{name} ({', '.join(slow)})" if slow else name, len(slow), 0)
+        run.results.claim(f"{name} ({', '.join(slow)})" if slow else name, len(slow), 0)
 
 
 @torch.no_grad()
@@ -212,7 +191,7 @@ def cold(run: Run) -> None:
         case.iterations, case.result = int(solution.iterations.max()), solution.result.name
         plain = replace(case, method=BARE, seconds=[loop], iterations=None, result=None)
         run.add([case, plain])
-    run.claim(f"cold calls over bare loops, median of {len(ratios)}", median(ratios) if ratios else None, COLD)
+    run.results.claim(f"cold calls over bare loops, median of {len(ratios)}", median(ratios) if ratios else None, COLD)
 
 
 def host(run: Run) -> None:
@@ -223,7 +202,7 @@ def host(run: Run) -> None:
                 seconds, busy = host_time(lambda: prepared.solve(FORWARD), run.device, run.budget)  # noqa: B023
             case.passed, case.error, case.seconds = True, 0.0, [max(0.0, each - busy) for each in seconds]
             case.notes = [f"the device is at work for {number(1e3 * busy)} ms of a call"]
-            run.claim(f"{prepared.loop.name}, host, ms", 1e3 * min(case.seconds), 1e3 * HOST)
+            run.results.claim(f"{prepared.loop.name}, host, ms", 1e3 * min(case.seconds), 1e3 * HOST)
         except Exception as error:
             case.failure = first_line(error)
         run.add([case])
@@ -280,7 +259,7 @@ def in_a_graph(run: Run) -> None:
             cases = run.examine("captured", prepared, direction, build)
             limit, seconds = loop.captured_limit(direction), time_of(cases, CAPTURED)
             if limit is not None:
-                run.claim(f"{loop.name}, {direction}, captured, ms", seconds and 1e3 * seconds, 1e3 * limit)
+                run.results.claim(f"{loop.name}, {direction}, captured, ms", seconds and 1e3 * seconds, 1e3 * limit)
 
 
 RUN_PART: dict[str, Callable[[Run], None]] = {
@@ -292,18 +271,10 @@ RUN_PART: dict[str, Callable[[Run], None]] = {
 }
 
 
-def show(claims: Sequence[Claim]) -> None:
-    for claim in claims:
-        value = "none" if claim.value is None else number(claim.value)
-        print(f"{claim.name:80} {value:>10}  target {claim.limit:<8g} {'met' if claim.met else 'MISSED'}")
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, quick="tiny loops, in seconds: a dry run")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: all)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny loops, in seconds: a dry run")
     parser.add_argument(
         "--alone", action="store_true", help="of the table the public call alone, without what it is held against"
     )
@@ -320,16 +291,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seconds of the table after which the rest is timed alone (default: 200)",
     )
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
-    )
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    options = parse(parser, arguments)
     unknown = set(options.only or ()) - {loop.name for loop in CHOICE}
     if unknown:
         parser.error(f"--only: no such loop: {', '.join(sorted(unknown))}")
@@ -338,37 +300,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 0 where every check held."""
-    options = parse(arguments)
-    device, now, commit = torch.device(options.device), datetime.now(timezone.utc), options.commit or current_commit()
-    torch.set_float32_matmul_precision("highest")
-    # Whether the loop had to finish a solve is written down; a warning a call is not needed.
-    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream())  # a capture on another stream than earlier passes may end
+    options = options_of(arguments)
+    device = torch.device(options.device)
+    set_up(device)
     budget = options.budget if options.budget is not None else 0.005 if options.quick else 0.15
     if device.type != "cuda":
         print("no CUDA device: targets in milliseconds are those of a GPU")
-    run, about = Run(device, options.quick, options.only, budget), machine(device)
+    results = Results("loops", options, budget_seconds=budget, parts=list(options.part))
+    run = Run(device, options.quick, options.only, budget, results)
     run.alone, run.comparing = options.alone, options.comparing
-    experiment = "loops-quick" if options.quick else "loops"
-    name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
-    path = options.json or options.out / f"{name}.json"
-    partial = path.with_suffix(".partial.json")
-
-    def record() -> dict[str, Any]:
-        return {
-            "experiment": experiment,
-            "date": now.isoformat(timespec="seconds"),
-            "commit": commit,
-            "machine": about,
-            "versions": versions(),
-            "settings": {"tf32": False, "quick": options.quick, "budget_seconds": budget, "parts": list(options.part)},
-            "seconds": time.perf_counter() - run.begun,
-            "cases": [asdict(case) for case in run.cases],
-            "targets": [{**asdict(claim), "met": claim.met} for claim in run.claims],
-        }
-
-    run.save = lambda: write(record(), partial)
     if options.workers > 1:
         folder = TemporaryDirectory()
         make_all_ready(run, TABLE, options.workers, Path(folder.name))
@@ -376,14 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begun = time.perf_counter()
         RUN_PART[part](run)
         print(f"{part}: {time.perf_counter() - begun:.0f} s\n", flush=True)
-        run.save()
-    write(record(), path)
-    partial.unlink(missing_ok=True)
-    show(run.claims)
-    # What may be impossible here is no failure where it did not run; a wrong result always is.
-    failed = [case for case in run.cases if not case.passed and (case.error is not None or not case.optional)]
-    print(f"\n{len(run.cases)} cases, {len(failed)} failed their check; written to {path}")
-    return 1 if failed else 0
+        run.results.save()
+    return results.finish()
 
 
 if __name__ == "__main__":

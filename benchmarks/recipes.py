@@ -16,27 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import datetime, timezone
-from pathlib import Path
-from statistics import median
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-import deeppcr
-from deeppcr_paper.store import file_name
-from deeppcr_paper.timing import machine, relative_error
+from deeppcr_paper.timing import relative_error
 from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
-from kernel_report import Claim, is_captured, number
-from kernels import Case, examine
+from kernel_report import Claim, is_captured
+from kernels import Case, examine, line
 from recipe_problems import CAPTURED, RECIPES, Recipe
-from run import current_commit, versions, write
+from records import Results, parse, parser_of, set_up
 
 CALL, LOOP, GRAPH = "recipe", "loop", "loop in a CUDA graph"
 #: Of a loop so many steps are run, and their time is scaled.
@@ -79,30 +71,11 @@ def claims_of(recipe: Recipe, cases: Sequence[Case]) -> list[Claim]:
     return claims
 
 
-def line(case: Case) -> str:
-    text = f"{' '.join(f'{value}' for value in case.parameters.values()):32} {case.method:24}"
-    if not case.passed:
-        return f"{text} {'not here' if case.optional and case.error is None else 'FAILED'}: {case.failure}"
-    text += f"{number(1e3 * min(case.seconds)):>10} ms  median {number(1e3 * median(case.seconds)):>9}"
-    return f"{text}  scaled" if case.scale != 1 else f"{text}  error {case.error:.2g} of what is allowed"
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, quick="tiny sizes, in seconds: a dry run")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these recipes: gae, biquad, ...")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds: a dry run")
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.3)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
-    )
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    options = parse(parser, arguments)
     unknown = set(options.only or ()) - {recipe.name for recipe in RECIPES}
     if unknown:
         parser.error(f"--only: no such recipe: {', '.join(sorted(unknown))}")
@@ -111,36 +84,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 0 where every check held."""
-    options = parse(arguments)
-    device, now, commit = torch.device(options.device), datetime.now(timezone.utc), options.commit or current_commit()
-    torch.set_float32_matmul_precision("highest")
-    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream())  # a capture on another stream than earlier passes may end
-    else:
+    options = options_of(arguments)
+    device = torch.device(options.device)
+    set_up(device)
+    if device.type != "cuda":
         print("no CUDA device: nothing is captured, and the targets are those of a GPU")
     budget = options.budget if options.budget is not None else 0.005 if options.quick else 0.3
-    begun, about = time.perf_counter(), machine(device)
-    cases: list[Case] = []
-    claims: list[Claim] = []
-    experiment = "recipes-quick" if options.quick else "recipes"
-    name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
-    path = options.json or options.out / f"{name}.json"
-
-    def record() -> dict[str, Any]:
-        return {
-            "experiment": experiment,
-            "date": now.isoformat(timespec="seconds"),
-            "commit": commit,
-            "machine": about,
-            "versions": versions(),
-            "settings": {"tf32": False, "quick": options.quick, "budget_seconds": budget},
-            "seconds": time.perf_counter() - begun,
-            "cases": [asdict(case) for case in cases],
-            "targets": [{**asdict(claim), "met": claim.met} for claim in claims],
-        }
-
-    partial = path.with_suffix(".partial.json")
+    results = Results("recipes", options, budget_seconds=budget)
     for recipe in RECIPES:
         if options.only and recipe.name not in options.only:
             continue
@@ -154,22 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         with torch.set_grad_enabled(recipe.gradients):
             found = examine(problem, device, budget)
-        cases += found
-        claims += claims_of(recipe, found)
+        results.cases += found
+        results.claims += claims_of(recipe, found)
         print("\n".join(map(line, found)), flush=True)
-        write(record(), partial)  # as far as it got
+        results.save()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    write(record(), path)
-    partial.unlink(missing_ok=True)
-    for claim in claims:
-        found = "not measured" if claim.value is None else f"{number(claim.value)}, {'met' if claim.met else 'MISSED'}"
-        print(f"{claim.name:48} target {claim.limit:<8g} {found}")
-    # What may be impossible here is no failure where it did not run; a wrong result always is.
-    failed = [case for case in cases if not case.passed and (case.error is not None or not case.optional)]
-    print(f"\n{len(cases)} cases, {len(failed)} failed their check; written to {path}")
-    return 1 if failed else 0
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -21,14 +21,11 @@ import itertools
 import random
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,12 +34,9 @@ from torch import Tensor, nn
 
 import deeppcr
 import deeppcr.nn
-from deeppcr_paper.store import file_name
-from deeppcr_paper.timing import machine
 from kernel_methods import Method, can_capture, captured
-from kernel_report import Claim, number
-from kernels import Case, first_line, seconds_of
-from run import current_commit, versions, write
+from kernels import Case, first_line, line, seconds_of
+from records import Results, parse, parser_of, set_up
 
 PARTS, KINDS = ("targets", "diagonal", "torch"), ("GRU", "LSTM", "RNN")
 HIDDEN, ROWS, STEPS = (8, 16, 32, 64, 128, 256, 512), (1, 4, 16, 64), (64, 256, 1024, 4096, 16384, 65536)
@@ -198,11 +192,10 @@ def methods_of(layer: Layer) -> Iterator[tuple[str, Method]]:
 class Run:
     """What both parts need to know, and what they found."""
 
-    def __init__(self, device: torch.device, quick: bool, kinds: Sequence[str], budget: float):
+    def __init__(self, device: torch.device, quick: bool, kinds: Sequence[str], budget: float, results: Results):
         self.device, self.quick, self.kinds, self.until = device, quick, kinds, time.perf_counter() + budget
         self.rounds = 3 if quick else MOST_ROUNDS
-        self.cases: list[Case] = []
-        self.claims: list[Claim] = []
+        self.results = results
         self.left_out = 0
 
     def examine(self, suite: str, parameters: dict[str, Any], methods: Iterator[tuple[str, Method]]) -> list[Case]:
@@ -225,7 +218,7 @@ class Run:
                 case.seconds.append(seconds_of(runs[case.method], 1, self.device))
             if time.perf_counter() - begun > 1.0:
                 break
-        self.cases += cases
+        self.results.cases += cases
         print("\n".join(map(line, cases)), flush=True)
         return cases
 
@@ -235,15 +228,7 @@ class Run:
         for method, ratio in ratios.items():
             name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {other}"
             share = times[method] / times[other] if method in times and other in times else None
-            self.claims.append(Claim(name, share, 1 / ratio))
-
-
-def line(case: Case) -> str:
-    text = f"{' '.join(str(value) for value in case.parameters.values()):40} {case.method:20}"
-    if not case.passed:
-        return f"{text} {'not here' if case.optional and case.error is None else 'FAILED'}: {case.failure}"
-    text += f"{number(1e3 * median(case.seconds)):>10} ms"
-    return f"{text}  error {case.error:.2g} of what is allowed  {case.result or ''}"
+            self.results.claim(name, share, 1 / ratio)
 
 
 def targets(run: Run) -> None:
@@ -266,7 +251,7 @@ def of_torch(run: Run) -> None:
         try:
             layer = Layer(size, run.device)
         except Exception as error:
-            run.cases.append(Case("torch", size.parameters, TORCH, 1.0, failure=first_line(error)))
+            run.results.cases.append(Case("torch", size.parameters, TORCH, 1.0, failure=first_line(error)))
             continue
         found = run.examine("torch", size.parameters, methods_of(layer))
         times = {case.method: median(case.seconds) for case in found if case.passed}
@@ -278,7 +263,7 @@ def of_torch(run: Run) -> None:
         gc.collect()
     named = f" ({'; '.join(slow)})" if slow else ""
     name = f"of {compared} sizes, those where auto takes over {FACTOR} of PyTorch's time and {1e6 * OVERHEAD:.0f} us{named}"
-    run.claims.append(Claim(name, len(slow) if compared else None, 0))
+    run.results.claim(name, len(slow) if compared else None, 0)
 
 
 def diagonal(run: Run) -> None:
@@ -385,71 +370,37 @@ def compile_kernels(kinds: list[tuple[str, int]], device: torch.device, workers:
     pool.shutdown(cancel_futures=True)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, quick="tiny layers, in seconds: a dry run")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: both)")
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS, help="of torch.nn (default: all)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny layers, in seconds: a dry run")
     parser.add_argument(
         "--budget", type=float, default=540.0, help="seconds after which sizes are left out (default: 540)"
     )
     parser.add_argument(
         "--workers", type=int, default=1, help="processes that make kernels first (default: 1, on the way)"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="where results are written (default: a name in --out)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
-    )
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
-    return options
+    return parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code is 0 where every check held."""
-    options = parse(arguments)
-    device, now, commit = torch.device(options.device), datetime.now(timezone.utc), options.commit or current_commit()
-    torch.set_float32_matmul_precision("highest")
+    options = options_of(arguments)
+    device = torch.device(options.device)
+    set_up(device)
     torch.backends.cudnn.allow_tf32 = False
-    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream())  # a capture on another stream than earlier passes may end
-    begun, about = time.perf_counter(), machine(device)
-    run = Run(device, options.quick, options.kind, options.budget)
-    experiment = "recurrent-quick" if options.quick else "recurrent"
-    name = file_name(experiment, about["hardware"], f"{now:%Y-%m-%d}", commit, quick=False)
-    path = options.json or options.out / f"{name}.json"
+    results = Results("recurrent", options, budget_seconds=options.budget)
+    run = Run(device, options.quick, options.kind, options.budget, results)
     if options.workers > 1:
         kinds = [("DiagonalGRU", 256), *((kind, H) for kind in options.kind for H in HIDDEN if H <= WIDEST // 2)]
         compile_kernels(kinds, device, options.workers, options.budget / 2)
-        print(f"kernels after {time.perf_counter() - begun:.0f} s", flush=True)
+        print(f"kernels after {time.perf_counter() - results.begun:.0f} s", flush=True)
     for part in PARTS:  # the grid last: it takes what is left of the budget
         if part in options.part:
             {"targets": targets, "torch": of_torch, "diagonal": diagonal}[part](run)
-    record = {
-        "experiment": experiment,
-        "date": now.isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": about,
-        "versions": versions(),
-        "settings": {"tf32": False, "quick": options.quick, "budget_seconds": options.budget, "left_out": run.left_out},
-        "seconds": time.perf_counter() - begun,
-        "cases": [asdict(case) for case in run.cases],
-        "targets": [{**asdict(claim), "met": claim.met} for claim in run.claims],
-    }
-    write(record, path)
-    for claim in run.claims:
-        print(f"{claim.name}: {claim.value}, target {claim.limit:g}, {'met' if claim.met else 'MISSED'}")
-    failed = [case for case in run.cases if not case.passed and (case.error is not None or not case.optional)]
-    print(
-        f"\n{len(run.cases)} cases, {run.left_out} sizes left out, {len(failed)} failed their check; written to {path}"
-    )
-    return 1 if failed else 0
+    results.settings["left_out"] = run.left_out
+    print(f"{run.left_out} sizes left out")
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,11 @@ the reference in float64 is reported and never timed; the exit code is then 1.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
-from importlib import metadata
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +21,8 @@ from torch import Tensor
 import deeppcr
 from deeppcr import linear
 from deeppcr_paper.mlp import Network, slope
-from deeppcr_paper.timing import Timing, capture, machine, measure, relative_error
+from deeppcr_paper.timing import Timing, capture, measure, relative_error
+from records import Results, parse, parser_of
 
 TOLERANCE = 1e-4
 HAS_JAX = find_spec("jax") is not None
@@ -102,6 +95,10 @@ class Case:
     chunk: int | None = None
     linear: str | None = None
     seconds: list[float] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return not self.passed
 
     def check(self, found: Found, reference: Sequence[Tensor]) -> None:
         self.error = relative_error(found.tensors(), reference)
@@ -240,89 +237,25 @@ def show(problem: Problem, cases: Sequence[Case]) -> None:
         print(line, flush=True)
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "jax", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"deeppcr": deeppcr.__version__, **found}
-
-
-def current_commit() -> str:
-    """The commit of this checkout, marked where files differ from it."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def write(record: dict[str, Any], path: Path) -> None:
-    """All or nothing: an interrupted run leaves no half-written results."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks; the exit code is 0 where every check held."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny problems, in seconds")
+    parser = parser_of(__doc__, quick="tiny problems, in seconds")
     parser.add_argument("--budget", type=float, help="seconds of timing for each problem (default: 2)")
     parser.add_argument("--threads", type=int, help="CPU threads of torch (default: as torch has it)")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent.parent / "results", help="folder for the file"
-    )
-    parser.add_argument("--commit", help="for a copy without its repository (default: as git has it)")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+    options = parse(parser, arguments)
     budget = options.budget if options.budget is not None else 0.02 if options.quick else 2.0
-    device, commit, now = torch.device(options.device), options.commit or current_commit(), datetime.now(timezone.utc)
+    device, results = torch.device(options.device), Results("core", options, dtype="float32", budget_seconds=budget)
     torch.set_float32_matmul_precision("highest")
     if options.threads:
         torch.set_num_threads(options.threads)
 
     if not HAS_JAX:
         print("jax is not installed: the linear systems are compared without it")
-    cases: list[Case] = []
     for problem in problems(device, options.quick):
         found = examine(problem, device, budget)
         show(problem, found)
-        cases += found
-
-    about = machine(device)
-    experiment = "core-quick" if options.quick else "core"
-    record = {
-        "experiment": experiment,
-        "date": now.isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": about,
-        "versions": versions(),
-        "settings": {"dtype": "float32", "tf32": False, "quick": options.quick, "budget_seconds": budget},
-        "cases": [asdict(case) for case in cases],
-    }
-    hardware = re.sub(r"[^a-z0-9]+", "-", about["hardware"].lower().replace("(r)", "")).strip("-")
-    path = options.out / f"{experiment}-{hardware}-{now:%Y-%m-%d}-{commit}.json"
-    write(record, path)
-    failed = [case for case in cases if not case.passed]
-    print(f"\n{len(cases)} cases, {len(failed)} failed their check; written to {path}")
-    return 1 if failed else 0
+        results.cases += found
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The ``conftest.py`` of each folder with such tests takes the hook and the fixtur
 import ctypes
 import dataclasses
 import itertools
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -52,6 +53,8 @@ def _quicken(patch, interpreter, *, check_integers):
     _skip_what_changes_nothing(patch, type(interpreter.interpreter_semantic), tl)
     # Overflow of integers is looked for with --all only: that makes each of their operations five.
     patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=check_integers))
+    if not check_integers:  # nor is every result held against the size of its type
+        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
     # Every call of a function from another looks through the whole language anew: a third of all time.
     patch.setattr(interpreter, "_patch_attr", _patch_directly)
     patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope
@@ -146,7 +149,9 @@ def _share_types(patch, tl):
 def _skip_what_changes_nothing(patch, semantic, tl):
     """Most tensors have the type and the shape that is asked for: then they are the result, as after all checks."""
     cast, broadcast, promote = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
-    shapes, types = {}, {}
+    check, unwrap = semantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr
+    tensor, shapes, types, constants = tl.core.tensor, {}, {}, {}
+    stay = {"int32", "int64", "fp32", "fp64"}  # two of one of these remain what they are in every operation
 
     def cast_if_other(self, input, dst_ty, *options):
         return input if input.type.scalar is dst_ty.scalar else cast(self, input, dst_ty, *options)
@@ -171,6 +176,33 @@ def _skip_what_changes_nothing(patch, semantic, tl):
             types[named] = promote(self, *kinds)
         return types[named]
 
+    def check_if_other(self, lhs, rhs, *options, **named):
+        """Of two tensors, or of a tensor and a number, which becomes one of the same shape."""
+        first = isinstance(lhs, tensor)
+        if first and isinstance(rhs, tensor):
+            if lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in stay:
+                return broadcast_if_other(self, lhs, rhs)
+            return check(self, lhs, rhs, *options, **named)
+        given, number = (lhs, rhs) if first else (rhs, lhs)
+        if not isinstance(given, tensor) or type(number) not in (int, float) or number != number:
+            return check(self, lhs, rhs, *options, **named)
+        shape = id(given.type.shape) if given.type.is_block() else None
+        key = (type(number), number, math.copysign(1, number), given.dtype.name, shape, first, options, *named.items())
+        if key not in constants:
+            pair = check(self, lhs, rhs, *options, **named)
+            if pair[not first] is not given:  # it was converted, too
+                return pair
+            if len(constants) > 10_000:
+                constants.clear()
+            constants[key] = pair[first]
+            constants[key].handle.data.setflags(write=False)
+        return (given, constants[key]) if first else (constants[key], given)
+
+    def unwrap_if_other(value):
+        return value if type(value) is tensor else unwrap(value)
+
+    patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_other)
+    patch.setattr(semantic, "binary_op_type_checking_impl", check_if_other)
     patch.setattr(semantic, "cast", cast_if_other)
     patch.setattr(semantic, "broadcast_impl_value", broadcast_if_other)
     patch.setattr(semantic, "computation_type_impl", promote_once)

@@ -1,24 +1,13 @@
 """The benchmark of what "auto" chooses: how it reads its own numbers."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from scripts import script
 
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        assert not {"auto_choice", "run"} & set(sys.modules)
-        yield importlib.import_module("auto_choice")
-        for name in ("auto_choice", "run"):
-            sys.modules.pop(name, None)
+bench = script("benchmarks", "auto_choice")
 
 
 def cell(auto, wrong=None, **seconds):

@@ -1,34 +1,16 @@
 """The benchmarks run, check before they time, and write what a result has to be read with."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import deeppcr
+from scripts import script
 
-
-@pytest.fixture(scope="module")
-def bench():
-    path = Path(__file__).parents[1] / "benchmarks" / "run.py"
-    spec = importlib.util.spec_from_file_location("deeppcr_benchmarks_run", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(autouse=True)
-def matmul_precision():
-    precision = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(precision)
+bench = script("benchmarks", "run")
+pytestmark = pytest.mark.usefixtures("precision")
 
 
 def record_in(folder: Path) -> dict:
@@ -94,9 +76,10 @@ def test_a_method_that_raises_is_a_failed_case(bench, device, tmp_path, capsys, 
 
 
 def test_an_interrupted_write_leaves_the_old_file(bench, tmp_path):
+    write = sys.modules["records"].write
     path = tmp_path / "core.json"
-    bench.write({"run": 1}, path)
+    write({"run": 1}, path)
     with pytest.raises(TypeError):
-        bench.write({"run": object()}, path)
+        write({"run": object()}, path)
     assert json.loads(path.read_text()) == {"run": 1}
     assert list(tmp_path.iterdir()) == [path]

@@ -4,35 +4,19 @@ import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-MODULES = ("kernels", "kernel_problems", "kernel_training", "kernel_methods", "kernel_report", "run")
+from scripts import ROOT, script
 
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        assert not set(MODULES) & set(sys.modules)
-        yield importlib.import_module("kernels")
-        for name in MODULES:
-            sys.modules.pop(name, None)
+bench = script("benchmarks", "kernels")
+pytestmark = pytest.mark.usefixtures("precision")
 
 
 @pytest.fixture(scope="module")
 def report(bench):
     return importlib.import_module("kernel_report")
-
-
-@pytest.fixture(autouse=True)
-def matmul_precision():
-    precision = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.thorough
@@ -149,19 +133,19 @@ def test_a_long_call_is_not_repeated_and_a_part_is_scaled(bench, monkeypatch):
 
 def test_kernels_are_compiled_by_others_or_later(bench, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.sys, "executable", str(tmp_path / "missing"))
-    bench.compile_kernels(torch.device("cpu"), quick=True)
+    bench.compile_kernels(bench.__file__)
     assert "going on without" in capsys.readouterr().out
     fails = tmp_path / "fails"
     fails.write_text("#!/bin/sh\nexit 3\n")
     fails.chmod(0o755)
     monkeypatch.setattr(bench.sys, "executable", str(fails))
     monkeypatch.setattr(bench.os, "cpu_count", lambda: 3)
-    bench.compile_kernels(torch.device("cpu"), quick=True)
+    bench.compile_kernels(bench.__file__)
     assert "by 2 processes" in (output := capsys.readouterr().out)
     assert "2 of which failed" in output
     fails.write_text("#!/bin/sh\nsleep 60\n")
     monkeypatch.setattr(bench, "WARM_SECONDS", 0)
-    bench.compile_kernels(torch.device("cpu"), quick=True)
+    bench.compile_kernels(bench.__file__)
     assert "timed out" in capsys.readouterr().out
 
 

@@ -1,60 +1,32 @@
 """The benchmark of users' loops: what it checks before it times, what it writes, and how it reads its own numbers."""
 
 import importlib
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import deeppcr
+from scripts import ROOT, script
 
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        before = set(sys.modules)
-        yield importlib.import_module("loops")
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+bench = script("benchmarks", "loops")
 
 
 @pytest.fixture(autouse=True)
-def quickly(bench, monkeypatch):
-    precision = torch.get_float32_matmul_precision()
+def quickly(bench, precision, monkeypatch):
     monkeypatch.setattr(sys.modules["kernels"], "LONG", 0.0)  # nothing is repeated
     monkeypatch.setattr(sys.modules["loop_methods"], "HAS_PARARNN", False)
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
-@pytest.fixture
-def run(bench, tmp_path, device):
-    """A dry run: its exit code, and what it wrote."""
-
-    def run(*arguments: str) -> tuple[int, dict]:
-        path = tmp_path / "results" / "loops.json"
-        code = bench.main(["--quick", "--device", device.type, "--json", str(path), "--commit", "abc1234", *arguments])
-        assert list(path.parent.iterdir()) == [path]  # no partial file beside it
-        return code, json.loads(path.read_text())
-
-    return run
 
 
 def of_method(record: dict, method: str) -> list[dict]:
     return [case for case in record["cases"] if case["method"] == method]
 
 
-def test_a_dry_run_of_the_table(run, capsys, monkeypatch):
+def test_a_dry_run_of_the_table(dry_run, capsys, monkeypatch):
     ways = {"Newton()": deeppcr.Newton, "Loop()": deeppcr.Loop, "nothing": lambda: deeppcr.Newton(chunk="none")}
     monkeypatch.setattr(sys.modules["loop_methods"], "WAYS", ways)
-    code, record = run("--part", "table", "--only", "gru")
+    code, record = dry_run("--part", "table", "--only", "gru")
     assert code == 0
     assert record["experiment"] == "loops-quick"
     assert record["commit"] == "abc1234"
@@ -77,14 +49,14 @@ def test_a_dry_run_of_the_table(run, capsys, monkeypatch):
     assert "gru, forward and backward, ms" in output
 
 
-def test_a_loop_that_fails_is_told_and_the_others_go_on(bench, run, capsys, monkeypatch):
+def test_a_loop_that_fails_is_told_and_the_others_go_on(bench, dry_run, capsys, monkeypatch):
     def breaks(*_):
         raise RuntimeError("out of memory\nand much more")
 
     kalman, langevin = (next(each for each in bench.TABLE if each.name == name) for name in ("kalman", "langevin"))
     monkeypatch.setattr(bench, "TABLE", (replace(kalman, make=breaks), langevin))
     monkeypatch.setattr(bench, "ways", lambda *_: {})
-    code, record = run("--part", "table")
+    code, record = dry_run("--part", "table")
     assert code == 1
     first, *rest = record["cases"]
     assert first["parameters"]["loop"] == "kalman"
@@ -95,7 +67,7 @@ def test_a_loop_that_fails_is_told_and_the_others_go_on(bench, run, capsys, monk
 
 
 @pytest.mark.parametrize("name", ["langevin", "lorenz"])  # by a loop in float64, by residuals
-def test_a_wrong_result_is_written_and_not_timed(bench, run, monkeypatch, name):
+def test_a_wrong_result_is_written_and_not_timed(bench, dry_run, monkeypatch, name):
     solve = deeppcr.solve
 
     def wrong(*arguments, **settings):
@@ -104,7 +76,7 @@ def test_a_wrong_result_is_written_and_not_timed(bench, run, monkeypatch, name):
 
     monkeypatch.setattr(deeppcr, "solve", wrong)
     monkeypatch.setattr(bench, "ways", lambda *_: {})
-    code, record = run("--part", "table", "--only", name)
+    code, record = dry_run("--part", "table", "--only", name)
     assert code == 1
     for case in of_method(record, "solve"):
         assert not case["passed"]
@@ -122,7 +94,7 @@ def test_wrong_gradients_are_seen(bench):
     assert prepared.error(replace(found, gradients=spoilt)) > 1
 
 
-def test_the_choice_is_judged(bench, run, capsys, monkeypatch):
+def test_the_choice_is_judged(bench, dry_run, capsys, monkeypatch):
     times = {"solve": 2e-3, "Loop()": 1e-3, "bare loop": 1.4e-3}
     monkeypatch.setattr(sys.modules["loop_methods"], "WAYS", {"Loop()": deeppcr.Loop})
 
@@ -131,20 +103,20 @@ def test_the_choice_is_judged(bench, run, capsys, monkeypatch):
 
     monkeypatch.setattr(sys.modules["kernels"], "time_case", timed)
     names = [each.name for each in bench.CHOICE if each.make.__name__ == "filter_of_a_signal"][:2]
-    _, record = run("--part", "choice", "--only", *names)
+    _, record = dry_run("--part", "choice", "--only", *names)
     share, slow = record["targets"]
     assert (share["value"], share["met"]) == (1.0, False)
     assert (slow["value"], slow["met"]) == (2, False)
     assert all(name in slow["name"] for name in names)
     assert "2.00 of the best way" in capsys.readouterr().out
     times |= {"solve": 1.2e-3}
-    share, slow = run("--part", "choice", "--only", *names)[1]["targets"]
+    share, slow = dry_run("--part", "choice", "--only", *names)[1]["targets"]
     assert share["met"]
     assert slow["met"]
 
 
-def test_cold_calls_and_the_host(run):
-    code, record = run("--part", "cold", "host", "--only", "langevin")
+def test_cold_calls_and_the_host(dry_run):
+    code, record = dry_run("--part", "cold", "host", "--only", "langevin")
     assert code == 0
     cold, host = record["targets"]
     assert cold["name"].startswith("cold calls over bare loops")
@@ -153,14 +125,14 @@ def test_cold_calls_and_the_host(run):
     assert host["value"] > 0
 
 
-def test_inside_a_graph_of_the_caller(bench, run, device, capsys, monkeypatch):
+def test_inside_a_graph_of_the_caller(bench, dry_run, device, capsys, monkeypatch):
     if device.type == "cpu":
-        assert run("--part", "captured")[0] == 0
+        assert dry_run("--part", "captured")[0] == 0
         assert "needs a CUDA device" in capsys.readouterr().out
         # What is captured on a GPU runs as it is here: all but the CUDA graph itself.
         monkeypatch.setattr(bench, "can_capture", lambda device: True)
         monkeypatch.setattr(bench, "captured", lambda function: function)
-    code, record = run("--part", "captured", "--only", "langevin")
+    code, record = dry_run("--part", "captured", "--only", "langevin")
     assert code == 0
     forward, both = record["cases"]
     assert forward["result"] == both["result"] == "ITERATIONS_DONE"

@@ -1,44 +1,21 @@
 """The benchmark of recipes: what it checks before it times, and what it writes."""
 
-import importlib
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = tuple(str(ROOT / name) for name in ("benchmarks", "examples"))
+from scripts import script
 
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDERS[0])
-        before = set(sys.modules)
-        yield importlib.import_module("recipes")
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(FOLDERS):
-                del sys.modules[name]
+bench = script("benchmarks", "recipes")
 
 
 @pytest.fixture
-def run(bench, tmp_path, device, monkeypatch):
-    """A dry run: its exit code, and what it wrote."""
+def run(bench, dry_run, monkeypatch):
     monkeypatch.setattr(sys.modules["kernels"], "LONG", 0.0)  # nothing is repeated
     monkeypatch.setattr(bench, "WARM_UP", 0)
-    precision = torch.get_float32_matmul_precision()
-
-    def run(*arguments):
-        path = tmp_path / "results" / "recipes.json"
-        code = bench.main(["--quick", "--device", device.type, "--json", str(path), "--commit", "abc1234", *arguments])
-        assert list(path.parent.iterdir()) == [path]  # no partial file beside it
-        return code, json.loads(path.read_text())
-
-    yield run
-    torch.set_float32_matmul_precision(precision)
+    return dry_run
 
 
 def test_a_dry_run(run, bench, device, capsys):

@@ -1,43 +1,20 @@
 """The benchmark of recurrent modules: what it checks before it times, and what it writes."""
 
-import importlib
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from scripts import script
 
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        before = set(sys.modules)
-        yield importlib.import_module("recurrent")
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+bench = script("benchmarks", "recurrent")
 
 
 @pytest.fixture
-def run(bench, tmp_path, device, monkeypatch):
-    """A dry run of one size: its exit code, and what it wrote."""
+def run(bench, dry_run, monkeypatch):
+    """Of one size."""
     chosen = [each for each in bench.sizes(["GRU"], quick=True) if (each.T, each.B) == (33, 3)]
     monkeypatch.setattr(bench, "sizes", lambda kinds, quick: chosen)
     monkeypatch.setattr(bench, "TARGETS", {("GRU", 33, 1, 2): {bench.PARALLEL: 1e-9}})
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-    def run(*arguments):
-        path = tmp_path / "recurrent.json"
-        code = bench.main(["--quick", "--device", device.type, "--json", str(path), "--commit", "abc1234", *arguments])
-        return code, json.loads(path.read_text())
-
-    yield run
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
+    return dry_run
 
 
 def test_a_dry_run(run, bench):

@@ -1,18 +1,16 @@
 """The recipes of examples/: each gives what the plain loop, or the tool that people use now, gives."""
 
-import importlib
 import math
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import deeppcr
+from scripts import ROOT, scripts
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("compressor", "gae", "iir", "kalman", "langevin", "lru", "ode", "unrolled")
 #: Every way that a recipe may go where it leaves the choice to ``solve``.
 SOLVERS = [pytest.param({}, id="chosen"), pytest.param({"solver": deeppcr.Newton()}, id="Newton")]
@@ -25,12 +23,9 @@ pytestmark = pytest.mark.filterwarnings("error::deeppcr.ConvergenceWarning")
 @pytest.fixture(scope="module")
 def examples(device):
     """The modules, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        patch.setattr(importlib.import_module("compare"), "DEVICE", device)
-        yield {name: importlib.import_module(name) for name in NAMES}
-        for name in (*NAMES, "compare"):
-            del sys.modules[name]
+    with scripts("examples") as load, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load("compare"), "DEVICE", device)
+        yield {name: load(name) for name in NAMES}
 
 
 def randn(device, *shape: int, **options):

@@ -62,7 +62,7 @@ def test_parameters_that_the_step_closes_over(gradient, device):
 @pytest.mark.parametrize("gradient", [Implicit(), Unrolled()])
 def test_gradcheck(gradient, device):
     make = Generator(0, torch.float64, device)
-    z0, weights = make.normal(2, 2).requires_grad_(), (make.normal(7, 2, 2) / 2).requires_grad_()
+    z0, weights = make.normal(2, 2).requires_grad_(), (make.normal(4, 2, 2) / 2).requires_grad_()
 
     def run(z0, weights):
         return deeppcr.solve(lambda z, w: torch.tanh(z @ w.mT), z0, weights, solver=TIGHT, gradient=gradient).states
@@ -72,7 +72,7 @@ def test_gradcheck(gradient, device):
 
 def test_second_derivatives_through_the_iterations(device):
     make = Generator(0, torch.float64, device)
-    z0, weights = make.normal(1, 2).requires_grad_(), (make.normal(5, 2, 2) / 2).requires_grad_()
+    z0, weights = make.normal(1, 2).requires_grad_(), (make.normal(3, 2, 2) / 2).requires_grad_()
 
     def run(z0, weights):
         step = lambda z, w: torch.tanh(z @ w.mT)  # noqa: E731
@@ -224,7 +224,7 @@ def test_training_a_recurrent_net_through_the_solve(device):
     target = inputs.cumsum(0).sin()
     optimiser = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=0.05)
     losses = []
-    for _ in range(30):
+    for _ in range(20):
         states = deeppcr.solve(step, make.normal(8, 4) * 0, inputs, solver=Newton()).states
         loss = (readout(states) - target).square().mean()
         optimiser.zero_grad()
@@ -254,8 +254,8 @@ def test_weak_coupling_of_rows_that_adds_up_is_found(dtype, device):
     """A heat equation on [points, channels] read as a batch: each step is off by little, the gradient by all of it."""
     make = Generator(0, dtype, device)
     z0 = make.normal(8, 2).requires_grad_()
-    step = lambda z: z + 4e-4 * (z.roll(1, 0) + z.roll(-1, 0) - 2 * z)  # noqa: E731
-    states = deeppcr.solve(step, z0, length=4000, solver=Newton()).states
+    step = lambda z: z + 8e-4 * (z.roll(1, 0) + z.roll(-1, 0) - 2 * z)  # noqa: E731
+    states = deeppcr.solve(step, z0, length=2000, solver=Newton()).states
     with pytest.raises(RuntimeError, match="rows of the batch influence each other"):
         states[-1].square().sum().backward()
 

@@ -45,8 +45,15 @@ def recurrence_holds(problem, solution, dtype) -> bool:
     return bool(((stepped - states).abs().amax(-1) <= TOLERANCE[dtype] * (1 + states.abs().amax(-1))).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MARGINAL)
+# Each in one precision here and in the other below; rounding is met by the slow recurrence.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in MARGINAL),
+        ("slow recurrence", torch.float32),
+        *thorough(*((name, torch.float32) for name in MARGINAL if name != "slow recurrence")),
+    ],
+)
 @pytest.mark.parametrize("length", [400, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, length, device):
     problem = MARGINAL[name](Generator(0, dtype, device), length, 3)
@@ -62,7 +69,7 @@ def test_marginal_sequences_converge_in_chunks_of_16(name, dtype, length, device
 
 
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough(torch.float64)])
 @pytest.mark.parametrize("name", MARGINAL)
 @pytest.mark.parametrize("length", [400, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_marginal_sequences_are_right_with_default_settings(name, dtype, length, device):

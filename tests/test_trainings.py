@@ -1,10 +1,7 @@
 """The two trainings: both sides see the same losses, going on is as if nothing had happened, and what they report is right."""
 
-import importlib
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +9,16 @@ import torch
 
 import deeppcr
 from deeppcr_paper.data import Images
+from scripts import ROOT, scripts
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
 def examples():
     """Modules of the folder by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        before = set(sys.modules)
-        yield importlib.import_module
-        for name in set(sys.modules) - before:
-            if str(EXAMPLES) in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+    with scripts("examples") as load:
+        yield load
 
 
 @pytest.fixture

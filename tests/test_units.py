@@ -9,6 +9,7 @@ import torch
 import deeppcr
 from deeppcr import Newton, Result
 from deeppcr.tolerance import Tolerance
+from kernel_support import pairwise
 from problems import plain_loop
 
 LENGTH = 200
@@ -51,9 +52,11 @@ def run(name, units, dtype=torch.float32, **options):
     return found.states / units, found.iterations
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("options", [{}, {"chunk": 1}, {"scale": "local"}], ids=["default", "chunk of one", "local"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pairwise(
+    name=STEPS.keys(),
+    options={"default": {}, "chunk of one": {"chunk": 1}, "local": {"scale": "local"}},
+    dtype=[torch.float32, torch.float64],
+)
 def test_the_loop_in_other_units_gives_the_same_digits(name, options, dtype):
     powers = torch.randint(-40, 41, (STEPS[name][1],), generator=torch.Generator().manual_seed(len(options)))
     ours, iterations = run(name, 2.0 ** powers.to(dtype), dtype, **options)

@@ -435,10 +435,11 @@ def test_the_pipeline_of_ddpm_with_global_random_numbers(unet):
 def test_a_scheduler_is_read_anew_where_anything_has_changed(conditional, vae):
     pipeline, given = prompted(conditional, vae), embeds()
     run = lambda **named: parallel_sample(pipeline, **given, **named, generator=seeded(), options=OPTIONS).output  # noqa: E731
-    for named in ({"num_inference_steps": 6}, {"num_inference_steps": 6}, {"num_inference_steps": 7}, {"eta": 0.5}):
+    noisy = {"num_inference_steps": 7, "eta": 0.5}
+    for named in ({"num_inference_steps": 6}, {"num_inference_steps": 6}, {"num_inference_steps": 7}, noisy):
         assert error(run(**named), pipeline(**given, **named, generator=seeded())) <= 1e-5
     pipeline.scheduler.alphas_cumprod = pipeline.scheduler.alphas_cumprod**0.9
-    assert error(run(eta=0.5), pipeline(**given, eta=0.5, generator=seeded())) <= 1e-5
+    assert error(run(**noisy), pipeline(**given, **noisy, generator=seeded())) <= 1e-5
 
 
 # What cannot work is refused, with the reason.

@@ -1,24 +1,18 @@
 """Kernels are never run for a step that has changed: the pairs of ``benchmarks/wrong_replays.py``, which differ in one thing."""
 
 import math
-from pathlib import Path
 
 import pytest
 
 import deeppcr
 from deeppcr import Newton, fused, runtime
 from kernel_support import thorough
+from scripts import script
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(scope="module")
-def program():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        import wrong_replays
-
-        yield wrong_replays
+program = script("benchmarks", "wrong_replays")
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ class TestWhatTheStepClosesOver:
     def test_tensors_made_anew_for_every_solve_are_not_recorded_forever(self, device):
         z0, xs, weight = self.problem(device)
         kept = []
-        for number in range(20):
+        for number in range(12):
             kept.append(weight / (1 + number))
             for _ in range(2):
                 step = lambda z, x: torch.tanh(z @ kept[-1] + x)  # noqa: E731

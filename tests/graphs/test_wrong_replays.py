@@ -4,8 +4,6 @@
 not recorded.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,18 +14,11 @@ from deeppcr.graphs.cache import captured_solves
 from deeppcr.sequence import trace
 from deeppcr.sequence.fingerprint import fingerprint
 from kernel_support import thorough
+from scripts import script
 from tape import Tape
 
+program = script("benchmarks", "wrong_replays")
 BY_KERNELS = ways._by_kernels
-
-
-@pytest.fixture(scope="module")
-def program():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        import wrong_replays
-
-        yield wrong_replays
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from deeppcr import nn as ours
 from kernel_support import pairwise
 from recurrent_problems import KINDS, LEAST, Configuration, drawn, error, leaves_of
 
-FEW, ALL = 40, 200
+FEW, ALL = 24, 200
 
 
 @pytest.fixture(autouse=True)
