@@ -145,6 +145,8 @@ class Solution:
         description: the result in words, with the step and row it is about; ``message`` tells of states that died out, too
         z0: the initial state
         tolerance: of the states; None: they are those of the loop
+        local: [*batch], rows in which something large hid what came after it, so that digits of every state were asked for; None where
+            there were none
         dropped: what is known of those that were not kept; None where all were
         outputs: what each step of a loop gave beside its state, for ``scan``, which makes ys of it; else None
 
@@ -165,6 +167,7 @@ class Solution:
     description: str
     z0: Any = None
     tolerance: Tolerance | None = None
+    local: Tensor | None = None
     dropped: Dropped | None = None
     outputs: list[Any] | None = None
 
@@ -210,7 +213,8 @@ class Solution:
                 scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))
                 lost = self.tolerance.has_died_out(rows, scale)
                 known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
-        return known.reshape(batch)
+        known = known.reshape(batch)
+        return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
 
     @cached_property
     def message(self) -> str:
