@@ -20,9 +20,9 @@ ROUNDED = 8
 _ADDED_UP = 100
 #: A state that is no larger than so many tolerances has died out, and smaller than this part of its largest size: its leading digits
 #: are not known.
-_FAINT, _SMALL = 100, 0.1
+FAINT, SMALL = 100, 0.1
 #: A signal dies out that goes on falling: in as much time as it took to become faint, to less than this part.
-_GOES_ON = 0.1
+GOES_ON = 0.1
 #: So many states at least such a time has.
 _SHORTEST = 4
 
@@ -70,7 +70,7 @@ class Tolerance:
     @property
     def faint(self) -> float:
         """A number that is no larger than this part of its largest size so far is faint: of its digits not much is known."""
-        return max(self.rtol, min(_FAINT * self.rtol, _SMALL))
+        return max(self.rtol, min(FAINT * self.rtol, SMALL))
 
     def hides(self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
@@ -93,7 +93,7 @@ class Tolerance:
         steps = len(sizes)
         time, shortest = 1, min(_SHORTEST, steps // 2)  # for a moment a number is small whenever its sign changes
         hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
-        lives_on, known = max(_GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
+        lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
         while time < steps - 1:
             largest, error, nearer = first
             if time >= shortest:
