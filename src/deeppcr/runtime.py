@@ -39,6 +39,11 @@ def is_batched(tensor: Tensor) -> bool:
     return in_functorch() or _is_legacy_batched(tensor)
 
 
+def random_state(device: torch.device) -> Tensor:
+    """Of PyTorch's own generator: it is another one after a random number was drawn."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether operations on ``device`` go into a graph of the caller: they have no values yet that Python could read."""
     return device.type in CAPTURING and CAPTURING[device.type]()

@@ -20,9 +20,9 @@ from .guess import RepeatInitial, as_guess
 from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
-from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .runtime import has_tangent, in_functorch, is_capturing, random_state, version_of
 from .sequence.emit import Emitting
-from .sequence.evaluate import StepError
+from .sequence.evaluate import RandomStep, StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
 from .sequence.layout import Layout, note_call
@@ -79,7 +79,8 @@ def solve(
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
             or a function of ``(z0, xs)`` that returns states
-        gradient: Implicit() or Unrolled()
+        gradient: Implicit() or Unrolled(). Second derivatives need Unrolled() or Loop(): by default they are there as long as the way is a
+            loop of PyTorch, which has them by itself, and refused by name where it is another
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError,
             "return" returns what there is, and a backward pass through it raises
 
@@ -332,6 +333,10 @@ class _Planned:
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
         for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
+            watched = (
+                index == 1 and probe is not None
+            )  # the first call of all may set what stays; and of a kind once is enough
+            drawn = random_state(layout.device) if watched else None
             try:
                 if both is None:
                     z = one(z, *x)
@@ -343,6 +348,8 @@ class _Planned:
                     self._raised = error
                     note_call(error, index, z, *x)
                 raise
+            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
+                raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in inputs]:

@@ -45,6 +45,12 @@ class RandomStep(StepError):
 
     kind = "random"
 
+    def __init__(
+        self,
+        message: str = "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them over in xs",
+    ):
+        super().__init__(message)
+
 
 def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
     """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
@@ -185,10 +191,7 @@ class StepGroup:
         if _must_propagate(error):
             raise error
         if "randomness" in str(error):
-            raise RandomStep(
-                "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them "
-                "over in xs"
-            ) from error
+            raise RandomStep from error
         self.way = "loop"
         self.notes.append(
             f"torch.vmap does not cover the step ({_first_line(error)}): its steps are evaluated one by one; "
