@@ -173,9 +173,11 @@ class Solution:
 
     @property
     def final(self) -> Any:
-        """``z_L``, like z0, whatever was kept."""
+        """``z_L``, like z0, whatever was kept; None where states are not (the solutions of modules)."""
         if self.dropped is not None:
             return self.dropped.final
+        if self.states is None:
+            return None
         return pytree.tree_map(lambda leaf: leaf[-1], self.states)
 
     def keeping(self, every: int) -> Solution:
@@ -233,6 +235,24 @@ class Solution:
         most = int(self.iterations.max()) if self.iterations.numel() else 0
         worst = float(self.residual.max()) if self.residual.numel() else 0.0
         return f"Solution({self.result.name}, iterations={most}, residual={worst:.1e}: {self.message})"
+
+
+def of_no_rows(z0: Any, batch_dims: int | None, length: int) -> Solution:
+    """Of a batch without rows, of which no step is taken."""
+    first = pytree.tree_leaves(z0)[0]
+    none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
+    return Solution(
+        states=pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0),
+        iterations=none,
+        residual=none.to(first.dtype.to_real()),
+        result=Result.LOOP,
+        results=(),
+        exact_steps=none,
+        updates=none.expand(0, *none.shape),
+        plan=Plan(notes=["there is no row"]),
+        description="there is no row",
+        z0=pytree.tree_map(torch.detach, z0),
+    )
 
 
 # The one policy on failure, of ``solve`` and of ``diffusion.sample``.
