@@ -169,8 +169,6 @@ class _Precision:
 
     def enter(self, wanted: str) -> None:
         with self._lock:
-            if self._before is None:
-                self._before = _settings()
             self._wishes.setdefault(threading.get_ident(), []).append(wanted)
             self._apply()
 
@@ -184,12 +182,13 @@ class _Precision:
 
     def _apply(self) -> None:
         if not self._wishes:
-            before, self._before = self._before, None
-            assert before is not None
-            _set(*before)
+            if self._before is not None:
+                _set(*self._before)
+            self._before = None
             return
         wanted = "ieee" if any(wishes[-1] == "ieee" for wishes in self._wishes.values()) else "tf32"
         if _told() != (wanted, wanted):
+            self._before = self._before or _settings()
             _set(("high" if wanted == "tf32" else "highest", wanted == "tf32"), (wanted, wanted))
 
 
