@@ -271,12 +271,14 @@ def solve_fused(
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
-    if differentiated and not fused.solves[True] and fixed is None:
+    compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
+    if differentiated and compiled_for not in fused.gradients_fit and fixed is None:
         try:  # now, while there is another way
             back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found))
         except too_large as error:
             fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
             return fused.kernels.no_gradients
+        fused.gradients_fit.add(compiled_for)
     if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
