@@ -78,7 +78,7 @@ def step(z, x):
         (lambda: solve(torch.sin, torch.ones(3, dtype=torch.complex32), length=3), TypeError, "got torch.complex32"),
         (lambda: solve(torch.sin, [1.0], length=3), TypeError, "z0: expected a tensor"),
         (lambda: solve(torch.sin, (), length=3), ValueError, "z0: has no tensor"),
-        (lambda: solve(torch.sin, torch.ones(0, 3), length=3), ValueError, "z0: is empty"),
+        (lambda: solve(torch.sin, torch.ones(3, 0), length=3), ValueError, "z0: is empty"),
         (lambda: solve(torch.sin, torch.eye(3).to_sparse(), length=3), TypeError, "z0: expected a dense tensor, got"),
         (lambda: solve(torch.sin, torch.ones(3, device="meta"), length=3), TypeError, "z0: is on the meta device"),
         (lambda: solve(torch.sin, (ONES, ONES.double()), length=3), TypeError, "z0: its tensors must share one dtype"),
@@ -140,9 +140,10 @@ def test_bad_input_is_named(call, error, message):
 def test_a_step_that_fails_says_what_it_was_called_with():
     with pytest.raises(RuntimeError) as raised:  # the batch first, where the steps are expected
         solve(step, ONES, torch.ones(2, 7, 3))
-    assert raised.value.__notes__ == [
+    (note,) = raised.value.__notes__
+    assert note.startswith(
         "deeppcr called step(z, x) with z: float32[2, 3] on cpu, x = xs[0]: float32[7, 3] on cpu (step 1)"
-    ]
+    )
     with pytest.raises(TypeError) as raised:
         solve(step, ONES, length=3)
     assert raised.value.__notes__ == ["deeppcr called step(z) with z: float32[2, 3] on cpu (step 1)"]
@@ -368,3 +369,53 @@ def test_another_default_device_changes_nothing():
             torch.sin, ONES, length=20, guess=deeppcr.Random(), solver=Newton(jacobian=deeppcr.DiagonalJacobian())
         )
     assert noisy.result is deeppcr.Result.CONVERGED
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), Loop()])
+def test_xs_that_lie_batch_first(solver):
+    with pytest.raises(RuntimeError) as raised:
+        solve(lambda z, x: torch.tanh(z) + x, torch.ones(4, 3), torch.ones(4, 50, 3), solver=solver)
+    if sys.version_info >= (3, 11):
+        assert "if xs is [4, 50, 3] = [batch, steps, ...], hand over xs.transpose(0, 1)" in raised.value.__notes__[0]
+    with pytest.raises(RuntimeError) as raised:
+        solve(lambda z, x: z + x, torch.ones(4, 3), torch.ones(50, 4, 2), solver=solver)
+    assert "transpose" not in "".join(getattr(raised.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), Loop()])
+def test_a_batch_without_rows(solver):
+    z0, xs = torch.ones(0, 3, requires_grad=True), torch.ones(5, 0, 3)
+    found = solve(lambda z, x: z + x, z0, xs, solver=solver)
+    assert found.states.shape == (5, 0, 3)
+    assert found.final.shape == (0, 3)
+    assert found.iterations.shape == found.known_steps.shape == (0,)
+    assert "no row" in repr(found)
+    found.states.sum().backward()
+    assert z0.grad.shape == (0, 3)
+    assert solve(lambda z: z, (z0, z0[:, 0]), length=4, batch_dims=1, keep="last").states[1].shape == (1, 0)
+    assert solve(lambda z, x: z + x, z0, xs, lengths=torch.zeros(0, dtype=torch.long)).states.shape == (5, 0, 3)
+    with pytest.raises(ValueError, match="z0: is empty"):  # a state of no numbers is something else
+        solve(lambda z: z, torch.ones(3, 0), length=4, solver=solver)
+
+
+def test_a_scan_inside_a_transform_is_refused_in_our_words():
+    with pytest.raises(RuntimeError, match=r"deeppcr\.scan cannot run inside a torch\.func transform"):
+        torch.vmap(lambda z: deeppcr.scan(lambda c, x: (c + x, c), z, torch.ones(5, 3))[0])(torch.ones(2, 3))
+
+
+def test_lengths_as_a_list():
+    xs = torch.ones(5, 2, 1)
+    found = solve(lambda z, x: z + x, torch.zeros(2, 1), xs, lengths=[2, 5])
+    assert found.final.flatten().tolist() == [2.0, 5.0]
+    for wrong in ([2.0, 5.0], [True, False], "25"):
+        with pytest.raises(TypeError, match="lengths: expected a tensor of integers, or a list of them"):
+            solve(lambda z, x: z + x, torch.zeros(2, 1), xs, lengths=wrong)
+
+
+def test_steps_of_a_scan_backwards_are_told_in_the_numbers_of_the_caller():
+    xs = torch.ones(40, 2)
+    xs[6] = torch.inf
+    with pytest.warns(
+        deeppcr.ConvergenceWarning, match=r"step 7 produced .*; xs\[0\] holds an infinity there.* from its last step"
+    ):
+        deeppcr.scan(lambda z, x: (0.5 * z + x, z), torch.zeros(2), xs, reverse=True, solver=Newton())

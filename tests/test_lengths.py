@@ -217,7 +217,7 @@ def test_check_and_predict_know_of_lengths():
         (torch.tensor(4), ValueError, "lengths: expected one for each row"),
         (torch.tensor([4.0, 9.0]), TypeError, "lengths: expected a tensor of integers"),
         (torch.tensor([True, False]), TypeError, "torch.bool"),
-        ([4, 9], TypeError, "lengths: expected a tensor of integers, one for each row, got list"),
+        ([4, 9.5], TypeError, "lengths: expected a tensor of integers, or a list of them, one for each row, got list"),
     ],
 )
 def test_wrong_lengths_are_named(lengths, error, words):

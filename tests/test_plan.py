@@ -35,7 +35,7 @@ def test_short_loops_stay_loops(device, enough):
 
 def test_a_way_is_tried_some_times_and_then_judged_by_its_best():
     record, chosen = known(loop=1.0), []
-    for seconds in (4.0, 3.0, 0.5):
+    for seconds in (1.9, 1.5, 0.5):
         chosen.append(record.choose()[0])
         record.took("newton", seconds)
     assert chosen == ["newton"] * 3
@@ -43,13 +43,33 @@ def test_a_way_is_tried_some_times_and_then_judged_by_its_best():
     assert way == "newton"
     assert why == "of this kind loop took 1 s, newton took 500 ms"
     slower = known(loop=1.0)
-    for seconds in (4.0, 3.0, 2.0):
+    for seconds in (2.0, 1.8, 1.5):
         slower.took("newton", seconds)
     assert slower.choose()[0] == "loop"
 
 
 def test_what_is_far_slower_is_tried_once():
     assert known(loop=1.0, newton=11.0).choose()[0] == "loop"
+
+
+def test_what_lost_clearly_is_not_tried_again_soon():
+    """On a GPU the first solves say little: they record graphs."""
+    assert known("cuda", loop=1.0, newton=8.0).choose()[0] == "newton"
+    record, chosen = known(loop=1.0, newton=8.0), []
+    for _ in range(60):
+        way, _ = record.choose()
+        chosen.append(way)
+        record.took(way, 8.0 if way == "newton" else 1.0)
+    assert [at for at, way in enumerate(chosen) if way == "newton"] == [8, 25]
+
+
+def test_a_loop_that_takes_longer_than_expected_is_left():
+    record = known(newton=2.0)
+    record.tries["newton"] = 3
+    record.seconds["loop"], record.estimated = 1.0, {"loop"}
+    assert record.choose()[0] == "loop"
+    record.took("loop", 3.0)
+    assert record.choose()[0] == "newton"
 
 
 def test_an_estimate_is_told_as_one():
@@ -59,8 +79,8 @@ def test_an_estimate_is_told_as_one():
     record.took("newton", 0.6)
     record.took("newton", 0.7)
     assert record.choose() == ("newton", "of this kind newton took 500 ms, loop would take about 1 s")
-    record.took("loop", 1.5)  # with what is done once; the steps alone are known to take less
-    assert "loop would take about 1 s" in record.choose()[1]
+    record.took("loop", 1.5)  # which is what it takes, whatever was expected
+    assert "loop took 1.5 s" in record.choose()[1]
     record.took("loop", 0.9)
     assert "loop took 900 ms" in record.choose()[1]
 
@@ -219,7 +239,7 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
         record.seconds.update({"loop": 2.0, "newton": 2.0, quicker: 1e-9})
         found = deeppcr.solve(step, z0, xs)
         assert found.result is expected
-        assert any("of this kind loop would take about" in note for note in found.plan.notes)
+        assert any("of this kind loop " in note for note in found.plan.notes)
         check(found, step, z0, xs, weight)
 
 
@@ -453,3 +473,18 @@ def test_nests_of_inputs_are_put_together_as_they_were():
             z = z / 2 + b[l] - 2 * a[l]
             expected.append(z)
         assert torch.equal(deeppcr.solve(step, torch.zeros(2, 1), xs).states, torch.stack(expected))
+
+
+@pytest.mark.parametrize("length", [2, 8, 500])
+@pytest.mark.parametrize("solver", [None, Newton()])
+def test_random_steps_are_refused_however_short_the_loop_is(length, solver):
+    dropout = torch.nn.Dropout(0.5)
+    with pytest.raises(ValueError, match=r"draws random numbers; call \.eval\(\)"):
+        deeppcr.solve(lambda z: torch.sin(dropout(z)), torch.ones(2, 3), length=length, solver=solver)
+    dropout.eval()
+    deeppcr.solve(lambda z: torch.sin(dropout(z)), torch.ones(2, 3), length=length, solver=solver)
+
+
+def test_the_first_call_may_make_parameters():
+    layer = torch.nn.LazyLinear(3)
+    assert deeppcr.solve(lambda z: torch.sin(layer(z)), torch.ones(2, 3), length=5).result is Result.LOOP

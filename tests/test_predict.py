@@ -241,3 +241,35 @@ def test_iterations_follow_from_how_long_errors_live(device):
     assert chaotic.errors == "errors grow"
     assert chaotic.iterations == round(4 + 0.7 * 63)
     assert chaotic.seconds["newton"] > chaotic.seconds["loop"]  # it gives up, and the loop is taken
+
+
+def test_of_one_step_nothing_is_said_of_errors(device):
+    found = deeppcr.predict(torch.sin, torch.ones(3, device=device), length=1)
+    assert "no step after it" in found.errors
+    assert "errors stay" not in str(found)
+    assert found.iterations == 1
+
+
+def test_an_exponent_that_is_none_is_not_printed_as_a_number(device):
+    found = deeppcr.predict(lambda z: z / 0, torch.ones(3, device=device), length=1)
+    assert math.isnan(found.exponent)
+    assert "nan" not in str(found)
+    assert "not known, by 1 step: states are not finite from step 1 on" in str(found)
+
+
+def test_what_was_measured_is_that_of_the_same_kind(device):
+    """Solves that differ in numbers only are of one kind; another step, shape, dtype, length or wish for gradients makes another."""
+    weight, z0 = torch.randn(3, 3, device=device), torch.ones(2, 3, device=device)
+    step = lambda z: torch.tanh(z @ weight)  # noqa: E731
+    deeppcr.solve(step, z0, length=30)
+
+    def is_measured(step, z0, length):
+        return deeppcr.predict(step, z0, length=length).basis["loop"] == "measured"
+
+    other, double = torch.randn(3, 3, device=device), weight.double()
+    assert is_measured(step, 2 * z0, 30)
+    assert not is_measured(lambda z: torch.sin(z @ other), z0, 30)
+    assert not is_measured(step, z0[:1], 30)
+    assert not is_measured(step, z0, 31)
+    assert not is_measured(step, z0.clone().requires_grad_(), 30)
+    assert not is_measured(lambda z: torch.tanh(z @ double), z0.double(), 30)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deeppcr
 from deeppcr import Newton, Result
@@ -221,3 +222,25 @@ def test_a_trace_is_refused():
     step = lambda z: torch.sin(z)  # noqa: E731
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
         torch.jit.trace(lambda z: deeppcr.solve(step, z, length=20).states, (torch.ones(2),))
+
+
+@pytest.mark.parametrize(
+    "step", [lambda z, x: torch.tanh(z) + x["a"], lambda z, x: torch.tanh(z) * x["a"].sum().item() ** 0 + x["a"]]
+)
+def test_gradients_through_xs_take_time_in_proportion_to_the_length(step):
+    """The gradient of one entry of xs is a tensor as large as all of them: those are not to be made for every step."""
+
+    class Count(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.entries += func is torch.ops.aten.select_backward.default
+            return func(*args, **(kwargs or {}))
+
+    xs, z0 = torch.randn(50, 2, 3, requires_grad=True), torch.zeros(2, 3)
+    states = deeppcr.solve(step, z0, {"a": xs}, solver=deeppcr.Loop()).states
+    with Count() as count:
+        (found,) = torch.autograd.grad(states.square().sum(), xs)
+    assert count.entries <= 1  # the first step is taken by itself
+    (expected,) = torch.autograd.grad(plain_loop(lambda z, x: step(z, {"a": x}), z0, xs).square().sum(), xs)
+    assert torch.allclose(found, expected)

@@ -76,6 +76,8 @@ def certify(
     floor = progress.codes == Result.PRECISION_FLOOR.severity
     small |= floor & bounds.is_rounding(error)
     lost = claimed & (~small | (floor & ~true))
+    if not progress.tolerance.local:
+        lost |= claimed & progress.tolerance.hides(torch.maximum(ends.abs(), values.abs()), sequence.initial, error)
     progress.withdraw(lost)
     progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
     why = []

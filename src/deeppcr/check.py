@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .jacobian import DenseJacobian, Jacobian
+from .runtime import random_state
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.lengths import up_to
@@ -114,9 +115,9 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
 
 def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
     for index, state in zip(looked_at, states, strict=False):
-        random_before = _random_state(state.device)
+        random_before = random_state(state.device)
         first = sequence.step(index, state)
-        drew = not torch.equal(random_before, _random_state(state.device))
+        drew = not torch.equal(random_before, random_state(state.device))
         second = sequence.step(index, state)
         if drew:
             yield Finding(
@@ -286,7 +287,3 @@ def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], j
         if wrong is not None:
             yield Finding("structure", wrong)
             return
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

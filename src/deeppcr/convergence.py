@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 import torch
@@ -175,6 +175,7 @@ class Progress:
         self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
         self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
         self.stuck = ~self.active  # of the last iteration, rows that may be as exact as rounding lets them
+        self.local: Tensor | None = None  # [B], rows that are asked for digits of every state, as `look_closer` says
         self._first_residual: Tensor | None = None
         shape = (rows, layout.width)
         nothing = torch.zeros(shape, dtype=layout.dtype, device=device)
@@ -253,7 +254,18 @@ class Progress:
             for signs in self._signs:  # magnitudes of all blocks would take their memory once more
                 rounding = torch.maximum(rounding, products(signs * before).abs())
             rounding = torch.minimum(rounding, most)
-        return Bounds(self.tolerance, self.tolerance.scale(states, initial)[first:], self.eps * rounding)
+        scale = self.tolerance.scale(states, initial)[first:]
+        if self.local is not None:
+            around = replace(self.tolerance, local=True).scale(states, initial)[first:]
+            scale = torch.where(self.local.unsqueeze(-1), around, scale)
+        return Bounds(self.tolerance, scale, self.eps * rounding)
+
+    def look_closer(self, rows: Tensor) -> None:
+        """From now on these rows [B] are asked for digits of every state, relative to the size around it; progress is measured anew."""
+        self.local = rows if self.local is None else self.local | rows
+        self._best = torch.where(rows, math.inf, self._best)
+        self._since_best = torch.where(rows, 0, self._since_best)
+        self._trend.clear()
 
     def judge(
         self,

@@ -261,23 +261,31 @@ def solve_fused(
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
-    exact_steps = None
+    exact_steps, hidden = None, False
     try:
         if fixed is not None:
             found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
             exact_steps = _spoil_failed(found, layout)
         else:
             found = fuse_run.solve(run, kind, wanted, guess, every)
+            if found.suspected is not None and fuse_run.hides(run, found, wanted):
+                # What is known by now is a guess: of all states, if they were written.
+                wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
+                key, known = fused.kind(length, newton.chunk, wanted, guess is None)
+                kind, hidden = known.copy(), True
+                found = fuse_run.solve(run, kind, wanted, guess)
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
-    if differentiated and not fused.solves[True] and fixed is None:
+    compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
+    if differentiated and compiled_for not in fused.gradients_fit and fixed is None:
         try:  # now, while there is another way
             back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found))
         except too_large as error:
             fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
             return fused.kernels.no_gradients
+        fused.gradients_fit.add(compiled_for)
     if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
@@ -288,11 +296,15 @@ def solve_fused(
         else layout.leaves(found.states)
     )
     looped = loop or (kind.gave_up and not found.passes)
-    promised = tolerance if found.passes and not differentiated and newton.stop.promises else None
+    promised = wanted if found.passes and not differentiated and newton.stop.promises else None
     solution = _solution(
         call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised,
         dropped=_dropped(found, layout, promised),
     )  # fmt: skip
+    if hidden:
+        solution.plan.note(
+            'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
+        )
     if fixed is not None:
         for name in _LATE:  # which a graph of the caller is to write anew each time
             getattr(solution, name)

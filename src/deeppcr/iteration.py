@@ -27,6 +27,8 @@ from .tolerance import Bounds
 _FAR = 10.0
 #: So many tolerances a chunk that is evaluated once more may end beside where it was found to end: for steps that round almost as much.
 _GAP = 2
+#: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
+_CLOSER_LOOKS = 4
 #: For ``Progress.bounds`` where nobody knows what a step rounds: no more than the largest number beside it does.
 _ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
 
@@ -41,6 +43,7 @@ class Outcome:
         iterations, exact_steps: [B]
         updates: [iterations, B], the largest update in units of the tolerance
         reasons: why it ended early, where it did
+        local: [B], rows of which digits of every state were asked for; None where that was done of none beside what the settings say
     """
 
     states: Tensor
@@ -49,6 +52,7 @@ class Outcome:
     exact_steps: Tensor
     updates: Tensor
     reasons: tuple[str, ...] = ()
+    local: Tensor | None = None
 
 
 def run(newton: Newton, sequence: Sequence, guess: Guess, plan: Plan) -> Outcome:
@@ -206,7 +210,7 @@ class Iteration:
             bounds = self.bounds()
             progress.judge(self.first, frozen, finite, residual.detach(), delta.detach(), bounds)
             if self.newton.stop.promises and self.needs_safeguard(progress.stuck):
-                self.end_stuck()
+                self.end_stuck(delta.detach())
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         if self.newton.shrink != 1.0:
@@ -237,10 +241,56 @@ class Iteration:
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = bounds.ratio(delta)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
+                done = self.without_hidden(done, values, delta, bounds)
                 if self.is_worth_it(done):
                     self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
+
+    def without_hidden(self, done: Tensor, values: Tensor, errors: Tensor, bounds: Bounds) -> Tensor:
+        """Of rows [B] that seem to be done, those of which no transient hides that later states are not known; the others are looked at
+        more closely from now on.
+
+        Args:
+            values, errors: [n, B, D], from chunk ``first`` on: the ends as they come out, which live where those that were found may not yet,
+                and by how much the ends may be off
+        """
+        progress, ends, tolerance = self.progress, self.ends[self.first :], self.progress.tolerance
+        if tolerance.local or not ((ends.abs() <= tolerance.faint * bounds.scale) & done.unsqueeze(-1)).any():
+            return done
+        unknown = done if progress.local is None else done & ~progress.local
+        hidden = self.find_hidden(unknown, values, errors)
+        if hidden.any():
+            self.plan.note(
+                f"after {progress.count} iterations states of a time when they were large hid what came after them: from there on "
+                'digits of every state were asked for, as by Newton(scale="local")'
+            )
+            progress.look_closer(hidden)
+        return done & ~hidden
+
+    def find_hidden(self, rows: Tensor, values: Tensor, errors: Tensor) -> Tensor:
+        """[B]: in which of the rows what was large once hides that later states are not known.
+
+        What is left of an iterate where the signal has died is noise, and as steady as a signal that lives: but noise falls with every
+        correction by the last Jacobians, and a signal stays.
+        """
+        exact, ends, hides = self.ends[: self.first], self.ends[self.first :], self.progress.tolerance.hides
+        initial, hidden, rows = self.sequence.initial, torch.zeros_like(rows), rows.clone()
+        sizes = torch.cat([exact, torch.maximum(ends.abs(), values.abs())])
+        for _ in range(_CLOSER_LOOKS):
+            off = torch.cat([torch.zeros_like(exact), errors])
+            rows &= hides(sizes, initial, off)
+            if not rows.any():
+                return hidden
+            ends = ends + errors
+            starts = torch.cat([initial.unsqueeze(0), exact, ends[:-1]])[self.first :]
+            values, _ = self.sequence.roll_out(starts, self.chunk, self.first)
+            closer = torch.cat([exact, torch.maximum(ends.abs(), values.abs())])
+            lives = rows & (hides(sizes, initial, off, closer) | ~torch.isfinite(values).all(-1).all(0))
+            hidden, rows = hidden | lives, rows & ~lives
+            assert self.blocks is not None
+            sizes, errors = closer, self.solve(self.blocks, torch.where(rows.unsqueeze(-1), values - ends, 0))
+        return hidden  # what fell every time is noise
 
     def call_back(self, residual: Tensor) -> None:
         """States that an update threw far away, to where the step says they do not belong, get their step values back.
@@ -305,13 +355,14 @@ class Iteration:
         self.replace(torch.where((near | exact).unsqueeze(-1), self.ends[self.first :], ends))
         return progress.is_early or bool(near.any()) or not progress.active.any()
 
-    def end_stuck(self) -> None:
-        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's.
+    def end_stuck(self, delta: Tensor) -> None:
+        """Rows whose updates ``delta`` stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's.
 
         Approximate ones may be anything: what they found is seen by ``certify``.
         """
         progress, sequence, chunk, first = self.progress, self.sequence, self.chunk, self.first
         if self.newton.quadratic:
+            progress.stuck = self.without_hidden(progress.stuck, self.values, delta, self.bounds())
             starts = self.starts()
             values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, first)
             true = has_derivative(sequence, starts, values, blocks.apply, chunk, first, progress.tolerance.rtol)
@@ -351,6 +402,7 @@ class Iteration:
             exact_steps=progress.exact_steps,
             updates=torch.stack(progress.updates) if progress.updates else none,
             reasons=self.reasons,
+            local=progress.local,
         )
 
 

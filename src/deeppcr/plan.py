@@ -37,8 +37,10 @@ _PAYS = 0.7
 _EXPECTED, _EVALUATIONS = 6, 32
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
 _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
-#: A way is tried so often before it is judged by its time: on a GPU the first solves record graphs.
-_TRIES = 3
+#: A way is tried so often before it is judged by its time: the first time what it needs is imported, and on a GPU the first solves record
+#: graphs. One that takes more than so many times as long as the loop is not tried again before ``_PATIENCE`` solves, then twice as many;
+#: and one that is beyond hope never.
+_TRIES, _LOST, _BEYOND_HOPE = 3, {"cuda": 10.0, "cpu": 2.0}, 10.0
 #: A way that did not work is tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
 #: How many kinds are remembered.
@@ -66,6 +68,7 @@ class Record:
         seconds: the least that each way took forward, or is expected to take
         estimated: the ways of which that is not measured
         tries: how often each way was taken
+        last: after how many solves it was taken last
         solves: how many there were
         barred: ways that did not work the last time
     """
@@ -76,6 +79,7 @@ class Record:
     seconds: dict[Way, float] = field(default_factory=dict)
     estimated: set[Way] = field(default_factory=set)
     tries: dict[Way, int] = field(default_factory=dict)
+    last: dict[Way, int] = field(default_factory=dict)
     solves: int = 0
     barred: dict[Way, Bar] = field(default_factory=dict)
 
@@ -84,11 +88,19 @@ class Record:
         if "loop" not in self.seconds:
             return "loop", "the first of its kind: one step after the other, until it is known how long that takes"
         for way in self._candidates():
-            if way not in self.seconds or (self.tries[way] < _TRIES and self.total(way) < 10 * self.total("loop")):
+            if way not in self.seconds or self._is_worth_another_try(way):
                 return way, f"the {self.told('loop')}; this is tried"
         if len(self.seconds) == 1:
             return "loop", f"the {self.told('loop')}, and nothing else is worth a try"
         return min(self.seconds, key=self.total), "of this kind " + ", ".join(map(self.told, self.seconds))
+
+    def _is_worth_another_try(self, way: Way) -> bool:
+        tries, times = self.tries[way], self.total(way) / self.total("loop")
+        if tries >= _TRIES or times >= _BEYOND_HOPE:
+            return False
+        return times <= _LOST.get(self.device, _LOST["cpu"]) or self.solves >= self.last[way] + _PATIENCE * 2 ** (
+            tries - 1
+        )
 
     def total(self, way: Way) -> float:
         """Seconds of a way, with the backward pass where one is to follow."""
@@ -140,11 +152,14 @@ class Record:
         return "loop" in self.seconds and self.total("loop") >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
 
     def took(self, way: Way, seconds: float) -> None:
-        if seconds <= self.seconds.get(way, seconds):
+        if way in self.estimated or seconds <= self.seconds.get(
+            way, seconds
+        ):  # what was measured is better than any estimate
             self.seconds[way] = seconds
             self.estimated.discard(way)
         self.tries[way] = self.tries.get(way, 0) + 1
         self.solves += 1
+        self.last[way] = self.solves
 
     def timed(self, way: Way, function: Callable[[], _T]) -> _T:
         """Take a way, and note how long it took."""

@@ -95,9 +95,10 @@ class Prediction:
 
     def __str__(self) -> str:
         iterations = "not known" if self.iterations is None else f"about {self.iterations}"
+        exponent = "not known" if math.isnan(self.exponent) else f"{self.exponent:+.2g} a step"
         lines = [
             f"{_counted(self.length, 'step')}, {_counted(self.rows, 'row')} of {_counted(self.width, 'number')}",
-            f"{'exponent':26}{self.exponent:+.2g} a step, by {_counted(self.probed, 'step')}: {self.errors}",
+            f"{'exponent':26}{exponent}, by {_counted(self.probed, 'step')}: {self.errors}",
             f"{'iterations':26}{iterations}, in chunks of {self.chunk}",
             f"{'memory':26}{_in_bytes(self.state_bytes)} of states, {_in_bytes(self.block_bytes)} of blocks",
         ]
@@ -223,6 +224,8 @@ class _Probe:
         self.is_clear = True
         if not_finite is not None:
             self.errors, self.is_clear = not_finite, False
+        elif self._length == 1:
+            self.errors = "there is no step after it for errors to grow or die out in"
         elif abs(over_all) < _CLEAR and self._length <= 4 * self.steps:
             self.errors = "errors stay"
         elif abs(self.exponent) * len(growths) < 1:

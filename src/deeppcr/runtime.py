@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -19,8 +19,6 @@ _is_legacy_batched = _functorch.is_legacy_batchedtensor
 _transforms_are_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 #: By type of device: whether operations are being captured by somebody, to be run later.
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
-#: The settings of precision belong to the process: one thread at a time changes them.
-_PRECISION = threading.RLock()
 
 
 def in_functorch() -> bool:
@@ -36,6 +34,11 @@ def is_transformed() -> bool:
 def is_batched(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for many: inside a torch.func transform, or with is_grads_batched=True."""
     return in_functorch() or _is_legacy_batched(tensor)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Of PyTorch's own generator: it is another one after a random number was drawn."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -144,28 +147,70 @@ def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None
     if device.type != "cuda":
         yield
         return
-    with _PRECISION, _precision("tf32" if tf32 else "ieee"):
-        yield
-
-
-@contextmanager
-def _precision(wanted: str) -> Iterator[None]:
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    told = products.fp32_precision, convolutions.fp32_precision
-    if told == (wanted, wanted):
-        yield
-        return
-    try:
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = wanted == "tf32"
-    except RuntimeError:
-        before = None
-    products.fp32_precision = convolutions.fp32_precision = wanted
+    wanted = "tf32" if tf32 else "ieee"
+    _precision.enter(wanted)
     try:
         yield
     finally:
-        if before is not None:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
-        products.fp32_precision, convolutions.fp32_precision = told
+        _precision.leave()
+
+
+class _Precision:
+    """What each thread wants at the moment, by the innermost of its wishes: PyTorch has one setting for the process.
+
+    Nobody waits for another: a thread of autograd that did would wait for the one which waits for it. Where a thread wants float32
+    proper, that is what all get, and who asked for TF32 gets more than was asked for. The last one puts back what was set before the first.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._wishes: dict[int, list[str]] = {}  # by thread
+        self._before: tuple[Any, Any] | None = None
+
+    def enter(self, wanted: str) -> None:
+        with self._lock:
+            self._wishes.setdefault(threading.get_ident(), []).append(wanted)
+            self._apply()
+
+    def leave(self) -> None:
+        with self._lock:
+            thread = threading.get_ident()
+            self._wishes[thread].pop()
+            if not self._wishes[thread]:
+                del self._wishes[thread]
+            self._apply()
+
+    def _apply(self) -> None:
+        if not self._wishes:
+            if self._before is not None:
+                _set(*self._before)
+            self._before = None
+            return
+        wanted = "ieee" if any(wishes[-1] == "ieee" for wishes in self._wishes.values()) else "tf32"
+        if _told() != (wanted, wanted):
+            self._before = self._before or _settings()
+            _set(("high" if wanted == "tf32" else "highest", wanted == "tf32"), (wanted, wanted))
+
+
+_precision = _Precision()
+
+
+def _told() -> tuple[str, str]:
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+
+
+def _settings() -> tuple[tuple[str, bool] | None, tuple[str, str]]:
+    """As they are: in the old way, None where PyTorch refuses to tell, and in the new one."""
+    try:
+        return (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32), _told()
+    except RuntimeError:
+        return None, _told()
+
+
+def _set(old: tuple[str, bool] | None, new: tuple[str, str]) -> None:
+    if old is not None:
+        with suppress(RuntimeError):
+            torch.set_float32_matmul_precision(old[0])
+            torch.backends.cudnn.allow_tf32 = old[1]
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    products.fp32_precision, convolutions.fp32_precision = new

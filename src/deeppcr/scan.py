@@ -20,8 +20,9 @@ from .sequence.evaluate import vmap_over_steps
 from .sequence.layout import describe
 from .sequence.riders import DependsOnState, courses
 from .sequence.sequence import find_length
+from .sequence.words import read_backwards
 from .solution import Plan, Result, Solution, first_not_finite
-from .solve import solve
+from .solve import refuse_transforms, solve
 
 
 def scan(
@@ -88,6 +89,7 @@ def _scan(
     solver: Newton | Loop | None,
     return_solution: bool,
 ) -> Any:
+    refuse_transforms("deeppcr.scan")
     inputs, xs_spec = pytree.tree_flatten(xs)
     if not inputs:
         if return_solution:
@@ -99,7 +101,8 @@ def _scan(
     if reverse:
         inputs = [leaf.flip(0) for leaf in inputs]
     body = _Body(combine_fn, init, xs)
-    carry, ys, solution = _run(body, pytree.tree_leaves(init), inputs, batch_dims, solver, return_solution)
+    with read_backwards(len(inputs[0]) if reverse else None):
+        carry, ys, solution = _run(body, pytree.tree_leaves(init), inputs, batch_dims, solver, return_solution)
     if reverse:
         ys = _map(lambda leaf: leaf.flip(0), ys)
     if dim != 0:

@@ -145,6 +145,8 @@ class Solution:
         description: the result in words, with the step and row it is about; ``message`` tells of states that died out, too
         z0: the initial state
         tolerance: of the states; None: they are those of the loop
+        local: [*batch], rows in which something large hid what came after it, so that digits of every state were asked for; None where
+            there were none
         dropped: what is known of those that were not kept; None where all were
         outputs: what each step of a loop gave beside its state, for ``scan``, which makes ys of it; else None
 
@@ -165,14 +167,17 @@ class Solution:
     description: str
     z0: Any = None
     tolerance: Tolerance | None = None
+    local: Tensor | None = None
     dropped: Dropped | None = None
     outputs: list[Any] | None = None
 
     @property
     def final(self) -> Any:
-        """``z_L``, like z0, whatever was kept."""
+        """``z_L``, like z0, whatever was kept; None where states are not (the solutions of modules)."""
         if self.dropped is not None:
             return self.dropped.final
+        if self.states is None:
+            return None
         return pytree.tree_map(lambda leaf: leaf[-1], self.states)
 
     def keeping(self, every: int) -> Solution:
@@ -210,7 +215,8 @@ class Solution:
                 scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))
                 lost = self.tolerance.has_died_out(rows, scale)
                 known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
-        return known.reshape(batch)
+        known = known.reshape(batch)
+        return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
 
     @cached_property
     def message(self) -> str:
@@ -229,6 +235,24 @@ class Solution:
         most = int(self.iterations.max()) if self.iterations.numel() else 0
         worst = float(self.residual.max()) if self.residual.numel() else 0.0
         return f"Solution({self.result.name}, iterations={most}, residual={worst:.1e}: {self.message})"
+
+
+def of_no_rows(z0: Any, batch_dims: int | None, length: int) -> Solution:
+    """Of a batch without rows, of which no step is taken."""
+    first = pytree.tree_leaves(z0)[0]
+    none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
+    return Solution(
+        states=pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0),
+        iterations=none,
+        residual=none.to(first.dtype.to_real()),
+        result=Result.LOOP,
+        results=(),
+        exact_steps=none,
+        updates=none.expand(0, *none.shape),
+        plan=Plan(notes=["there is no row"]),
+        description="there is no row",
+        z0=pytree.tree_map(torch.detach, z0),
+    )
 
 
 # The one policy on failure, of ``solve`` and of ``diffusion.sample``.

@@ -20,16 +20,16 @@ from .guess import RepeatInitial, as_guess
 from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
-from .runtime import has_tangent, in_functorch, is_capturing, version_of
+from .runtime import has_tangent, in_functorch, is_capturing, random_state, version_of
 from .sequence.emit import Emitting
-from .sequence.evaluate import StepError
+from .sequence.evaluate import RandomStep, StepError
 from .sequence.history import WithHistory
 from .sequence.kept import KeptStates
 from .sequence.layout import Layout, note_call
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.words import in_words
-from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure
+from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows
 from .ways import solve_by
 
 #: So many entries of xs are taken apart at a time.
@@ -45,7 +45,7 @@ def solve(
     *,
     length: int | None = None,
     batch_dims: int | None = None,
-    lengths: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     keep: Literal["all", "last"] | int = "all",
     solver: Newton | Loop | None = None,
     guess: Any = RepeatInitial(),
@@ -64,7 +64,7 @@ def solve(
         length: L, where there are no xs
         batch_dims: how many leading dimensions of the state are batch. Default: 0 if every tensor of z0 has at most
             one dimension, 1 if every one has more; else it must be given
-        lengths: [*batch], integers: row b takes its first lengths[b] steps, and then its state stays what it was (z0 where that is 0).
+        lengths: [*batch], integers, or a list of them: row b takes its first lengths[b] steps, and then its state stays what it was (z0 where that is 0).
             The step is still called for all rows at once, those that are done included, which stay as they are. So what pads xs behind
             them has to be something that the step can take (0 is; integers have to be valid indices), but for NaN and infinities in a leaf
             [L, *batch, ...], which are replaced; its gradient is 0. Numbers below 0 or above L are refused on the
@@ -79,7 +79,8 @@ def solve(
             known of solves of this kind; ``solution.plan`` says which, and why
         guess: where the iteration starts: RepeatInitial(), Zeros(), Random(), BatchMean(solution), a solution, states,
             or a function of ``(z0, xs)`` that returns states
-        gradient: Implicit() or Unrolled()
+        gradient: Implicit() or Unrolled(). Second derivatives need Unrolled() or Loop(): by default they are there as long as the way is a
+            loop of PyTorch, which has them by itself, and refused by name where it is another
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError,
             "return" returns what there is, and a backward pass through it raises
 
@@ -119,7 +120,7 @@ def _solve(
     xs: Any,
     length: int | None,
     batch_dims: int | None,
-    lengths: Tensor | None,
+    lengths: Tensor | Sequence[int] | None,
     keep: str | int,
     solver: Newton | Loop | None,
     guess: Any,
@@ -127,6 +128,10 @@ def _solve(
     on_failure: str,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if _has_no_rows(z0, batch_dims):
+        every = _every(keep, step, xs, length)
+        steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
+        return of_no_rows(z0, batch_dims, steps).keeping(every)
     if lengths is not None:
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)
@@ -165,16 +170,33 @@ def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
     if not isinstance(gradient, Gradient):
         raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
     check_on_failure(on_failure)
+    refuse_transforms("deeppcr.solve")
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise where there are no values to look at."""
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
-            "deeppcr.solve cannot be traced by torch.jit.trace: it looks at values to decide when to stop. Use torch.export or torch.compile, "
+            f"{name} cannot be traced by torch.jit.trace: it looks at values to decide when to stop. Use torch.export or torch.compile, "
             'or mode="sequential" of a module of deeppcr.nn'
         )
     if in_functorch():
         raise RuntimeError(
-            "deeppcr.solve cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
+            f"{name} cannot run inside a torch.func transform (vmap, grad, jvp, ...): it looks at values to decide when "
             "to stop. Put what you would vmap over into the batch; for gradients use torch.autograd"
         )
+
+
+def _has_no_rows(z0: Any, batch_dims: int | None) -> bool:
+    """Whether states are empty because their batch is: there is nothing to do then."""
+    first = z0[0] if type(z0) is tuple and z0 else z0
+    if isinstance(first, Tensor) and first.numel():  # as a rule, and a nest takes long to look at
+        return False
+    leaves = pytree.tree_leaves(z0)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in leaves):
+        return False
+    dims = batch_dims if batch_dims is not None else int(all(leaf.ndim > 1 for leaf in leaves))
+    return isinstance(dims, int) and all(0 in leaf.shape[:dims] for leaf in leaves)
 
 
 def refuse_given(jacobian: Jacobian) -> None:
@@ -332,6 +354,10 @@ class _Planned:
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
         for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
+            watched = (
+                index == 1 and probe is not None
+            )  # the first call of all may set what stays; and of a kind once is enough
+            drawn = random_state(layout.device) if watched else None
             try:
                 if both is None:
                     z = one(z, *x)
@@ -343,6 +369,8 @@ class _Planned:
                     self._raised = error
                     note_call(error, index, z, *x)
                 raise
+            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
+                raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in inputs]:

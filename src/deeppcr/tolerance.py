@@ -20,7 +20,11 @@ ROUNDED = 8
 _ADDED_UP = 100
 #: A state that is no larger than so many tolerances has died out, and smaller than this part of its largest size: its leading digits
 #: are not known.
-_FAINT, _SMALL = 100, 0.1
+FAINT, SMALL = 100, 0.1
+#: A signal dies out that goes on falling: in as much time as it took to become faint, to less than this part.
+GOES_ON = 0.1
+#: So many states at least such a time has.
+_SHORTEST = 4
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -60,9 +64,47 @@ class Tolerance:
 
     def has_died_out(self, states: Tensor, scale: Tensor) -> Tensor:
         """[L, B]: whether nothing of a state [L, B, D] of such a scale has digits that the tolerance vouches for. What is zero needs none."""
-        faint = max(self.rtol, min(_FAINT * self.rtol, _SMALL))
-        size = (states.abs() / (self.atol / faint + scale)).nan_to_num(0.0).amax(-1)
-        return (size > 0) & (size <= faint)
+        size = (states.abs() / (self.atol / self.faint + scale)).nan_to_num(0.0).amax(-1)
+        return (size > 0) & (size <= self.faint)
+
+    @property
+    def faint(self) -> float:
+        """A number that is no larger than this part of its largest size so far is faint: of its digits not much is known."""
+        return max(self.rtol, min(FAINT * self.rtol, SMALL))
+
+    def hides(self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
+        """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
+
+        A signal that dies out goes on falling as it fell, and nobody asks for digits of what is left of it. One that became faint in a
+        time, and in as much time after that did not fall on, was hidden by a transient; and where errors are of its own size, by the
+        square root of the tolerance, next to nothing is known of it. That is asked of each number of a row, of times of every length.
+
+        Args:
+            states: [n, B, D], that follow each other, after the initial one [B, D]
+            errors: [n, B, D], of the states
+            closer: [n, B, D], states that are nearer to the true ones: those, too, have to live on where ``states`` became faint
+        """
+        sizes = torch.cat([initial.unsqueeze(0), states]).abs_()
+        so_far = torch.cat([sizes[:1], self.scale(states, initial)])
+        nothing = torch.zeros_like(sizes[:1])
+        # From each state on the largest of so many as ``time`` says.
+        first = [sizes, torch.cat([nothing, errors]).abs_()]
+        first += [sizes if closer is None else torch.cat([sizes[:1], closer]).abs_()]
+        steps = len(sizes)
+        time, shortest = 1, min(_SHORTEST, steps // 2)  # for a moment a number is small whenever its sign changes
+        hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
+        lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
+        while time < steps - 1:
+            largest, error, nearer = first
+            if time >= shortest:
+                before = torch.cat([so_far[:time], largest[1 : steps - time]])[: steps - 1 - time]
+                after, then = largest[1 : steps - time], nearer[1 + time :]
+                off = torch.maximum(error[1 : steps - time], error[1 + time :])
+                became_faint = (after <= self.faint * before) & (after > torch.finfo(after.dtype).tiny)
+                hidden |= (became_faint & (then >= lives_on * after) & (off > self.atol + known * after)).any(0)
+            first = [torch.cat([torch.maximum(each[:-time], each[time:]), each[-time:]]) for each in first]
+            time *= 2
+        return hidden.any(-1)
 
 
 @dataclass(frozen=True)

@@ -478,4 +478,5 @@ def _solution(
         description=_describe(sequence, outcome),
         z0=layout.unpack(sequence.initial.detach()),
         tolerance=tolerance,
+        local=None if outcome.local is None else outcome.local.reshape(batch),
     )

@@ -151,6 +151,23 @@ def test_kernels_that_do_not_fit_the_device(name, device, monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
+def test_kernels_of_gradients_are_tried_for_all_that_they_are_compiled_for(device, monkeypatch):
+    """Inputs that lie otherwise (here: not at a multiple of 16 bytes) have others, which may not fit where the first ones did."""
+    weight = torch.full((2,), 0.5, device=device, requires_grad=True)
+    step, z0 = lambda z, x: torch.tanh(weight * z) + x, torch.zeros(2, device=device)
+    whole = torch.ones(42, device=device)
+    assert by_kernels(solve(step, z0, whole[:40].view(20, 2)))
+
+    def launch_too_much(kernel, *_, **__):
+        raise triton.OutOfResources(300_000, 200_000, "shared memory")
+
+    monkeypatch.setattr(back, "launch", launch_too_much)
+    assert by_kernels(deeppcr.solve(step, z0, whole[:40].view(20, 2), solver=NEWTON))  # they are known to fit
+    found = deeppcr.solve(step, z0, whole[1:41].view(20, 2), solver=NEWTON)
+    assert any("fit the device" in note for note in found.plan.notes)
+    found.states.sum().backward()
+
+
 def grid(z, x):
     return torch.round((z + x) * 2.0**38) / 2.0**38
 

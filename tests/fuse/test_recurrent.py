@@ -163,11 +163,10 @@ def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch)
         assert why(module) == torch_like._CAPTURED
         capturing.clear()
         module(x)
-        assert why(module) == torch_like._SETTINGS  # outside, kernels look when they are done
-        module.newton = Newton()
-        module(x)
-        assert why(module).startswith("fused kernels")
+        assert why(module).startswith("fused kernels")  # which look when they are done, outside of a capture
+        assert module.solutions[0].result is Result.CONVERGED
         capturing.append(True)
-        assert module._why_by_torch(x, None) == torch_like._CAPTURED
-        module.newton = Newton(stop=FixedIterations(3))
         assert module._why_by_torch(x, None) == ""
+        assert module._solver(x, "auto") is module.newton
+        module.newton = Newton()
+        assert module._why_by_torch(x, None) == torch_like._CAPTURED

@@ -899,3 +899,15 @@ def test_a_derivative_of_its_own_is_part_of_a_recording_that_tests_nothing(devic
     assert is_replayed([solve() for _ in range(3)][-1])
     factor[0] = 0.2
     assert_same([solve() for _ in range(3)][-1], solve(capture=False))
+
+
+def test_what_was_large_does_not_hide_what_comes_after_it(device):
+    """A recording cannot look closer: it hands over what lives on, and keeps what dies out."""
+    step = lambda z, x: 0.1 * z + torch.sin(1.3 * torch.tanh(z)) * 0.8 + x  # noqa: E731
+    xs, z0 = torch.randn(100, 1, generator=torch.Generator().manual_seed(0)).to(device), torch.ones(1, device=device)
+    assert is_replayed(twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton(), batch_dims=0)))
+    found = deeppcr.solve(step, 1e7 * z0, xs, solver=Newton(), batch_dims=0)
+    assert not is_replayed(found)
+    assert (found.states - plain_loop(step, 1e7 * z0, xs)).abs()[20:].max() <= 1e-3
+    dying = torch.zeros_like(xs)
+    assert is_replayed(twice(lambda: deeppcr.solve(lambda z, x: 0.3 * torch.sin(z) + x, z0, dying, solver=Newton())))

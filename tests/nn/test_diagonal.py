@@ -96,7 +96,7 @@ def test_parameters_lie_and_begin_as_documented():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.randn(5, 2, 4),), r"input: expected \[T, B, 3\] or \[T, 3\], none of them 0, got \[5, 2, 4\]"),
+        ((torch.randn(5, 2, 4),), r"input: expected \[T, B, 3\] or \[T, 3\], T not 0, got \[5, 2, 4\]"),
         ((torch.randn(0, 2, 3),), "input: expected"),
         (([1.0],), "input: expected a tensor or a PackedSequence, got list"),
         (

@@ -400,3 +400,26 @@ def test_outputs_lie_in_order(mode):
     x, reset = torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.bool)
     assert ours.LSTM(3, 4, mode=mode)(x)[0].is_contiguous()
     assert ours.GRU(3, 4, mode=mode)(x, reset=reset)[0].is_contiguous()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_steps_of_the_reversed_direction_are_told_in_the_numbers_of_the_caller(ragged):
+    gru, x = ours.GRU(3, 4, bidirectional=True, mode="parallel"), torch.randn(40, 2, 3)
+    x[6, 1] = torch.nan
+    given = nn.utils.rnn.pack_padded_sequence(x, [40, 30]) if ragged else x
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gru(given)
+    told = [str(each.message) for each in caught if issubclass(each.category, ConvergenceWarning)]
+    assert len(told) == 2
+    assert all(each.startswith("step 7 produced") and "row 1" in each for each in told), told
+    assert "from its last step to its first" in told[1]
+
+
+def test_a_batch_without_rows_and_solutions_without_states():
+    for module in (ours.DiagonalGRU(3, 4), ours.DiagonalLSTM(3, 4, batch_first=True)):
+        x = torch.ones(0, 5, 3) if module.batch_first else torch.ones(5, 0, 3)
+        assert module(x)[0].shape == (*x.shape[:2], 4)
+    gru = ours.GRU(3, 4, mode="parallel")
+    gru(torch.randn(20, 2, 3))
+    assert gru.solutions[0].final is None

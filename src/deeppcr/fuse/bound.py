@@ -29,13 +29,14 @@ class Notes:
         corrections: [passes, R], in units of the tolerance
         residual: [R], the largest miss at the last pass of a lane
         taken: [R], passes of a lane; negative where rounding is all that is left
-        unsettled: [passes + 1], lanes that were not settled after each; and at last those that are as exact as rounding lets them
+        unsettled: [passes + 2], lanes that were not settled after each; and at last those that are as exact as rounding lets them, and those
+            in which something that was large may hide what came after it
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
         self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
         self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
-        self.memory = torch.empty(self._places[-1] + limit + 1, dtype=torch.float32, device=device)
+        self.memory = torch.empty(self._places[-1] + limit + 2, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""

@@ -130,6 +130,7 @@ def _join(width: int) -> str:
             "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})",
             "s{k} = atol + rtol * c{k}  # how far it may be off",
             "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
+            "hidden = tl.maximum(hidden, tl.where(joined & (r * 0 + local + linear == 0), lives_on(o{k}, b{k}, m{k}, rtol), 0.0))",
             "b{k} = o{k}",
             "w{k} = h{k} - z{k}  # the miss",
             "y{k} = h{k} + (d{k} - w{k})",
@@ -178,9 +179,10 @@ def _join(width: int) -> str:
         "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
         "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
         "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
+        "hidden = tl.max(tl.reshape(hidden, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)",
+        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [
@@ -189,6 +191,7 @@ def _join(width: int) -> str:
         "largest = tl.zeros((GROUPS * LANES,), REAL)",
         "missed = tl.zeros((GROUPS * LANES,), REAL)",
         "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
+        "hidden = tl.zeros((GROUPS * LANES,), REAL)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         *("    " + line for line in [
             *_in_part("PART <= 1", gather),

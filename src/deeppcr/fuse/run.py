@@ -32,6 +32,8 @@ _GROWTH = 4
 _CLOSE = 1 / 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
+#: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
+_CLOSER_LOOKS = 4
 #: So many lanes keep the device busy.
 _BUSY = 2**18
 
@@ -139,6 +141,7 @@ class Found:
         unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
             other in the end. What is not finite is among them
         others: what is known of states that were not written; None where all were
+        suspected: [N, B, D], the largest size of each number in each chunk, where something large may hide what came after it; else None
     """
 
     length: int
@@ -150,6 +153,7 @@ class Found:
     floored: int
     unsettled: int
     others: Others | None = None
+    suspected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,12 +179,15 @@ class Run(BoundKernels):
 
     def others(self, every: int, ends: Tensor, sizes: Tensor) -> Others:
         """From what kernels note of chunks, [N * K * R] each: copies in the order of states."""
-        program, (rows, width) = self.program, self.initial.shape
-        ends, sizes = (
-            each.view(-1, program.width, rows, program.channels).transpose(1, 2).reshape(-1, rows, width)
-            for each in (ends, sizes)
-        )
+        ends, sizes = self.of_states(ends), self.of_states(sizes)
         return Others(every, ends[-1].to(self.initial, copy=True), sizes.clone())
+
+    def of_states(self, noted: Tensor) -> Tensor:
+        """What lanes note of chunks, [N * K * R], in the order of states: [N, B, D]."""
+        program, (rows, width) = self.program, self.initial.shape
+        if self.shape.tiled:
+            return noted.view(-1, rows, width)
+        return noted.view(-1, program.width, rows, program.channels).transpose(1, 2).reshape(-1, rows, width)
 
     def loop(
         self, states: Tensor, found: Found | None = None, *, every: int = 1, noted: tuple[Tensor, Tensor] | None = None
@@ -229,7 +236,14 @@ class Run(BoundKernels):
         launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
     def in_parallel(
-        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
+        self,
+        kind: Kind,
+        tolerance: Tolerance,
+        guess: Tensor | None = None,
+        most: int | None = None,
+        every: int = 1,
+        *,
+        closer: bool = False,
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -238,8 +252,9 @@ class Run(BoundKernels):
             guess: states to start from, [L, B, D]; None: the initial one everywhere
             most: so many passes and no look, as inside a CUDA graph
             every: the states after every so many steps are written; others than 1 for kinds that need no more
+            closer: the sizes of chunks are asked for, whatever is suspected
         """
-        width, rows, chunk = self.program.width, self.rows, kind.chunk
+        rows, chunk = self.rows, kind.chunk
         chunks, limit, parts, size = self._cut(chunk, most)
         states, notes = self.new_states(every), Notes(limit, rows, self.device)
         if chunks == 1:
@@ -271,19 +286,23 @@ class Run(BoundKernels):
             key = (chunk, limit, done, wanted, rolls, guessed_from, how, every)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
-            *left, floored = [0, 0] if most is not None else notes.unsettled.tolist()
+            *left, floored, suspected = [0, 0, closer] if most is not None else notes.unsettled.tolist()
             left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
                 unsettled = 0 if 0 in left else left[-1]
-                others = None
-                if every > 1:
+                others = of_chunks = None
+                if every > 1 or suspected:
                     _, ends, sizes, *_ = workspace.split(parts)
-                    others = self.others(every, *(each[: chunks * width * rows] for each in (ends, sizes)))
+                    ends, sizes = (each[: chunks * self.initial.numel()] for each in (ends, sizes))
+                    others = self.others(every, ends, sizes) if every > 1 else None
+                    of_chunks = self.of_states(sizes).clone() if suspected else None
                 left_over = 0 if over else unsettled
-                return Found(self.length, states, notes, passes, chunk, left_over, floored, unsettled, others)
+                return Found(
+                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks
+                )
             wanted = min(limit, done + 2)
 
     def from_smaller_chunks(self, kind: Kind, tolerance: Tolerance, guess: Tensor | None) -> Tensor | None:
@@ -359,6 +378,28 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
     sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
     return [aligned_size(size) for size in sizes]
+
+
+def hides(run: Run, found: Found, tolerance: Tolerance) -> bool:
+    """Whether what was large once hides that later states, which live on, are not known: see ``Tolerance.hides``.
+
+    What is left where a signal has died is noise: as in ``iteration``, it falls with every correction.
+    """
+    sizes, states, initial = found.suspected, found.states, run.initial
+    assert sizes is not None
+    for _ in range(_CLOSER_LOOKS):
+        errors = tolerance.allowed(sizes, initial)
+        if not tolerance.hides(sizes, initial, errors).any():
+            return False
+        if len(states) < found.length:
+            return True  # and nobody can look closer
+        # Of two passes the second one starts where the first one corrected it.
+        looked = run.in_parallel(Kind(found.length, found.chunk), tolerance, states, most=2, closer=True)
+        assert looked.suspected is not None
+        if tolerance.hides(sizes, initial, errors, looked.suspected).any():
+            return True
+        sizes, states = looked.suspected, looked.states
+    return False
 
 
 def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:

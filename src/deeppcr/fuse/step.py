@@ -40,6 +40,7 @@ class FusedStep:
         elsewhere: whether some of them are on another device: single numbers
         kinds: of solves, by length and rows
         solves: how many there were, without gradients and with them
+        gradients_fit: what kernels of gradients were compiled for that are known to fit the device
     """
 
     kernels: Kernels
@@ -48,6 +49,7 @@ class FusedStep:
     elsewhere: bool
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    gradients_fit: set[tuple] = field(default_factory=set)
 
     @staticmethod
     def of(step: Callable, layout: Layout, z0: Any, inputs: Any, reached: list[Tensor]) -> FusedStep:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
+from ..tolerance import FAINT, GOES_ON, SMALL
 
 #: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
 #: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.
@@ -26,6 +27,7 @@ VARIED = tl.constexpr(1.05)
 SMOOTH = tl.constexpr(4.0)
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 _ENOUGH = tl.constexpr(ENOUGH)
+_FAINT, _SMALL, _GOES_ON = tl.constexpr(FAINT), tl.constexpr(SMALL), tl.constexpr(GOES_ON)
 
 
 @triton.jit
@@ -61,12 +63,21 @@ def in_units(change, unit):
 
 
 @triton.jit
-def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear):
+def lives_on(size, before, largest, rtol):
+    """1 where two chunks of such sizes are faint (``Tolerance.faint``) beside the largest size so far, and the later one fell no further: a
+    signal that was hidden by a transient, or noise. The host looks closer."""
+    most = tl.maximum(largest * 0 + rtol, tl.minimum(largest * 0 + _FAINT * rtol, _SMALL)) * largest
+    return tl.where((size > 0) & (size <= most) & (before <= most) & (size >= _GOES_ON * before), 1.0, 0.0)
+
+
+@triton.jit
+def note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear):
     """What a pass found of lanes ``r``.
 
     Args:
         largest: correction, in units of the tolerance
         missed, rough: the largest miss, and the same in units of rounding
+        hidden: above 0 where ``lives_on`` was
         linear: 1 where what does not settle is taken step by step, whatever is left: cotangents, which nobody is told of
     """
     alive = inside & ~settled(found, passes, r, rows, inside)
@@ -87,5 +98,6 @@ def note(largest, missed, rough, found, unsettled, taken, residual, r, rows, ins
     tl.store(taken + r, tl.where(floored, -passed, passed), mask=alive)
     tl.store(residual + r, missed, mask=alive)
     tl.atomic_add(unsettled + limit, tl.sum(floored.to(tl.int32), 0))
+    tl.atomic_add(unsettled + limit + 1, tl.sum((alive & (enough | floored) & (hidden > 0)).to(tl.int32), 0))
     left = inside & ~(enough | floored)
     tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))

@@ -155,6 +155,7 @@ def _roll(program: Program) -> str:
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
         "    if passes == 0:",
         "        tl.store(unsettled + limit, 0)",
+        "        tl.store(unsettled + limit + 1, 0)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         "    begin = first + n * chunk",
         *("    " + line for line in _prologue(program, whole, "begin")),
@@ -275,6 +276,7 @@ def _sweep(program: Program) -> str:
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
         "    if passes == 0:",
         "        tl.store(unsettled + limit, 0)",
+        "        tl.store(unsettled + limit + 1, 0)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         *("    " + line for line in [
             "if WHOLE:",

@@ -9,7 +9,7 @@ import torch
 from .expressions import FUNCTIONS
 
 #: What a kernel may take from ``support``.
-_SUPPORT = {"FAR", "SMOOTH", "finite_or_zero", "in_units", "note", "settled"}
+_SUPPORT = {"FAR", "SMOOTH", "finite_or_zero", "in_units", "lives_on", "note", "settled"}
 NAME = re.compile(r"[A-Za-z_]\w*")
 
 

@@ -147,10 +147,12 @@ def _program_lines() -> list[str]:
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
         "    if passes == 0:",
         "        tl.store(unsettled + limit, 0)",
+        "        tl.store(unsettled + limit + 1, 0)",
         "if (block == 0) & (n == 0) & (not WHOLE):",
         "    tl.store(worst + b, 0.0)",
         "    tl.store(worst + rows + b, 0.0)",
         "    tl.store(worst + 2 * rows + b, 0.0)",
+        "    tl.store(worst + 3 * rows + b, 0.0)",
         "if not settled(found, passes, b, rows, b >= 0):",
     ]
 

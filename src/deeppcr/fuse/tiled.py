@@ -35,10 +35,10 @@ def groups_of(chunks: int) -> int:
 
 
 def workspace_sizes(width: int, rows: int, chunks: int, vectors: int) -> list[int]:
-    """Of every chunk so many vectors and a matrix; of every group a matrix and two vectors; of every row three numbers."""
+    """Of every chunk so many vectors and a matrix; of every group a matrix and two vectors; of every row four numbers."""
     groups = groups_of(chunks)
     matrices = [chunks * rows * width * width, groups * rows * width * width]
-    return [*[chunks * rows * width] * vectors, *matrices, groups * rows * width, groups * rows * width, 3 * rows]
+    return [*[chunks * rows * width] * vectors, *matrices, groups * rows * width, groups * rows * width, 4 * rows]
 
 
 class _How:

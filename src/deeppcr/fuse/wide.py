@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .support import FAR, SMOOTH, finite_or_zero, in_units, note, settled
+from .support import FAR, SMOOTH, finite_or_zero, in_units, lives_on, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear"]
@@ -71,7 +71,8 @@ def spread(
     starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local, linear,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, ``worst`` [3, B].
+    """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, and whether a signal
+    ``lives_on``: ``worst`` [4, B].
 
     What is noted is kept number by number: to look for the largest of a row takes as long as all else.
     """
@@ -82,7 +83,7 @@ def spread(
     tile = i[:, None] * WIDTH + i[None, :]
     if not settled(found, passes, row, rows, row >= 0):
         d = tl.zeros((PADDED,), tl.float32)
-        off, missed, rough = d, d, d
+        off, missed, rough, hidden = d, d, d, d
         size = tl.abs(tl.load(starts + row * WIDTH + i, mask=inside, other=0.0))
         for earlier in tl.range(0, group.to(tl.int32), num_stages=STAGES):
             at = earlier * rows + row
@@ -118,6 +119,9 @@ def spread(
             scale = tl.where(i * 0 + local > 0, last, size)
             unit = atol + rtol * scale  # how far it may be off
             size = tl.maximum(size, tl.where(own < float("inf"), own, 0.0))
+            hidden = tl.maximum(
+                hidden, tl.where(joined & (i * 0 + local + linear == 0), lives_on(own, last, size, rtol), 0.0)
+            )
             miss = before - start
             y = before + (d - miss)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
@@ -150,6 +154,7 @@ def spread(
         tl.atomic_max(worst + row, tl.max(off, 0))
         tl.atomic_max(worst + rows + row, tl.max(missed, 0))
         tl.atomic_max(worst + 2 * rows + row, tl.max(rough, 0))
+        tl.atomic_max(worst + 3 * rows + row, tl.max(hidden, 0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -161,4 +166,5 @@ def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, lin
     largest = tl.load(worst + r, mask=alive, other=0.0)
     missed = tl.load(worst + rows + r, mask=alive, other=0.0)
     rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
-    note(largest, missed, rough, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)
+    hidden = tl.load(worst + 3 * rows + r, mask=alive, other=0.0)
+    note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..iteration import Outcome
+from ..iteration import Iteration, Outcome
 from ..newton import Newton
 from ..sequence import Sequence
 from ..sequence.trace import without_cast_cache
@@ -126,6 +126,7 @@ class Recording:
         progress.carry(self._keep)
         iteration.ends = iteration.values = self._keep("ends", iteration.ends)
         iteration.unusual = self._keep("unusual", iteration.unusual)
+        iteration.errors, iteration.sizes = self._keep("errors", iteration.errors), self._keep("sizes", iteration.sizes)
         iteration.blocks = None
 
     def _finish(self) -> None:
@@ -144,7 +145,10 @@ class Recording:
         held = held & self._begins_alike(states)
         self._states = states
         self._keep("residual", residual)
-        verdict = torch.stack([held.all().long(), progress.iterations.amax()])
+        hidden = torch.zeros_like(held)
+        if newton.stop.promises and not progress.tolerance.local:
+            hidden = progress.tolerance.hides(iteration.sizes, self._initial, iteration.errors)
+        verdict = torch.stack([held.all().long(), hidden.any().long(), progress.iterations.amax()])
         self._keep("verdict", torch.cat([verdict, codes]))
         progress.carry(self._keep)  # else a replay would begin with what was left by the rehearsal of this
 
@@ -180,9 +184,9 @@ class Recording:
         for _ in range(1, self._fixed or 1):
             self._afresh()
         self._last()
-        held, count, *codes = self._kept["verdict"].tolist()
+        held, suspected, count, *codes = self._kept["verdict"].tolist()
         results = [_RESULTS[code] for code in codes]
-        if not held or any(result not in _GOOD for result in results):
+        if not held or any(result not in _GOOD for result in results) or (suspected and self._hides(sequence)):
             return None
         outcome = Outcome(
             states=self._states.clone(),
@@ -192,6 +196,15 @@ class Recording:
             updates=self._updates[:count].clone(),
         )
         return outcome, self._kept["residual"].clone()
+
+    @torch.no_grad()
+    def _hides(self, sequence: Sequence) -> bool:
+        """Whether what seems to be hidden is more than noise: which takes closer looks than a recording holds."""
+        iteration = Iteration(self._newton, sequence, self._kept["ends"].clone(), self._chunk, Plan())
+        values, iteration.blocks = iteration.linearise()
+        every = torch.ones_like(iteration.progress.active)
+        errors = iteration.solve(iteration.blocks, values - iteration.ends)
+        return bool(iteration.find_hidden(every, values, errors).any())
 
     def _go_on_until_done(self) -> bool:
         """Whether the rows finished without a safeguard of the general iteration."""

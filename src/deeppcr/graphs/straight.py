@@ -16,6 +16,7 @@ from ..linear import Blocks
 from ..newton import Newton
 from ..sequence import Sequence
 from ..solution import Plan, Result
+from ..tolerance import Bounds
 
 
 class Noting(Iteration):
@@ -27,6 +28,8 @@ class Noting(Iteration):
         super().__init__(newton, sequence, ends, chunk, plan)
         self.unusual = torch.zeros((), dtype=torch.bool, device=ends.device)
         self.stale = self.unusual  # whether states were changed after they were looked at
+        # Of rows that are done, as they were found to be when they were.
+        self.sizes = self.errors = torch.zeros_like(ends)
 
     def needs_safeguard(self, flags: Tensor) -> bool:
         self.unusual = self.unusual | flags.any()
@@ -38,6 +41,12 @@ class Noting(Iteration):
 
     def is_worth_it(self, flags: Tensor) -> bool:
         return True
+
+    def without_hidden(self, done: Tensor, values: Tensor, errors: Tensor, bounds: Bounds) -> Tensor:
+        """Whether something is hidden is seen at the end, once."""
+        self.errors = torch.where(done.unsqueeze(-1), errors, self.errors)
+        self.sizes = torch.where(done.unsqueeze(-1), torch.maximum(self.ends.abs(), values.abs()), self.sizes)
+        return done
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         delta = super().solve(blocks, residual)

@@ -88,9 +88,10 @@ class Diagonal(Recurrent):
         x = input.data if packed else input
         if not isinstance(x, Tensor):
             raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
-        if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size or not x.numel():
+        steps = 1 if x.ndim == 3 and self.batch_first else 0
+        if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size or not x.shape[steps]:
             wanted = "[B, T, {0}]" if self.batch_first else "[T, B, {0}]"
-            wanted = f"{wanted} or [T, {{0}}], none of them 0".format(self.input_size)
+            wanted = f"{wanted} or [T, {{0}}], T not 0".format(self.input_size)
             raise ValueError(f"input: expected {wanted}, got {list(x.shape)}")
         weight = getattr(self, self._all_weights[0][0])
         if x.device != weight.device:

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
+from ..tolerance import FAINT, GOES_ON, SMALL
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
@@ -31,6 +32,9 @@ _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
 _NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
+#: What is smaller than this part of an initial state may be noise.
+_NOISE = tl.constexpr(2.0**-23)
+_FAINT, _SMALL, _GOES_ON = tl.constexpr(FAINT), tl.constexpr(SMALL), tl.constexpr(GOES_ON)
 
 
 @triton.jit
@@ -189,6 +193,27 @@ def gather(
 
 
 @triton.jit
+def size_of(states, chunk, row, rows, i, inside, WIDTH: tl.constexpr):
+    """The largest number of a row of states [N, B, w]."""
+    at = tl.cast(chunk, tl.int64) * rows + row
+    return tl.max(tl.abs(tl.load(states + at * WIDTH + i, mask=inside, other=0.0)), 0)
+
+
+@triton.jit
+def size_at_first(starts, ends, row, rows, chunks, rtol, i, inside, WIDTH: tl.constexpr):
+    """The size of the initial state. Where the first chunk, or the first half of them, brings it far down, and that lives on to the end,
+    that of what it is brought down to: else it would hide all that comes after it (``Tolerance.hides``)."""
+    size = size_of(starts, 0, row, rows, i, inside, WIDTH)
+    after = size_of(ends, 0, row, rows, i, inside, WIDTH)
+    later = size_of(ends, tl.maximum(chunks // 2 - 1, 0), row, rows, i, inside, WIDTH)
+    then = size_of(ends, chunks - 1, row, rows, i, inside, WIDTH)
+    faint = tl.maximum(size * 0 + rtol, tl.minimum(size * 0 + _FAINT * rtol, _SMALL)) * size
+    # Of a signal that dies out, chunks far behind the first hold noise, which is steady as well.
+    later = tl.where((later <= faint) & (later >= _NOISE * size) & (then >= _GOES_ON * later), later, size)
+    return tl.where((after <= faint) & (then >= _GOES_ON * after), after, later)
+
+
+@triton.jit
 def correct(start, delta, end, exact, least, rtol):
     """The corrected start of a chunk, the correction in units of the tolerance (as by ``Bounds.ratio``, but that the size of a
     layer is that of its largest unit: they all mix), and by how much ``end`` missed it.
@@ -228,8 +253,7 @@ def spread(
     tile = i[:, None] * WIDTH + i[None, :]
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
-        initial = tl.load(starts + row * WIDTH + i, mask=inside, other=0.0)
-        least = atol + rtol * first * tl.max(tl.abs(initial), 0)
+        least = atol + rtol * first * size_at_first(starts, ends, row, rows, chunks, rtol, i, inside, WIDTH)
         delta = tl.zeros((PADDED,), tl.float32)
         largest, missed = 0.0, 0.0
         for earlier in tl.range(0, group, num_stages=STAGES):
@@ -319,8 +343,9 @@ def correct_wide(
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     if not settled(found, passes, row, rows):
-        initial = tl.load(starts + row * WIDTH + i, mask=inside, other=0.0)
-        least = atol + rtol * first * tl.max(tl.abs(initial), 0)
+        least = atol + rtol * first * size_at_first(
+            starts, ends, row, rows, tl.num_programs(0) // rows, rtol, i, inside, WIDTH
+        )
         at = (chunk * rows + row) * WIDTH + i
         start = tl.load(starts + at, mask=inside, other=0.0)
         delta = tl.load(deltas + at, mask=inside, other=0.0)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..fused import Call
 from ..newton import Loop, Newton
 from ..sequence.lengths import up_to
+from ..sequence.words import read_backwards
 from ..solution import Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton
@@ -196,7 +197,9 @@ class Recurrent(nn.Module):
                 at = directions * layer + direction
                 seen = x if direction == 0 else reversed_in_time(x, lengths)
                 start = tuple(leaf[at] for leaf in starts)
-                solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
+                turned = None if direction == 0 else len(x) if lengths is None else lengths
+                with read_backwards(turned):
+                    solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
                 states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
                 last.append(tuple(leaf[-1:] for leaf in states))
                 # Of a state of several tensors each is a view of all of them.

@@ -74,7 +74,7 @@ class TorchLike(Recurrent):
             why = "hx holds values that are not finite"
         if not why:
             try:
-                found = self._by_solve(input, hx, reset, self.newton, kernels=mode == "auto")
+                found = self._by_solve(input, hx, reset, self._solver(input, mode), kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
                 if not reason.passing:
@@ -84,6 +84,16 @@ class TorchLike(Recurrent):
                     self._learn(self._kind_of(input, reset))
                 return found
         return self._by_torch(input, hx, reset, why)
+
+    def _solver(self, input: Any, mode: Mode) -> Newton:
+        """In auto mode a fixed number of passes is for a capture: calls outside of one, which make the kernels for it, look when they are done."""
+        device = self._size_of(input)[2]
+        fixed = self.newton.stop.fixed is not None
+        return (
+            replace(self.newton, stop=UpdateTest())
+            if mode == "auto" and fixed and not is_capturing(device)
+            else self.newton
+        )
 
     # PyTorch's own kernel.
 
@@ -228,10 +238,10 @@ class TorchLike(Recurrent):
 
 
 def _has_kernels_for(newton: Newton, capturing: bool) -> bool:
-    """Whether kernels do what these settings ask for; while a graph is captured, a fixed number of passes."""
-    if capturing:
-        return newton.stop.fixed is not None and covers(replace(newton, stop=UpdateTest()))
-    return newton is USUAL or covers(newton)
+    """Whether kernels do what these settings ask for: while a graph is captured, only a fixed number of passes."""
+    if newton.stop.fixed is not None:
+        return covers(replace(newton, stop=UpdateTest()))
+    return not capturing and (newton is USUAL or covers(newton))
 
 
 def _is_finite(hx: Any) -> bool:

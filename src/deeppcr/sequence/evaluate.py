@@ -45,6 +45,12 @@ class RandomStep(StepError):
 
     kind = "random"
 
+    def __init__(
+        self,
+        message: str = "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them over in xs",
+    ):
+        super().__init__(message)
+
 
 def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
     """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
@@ -98,9 +104,18 @@ class StepGroup:
         self.derivative = "none"
         self.notes: list[str] = []
         self._candidates = list(_DERIVATIVES)
+        self._entries: list[Any] | None = None  # of xs, taken apart once: see `inputs`
 
     def inputs(self, index: int | slice | Tensor) -> Any:
-        return pytree.tree_map(lambda leaf: leaf[index], self.xs) if self.xs is not None else None
+        """What the step sees of xs, at one step or at several."""
+        if self.xs is None:
+            return None
+        if not isinstance(index, int) or not torch.is_grad_enabled() or not _requires_grad(self.xs):
+            return pytree.tree_map(lambda leaf: leaf[index], self.xs)
+        # The gradient of one entry is as large as all of xs: of L steps, one after the other, that would be L times L.
+        if self._entries is None:
+            self._entries = _entries(self.xs, 0)
+        return self._entries[index]
 
     def call(self, state: Tensor, x: Any, batch_shape: tuple[int, ...] | None = None) -> Tensor:
         """One step: [B, D] to [B, D]."""
@@ -135,7 +150,7 @@ class StepGroup:
         if self.way == "rowwise":
             fold = self.fold(xs)
             return fold(previous.flatten(0, 1)).unflatten(0, previous.shape[:2])
-        return torch.stack([self.call(z, _at(xs, n)) for n, z in enumerate(previous)])
+        return torch.stack([self.call(z, x) for z, x in zip(previous, _entries(xs, len(previous)), strict=True)])
 
     def push(self, previous: Tensor, tangents: Tensor, index: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Values and Jacobian-vector products.
@@ -185,10 +200,7 @@ class StepGroup:
         if _must_propagate(error):
             raise error
         if "randomness" in str(error):
-            raise RandomStep(
-                "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them "
-                "over in xs"
-            ) from error
+            raise RandomStep from error
         self.way = "loop"
         self.notes.append(
             f"torch.vmap does not cover the step ({_first_line(error)}): its steps are evaluated one by one; "
@@ -223,6 +235,18 @@ class StepGroup:
         ]
         values, pushed = zip(*pairs, strict=True)
         return torch.stack(values), torch.stack(pushed)
+
+
+def _requires_grad(xs: Any) -> bool:
+    return any(leaf.requires_grad for leaf in pytree.tree_leaves(xs))
+
+
+def _entries(xs: Any, count: int) -> list[Any]:
+    """Of a nest of tensors [L, ...] its L entries; where there is no tensor in it, it is the same ``count`` times."""
+    leaves, spec = pytree.tree_flatten(xs)
+    if xs is None or not leaves:
+        return [xs] * count
+    return [pytree.tree_unflatten(each, spec) for each in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
 
 
 def _at(xs: Any, n: int) -> Any:

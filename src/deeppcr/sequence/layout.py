@@ -238,20 +238,32 @@ def _one(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-def note_call(error: BaseException, number: int, z: Any, *x: Any) -> None:
+def note_call(error: BaseException, number: int, z: Any, *x: Any, hint: str = "") -> None:
     """Add to an error of the step how it was called: often with something else than its author expects. From Python 3.11 on: errors take
     notes, and stay what they are.
 
     Args:
         number: of the step, from 0
         z, x: what it was given
+        hint: what may be wrong
     """
     add_note = getattr(error, "add_note", None)
     if add_note is not None:
         given = f"step(z) with z: {describe(z)}"
         if x:
             given = f"step(z, x) with z: {describe(z)}, x = xs[{number}]: {describe(x[0])}"
-        add_note(f"deeppcr called {given} (step {number + 1})")
+        add_note(f"deeppcr called {given} (step {number + 1}){hint}")
+
+
+def hint_of_batch_first(xs: Any, batch: torch.Size) -> str:
+    """What may be wrong with xs beside states of such a batch: where they seem to lie [batch, steps, ...]; else nothing."""
+    for leaf in pytree.tree_leaves(xs):
+        if batch and isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[0] == batch[0] != leaf.shape[1]:
+            return (
+                f". The first dimension of xs is taken for steps; here it is {leaf.shape[0]}, which is how many rows z0 has: if xs is "
+                f"{list(leaf.shape)} = [batch, steps, ...], hand over xs.transpose(0, 1)"
+            )
+    return ""
 
 
 def describe(nest: Any) -> str:

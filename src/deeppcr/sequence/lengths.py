@@ -65,6 +65,8 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     Args:
         step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
     """
+    if isinstance(lengths, (list, tuple)) and all(type(each) is int for each in lengths):
+        lengths = torch.tensor(lengths)
     several = isinstance(step, (list, tuple, nn.ModuleList))
     steps = find_length(step if several else None, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)
@@ -81,7 +83,7 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
 def _check(lengths: Any, batch: torch.Size, steps: int) -> None:
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.is_complex():
         came = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"lengths: expected a tensor of integers, one for each row, got {came}")
+        raise TypeError(f"lengths: expected a tensor of integers, or a list of them, one for each row, got {came}")
     if lengths.dtype is torch.bool:
         raise TypeError(
             "lengths: expected a tensor of integers, one for each row, got torch.bool (a mask? mask.sum(0))"

@@ -20,7 +20,7 @@ from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
 from .hooks import NoHooks, refuse_hooked
-from .layout import Layout, describe, note_call
+from .layout import Layout, describe, hint_of_batch_first, note_call
 from .purity import Purity, changes_in_place
 from .rows import check_fold
 from .stack import group_callables
@@ -150,7 +150,8 @@ class Sequence:
                     f"xs: is a {type(xs).__name__} of {len(xs)} tensors, read as a nest whose leaves each run over the steps. "
                     f"If they are the inputs of {len(xs)} steps, stack them: torch.stack(xs). (The step said: {error})"
                 ) from error
-            note_call(error, 0, self.layout.unpack(state), *(() if x is None else (x,)))
+            hint = hint_of_batch_first(xs, self.layout.batch_shape)
+            note_call(error, 0, self.layout.unpack(state), *(() if x is None else (x,)), hint=hint)
             raise
         of_module = self._group_of(0)[0].module is not None  # whose xs are what it holds: see Purity
         for (name, leaf), version in zip(watched, before, strict=True):

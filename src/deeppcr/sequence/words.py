@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +13,23 @@ from torch.utils import _pytree as pytree
 
 from ..solution import Result, worst_of, worst_rows
 from .layout import Layout
+
+#: How many steps there are, or there are of each row [B], where they are taken from the last to the first; None: from the first on.
+_backwards: ContextVar[int | Tensor | None] = ContextVar("backwards", default=None)
+
+
+@contextmanager
+def read_backwards(length: int | Tensor | None) -> Iterator[None]:
+    """Steps of a sequence that was turned round are told in the caller's numbers.
+
+    Args:
+        length: of the sequence, or [B], of each row; None: it was not turned round
+    """
+    token = _backwards.set(length)
+    try:
+        yield
+    finally:
+        _backwards.reset(token)
 
 
 def in_words(
@@ -28,11 +47,16 @@ def in_words(
         return worst.value
     row, exact, count = worst_rows(results, exact_steps)
     step = exact + 1 if worst is Result.NON_FINITE else exact
-    text = worst.value.format(step=step)
+    length, told = _backwards.get(), step
+    if length is not None:
+        told = int(length if isinstance(length, int) else length[row]) + 1 - step
+    text = worst.value.format(step=told)
     if worst is Result.NON_FINITE:
         held = _not_finite_in(inputs, step - 1, layout, row)
         if held is not None:
-            text = f"step {step} produced a value that is not finite; {held} there, and the loop does so too"
+            text = f"step {told} produced a value that is not finite; {held} there, and the loop does so too"
+    if length is not None:
+        text += ", in a sequence that is read from its last step to its first"
     if len(results) > 1:
         text += f" (row {row}; {count} of {len(results)} rows)"
     return "; ".join([text, *reasons])

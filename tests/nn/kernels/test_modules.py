@@ -618,3 +618,15 @@ class TestVanishing:
         with torch.no_grad():
             assert tolerance() == (0.0, 1e-5, 1.0)
             assert tolerance(newton=Newton(scale="local")) == (0.0, 1e-5, 0.0)
+
+
+@pytest.mark.parametrize("width", [3, dense.NARROW + 1])
+@pytest.mark.parametrize(("activation", "size"), [("tanh", 1e8), ("relu", 1e4)])
+def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width, by_kernels):
+    """The first layers bring it down; what the later ones make of their biases lives on."""
+    net = build("mlp", 40, by_kernels, width=width, activation=activation, mode="parallel", newton=Newton(chunk=4))
+    with torch.no_grad():
+        net.weight.mul_(1.5)
+        x = torch.randn(2, 4, device=by_kernels) * size
+        assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= 1e-3
+        assert net.solution.result is Result.CONVERGED
