@@ -301,9 +301,9 @@ def test_weights_may_be_replaced(device):
     found = torch.func.functional_call(gru, doubled, (x,))[0]
     plain = nn.GRU(3, 4, device=device)
     plain.load_state_dict(doubled)
-    assert torch.allclose(found, plain(x)[0], atol=1e-6)
+    assert torch.allclose(found, plain(x)[0], atol=1e-5)
     gru.weight_hh_l0 = nn.Parameter(gru.weight_hh_l0.detach() + 1)
-    assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=1e-6)
+    assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=1e-5)
 
 
 def test_weights_in_half_precision_may_change_in_place(device):
@@ -357,7 +357,7 @@ def test_what_is_not_finite_stays_in_its_row(device):
     x[4, 1, 0] = float("nan")
     with pytest.warns(ConvergenceWarning, match="not finite"):
         found = gru(x)[0]
-    assert torch.allclose(found, gru(x, mode="sequential")[0], atol=1e-6, equal_nan=True)
+    assert torch.allclose(found, gru(x, mode="sequential")[0], atol=1e-5, equal_nan=True)
     hx = torch.full((1, 3, 4), float("inf"), device=device)
     assert torch.equal(gru(x[:3], hx)[0].isnan(), gru(x[:3], hx, mode="sequential")[0].isnan())
 

@@ -436,8 +436,9 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
 def _worth_of(run: Run, kind: Kind, found: Found) -> tuple[int, int, tuple[Stage, ...]]:
     """Of passes that did not suffice: how many lanes they left, how many steps they took, and what is worth repeating of them."""
     corrections = found.notes.on_host().corrections[: found.passes].nan_to_num(torch.inf)
-    # As many passes as brought those that are left as near as they came.
-    worst = corrections[:, corrections[-1] > 1].amax(1) if found.left else corrections.amax(1)
+    # As many passes as brought those that are left as near as they came. (What drifts may be left by small corrections, too.)
+    left = corrections[-1] > 1
+    worst = corrections[:, left if left.any() else slice(None)].amax(1)
     passes = int((worst <= 2 * worst.min()).nonzero()[0]) + 1
     steps = kind.chunk * (kind.rolls + passes * (1 + run.program.width))
     return found.left, steps, (*kind.before, Stage(kind.chunk, kind.rolls, passes))

@@ -214,10 +214,8 @@ class Recurrent(nn.Module):
         return x, tuple(leaf.to(dtype) for leaf in ends)
 
     def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
-        """That which PyTorch's own kernels give under autocast: on a GPU float16, whichever was asked for."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return x.dtype
-        return torch.float16 if x.device.type == "cuda" else torch.get_autocast_dtype(x.device.type)
+        """That which PyTorch's own kernels give under autocast."""
+        return _dtype_of_autocast(x.device) or x.dtype
 
     def _solve(
         self,
@@ -235,13 +233,14 @@ class Recurrent(nn.Module):
         """
         weights = self._weights(at)
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
-        xs: Any = self._cell_type().project(x, weights).to(dtype)
+        mixed = _dtype_of_autocast(x.device)
+        with nullcontext() if mixed is None else torch.autocast(x.device.type, mixed):
+            xs: Any = self._cell_type().project(x, weights).to(dtype)
         step = self._step(at, weights, dtype, restarting=reset is not None)
         if reset is not None:
             xs = (xs, reset)
         z0 = self._nested(tuple(leaf.to(dtype) for leaf in start))
-        mixed = torch.is_autocast_enabled(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
+        with nullcontext() if mixed is None else torch.autocast(x.device.type, enabled=False):
             if kernels:
                 _require_kernels(step, z0, xs, lengths)
             return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
@@ -299,6 +298,13 @@ class Recurrent(nn.Module):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
+
+
+def _dtype_of_autocast(device: torch.device) -> torch.dtype | None:
+    """What PyTorch's recurrent modules compute in under autocast: on a GPU float16, whichever was asked for. None without it."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.float16 if device.type == "cuda" else torch.get_autocast_dtype(device.type)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
