@@ -122,8 +122,9 @@ def test_version_as_a_command_and_as_an_option():
     assert command.output == option.output == f"deeppcr {deeppcr.__version__}, torch {torch.__version__}\n"
 
 
-#: Those that train a network first; the others reach the same code but for the training, which has tests of its own.
-SLOW = ("latent-diffusion", "pixel-diffusion")
+#: Those that train a network first; the others reach the same code but for the training, which has tests of its own. The last two are
+#: also run where trained networks are shared.
+SLOW = ("latent-diffusion", "pixel-diffusion", "diffusion-guess", "diffusion-iterations")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in SLOW else n for n in TINY])

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from deeppcr import linear
 from kernel_support import thorough
-from linear.conformance import ONE_OF_A_KIND, assert_compiles, either_way, every_solver, one_of_a_kind
+from linear.conformance import ONE_OF_A_KIND, assert_compiles, either_way, either_way_once, every_solver
 from linear.reference import SOLVERS, STRUCTURES, one_after_the_other, random_blocks
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
@@ -29,8 +29,7 @@ def test_solutions_are_those_of_the_loop(structure, solver, length, batch, rever
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@either_way
-@one_of_a_kind
+@either_way_once
 @every_structure
 def test_gradients_by_finite_differences(structure, solver, reverse, device):
     tensors = system(structure, 6, (2,), device=device, requires_grad=True)

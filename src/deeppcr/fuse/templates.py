@@ -92,7 +92,8 @@ def _prologue(program: Program, lines: _Lines, begin: str) -> list[str]:
     ]
 
 
-def _lanes() -> list[str]:
+def _begin(width: int) -> list[str]:
+    """Of a pass: its lanes, and which have something to do. The first program resets what the pass counts."""
     return [
         "lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
         "inside = lane < chunks * rows",
@@ -100,7 +101,14 @@ def _lanes() -> list[str]:
         "r = lane % rows",
         "b = r // channels",
         "c = r % channels",
-        "at = b * ({width} * channels) + c  # of its first number among those of all lanes",
+        f"at = b * ({width} * channels) + c  # of its first number among those of all lanes",
+        "live = inside & ~settled(found, passes, r, rows, inside)",
+        "if (tl.program_id(0) == 0) & (not WHOLE):",
+        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    if passes == 0:",
+        "        tl.store(unsettled + limit, 0)",
+        "        tl.store(unsettled + limit + 1, 0)",
+        "if tl.sum(live.to(tl.int32), 0) > 0:",
     ]
 
 
@@ -149,14 +157,7 @@ def _roll(program: Program) -> str:
         *_advance(program, whole, "+"),
     ]  # fmt: skip
     lines = [
-        *(line.format(width=width) for line in _lanes()),
-        "live = inside & ~settled(found, passes, r, rows, inside)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
-        "if tl.sum(live.to(tl.int32), 0) > 0:",
+        *_begin(width),
         "    begin = first + n * chunk",
         *("    " + line for line in _prologue(program, whole, "begin")),
         "    if (passes == 0) | WHOLE:",
@@ -270,14 +271,7 @@ def _sweep(program: Program) -> str:
         *("    " + f"tl.store({_output(program, read, 'n')}, sum{at}, mask=live)" for at, read, _ in shared),
     ]
     lines = [
-        *(line.format(width=width) for line in _lanes()),
-        "live = inside & ~settled(found, passes, r, rows, inside)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
-        "if tl.sum(live.to(tl.int32), 0) > 0:",
+        *_begin(width),
         *("    " + line for line in [
             "if WHOLE:",
             "    n = r * 0 + chunks - 1",
