@@ -1,5 +1,7 @@
 """Products of blocks lose digits where they are far from normal: the residual tells, and what was lost is given back."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -204,3 +206,34 @@ def test_where_values_cannot_be_read_one_correction_is_made(monkeypatch):
     expected, blocks = in_long_double(data, rhs), linear.Dense(data)
     lossy = linear.solve_coupled(blocks[1:], rhs, reverse=False, solver=linear.PCR(), refined=False)
     assert error(linear.solve(blocks, rhs, solver=linear.PCR()), expected) <= 0.01 * error(lossy, expected)
+
+
+@pytest.mark.parametrize("angle", [0.01, 0.1, 0.2])
+def test_a_resonance_in_float32_is_within_ten_times_the_error_of_steps(angle):
+    """Poles at 0.99, near the axis: products lose about a digit."""
+    rows = [[2 * 0.99 * math.cos(angle), -(0.99**2)], [1.0, 0.0]]
+    data = torch.tensor(rows).expand(5000, 2, 2).contiguous()
+    rhs = torch.zeros(5000, 2)
+    rhs[:, 0] = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    expected = in_long_double(data, rhs)
+    allowed = error(linear.solve(linear.Dense(data), rhs, solver=linear.ForwardSubstitution()), expected)
+    for solver in (linear.Auto(), linear.Hierarchical()):
+        assert error(linear.solve(linear.Dense(data), rhs, solver=solver), expected) <= 10 * allowed
+
+
+@pytest.mark.parametrize("size", [0.5, 0.99, 1.0005])
+@pytest.mark.parametrize("width", [2, 8])
+def test_what_is_well_conditioned_is_solved_once(size, width, monkeypatch):
+    solves, solve = [], linear.Hierarchical.solve_coupled
+
+    def counted(self, *arguments, **options):
+        solves.append(self)
+        return solve(self, *arguments, **options)
+
+    blocks = size * torch.linalg.qr(torch.randn(4096, width, width, generator=torch.Generator().manual_seed(0))).Q
+    rhs = torch.randn(4096, width, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(linear.Hierarchical, "solve_coupled", counted)
+    linear.solve_coupled(linear.Dense(blocks[1:]), rhs, reverse=False, solver=linear.Hierarchical(), refined=False)
+    levels = len(solves)
+    linear.solve(linear.Dense(blocks), rhs, solver=linear.Hierarchical())
+    assert len(solves) == 2 * levels

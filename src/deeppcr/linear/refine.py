@@ -21,8 +21,8 @@ from .blocks import Blocks
 from .forward import ForwardSubstitution
 from .solver import LinearSolver
 
-#: Where steps miss by so many roundings, products have lost a digit that steps keep: the error is about ten times that of forward
-#: substitution. Random blocks that contract, turn or grow a little stay below over 16,384 steps; a turn that is always the same may not.
+#: Where steps miss by so many roundings and no correction helps, they are taken one after the other: the error is about ten times that of
+#: forward substitution. Random blocks that contract, turn or grow a little stay below over 16,384 steps; a turn that is always the same may not.
 _ROUNDINGS = 40
 #: A correction that brings less than a digit will bring no more.
 _DIGIT = 0.1
@@ -48,12 +48,14 @@ def refine(couplings: Blocks, rhs: Tensor, states: Tensor, solver: LinearSolver,
         starts, ends, given = _equations(rhs, states, reverse)
         missed = couplings.apply(starts).add_(given).sub_(ends)
         found = _roundings(missed, ends)
-        if not found <= _ROUNDINGS:
+        if not found <= solver.roundings:
             # Larger terms that cancel allow more, but to see them takes another look at all blocks.
             terms = type(couplings)(couplings.data.abs()).apply(starts.abs()) + given.abs() + ends.abs()
             unit = terms.amax(0).clamp_min(torch.finfo(terms.dtype).tiny)  # else squares may leave the range of float64
             found = _roundings(missed / unit, terms / unit)
-        if found <= _ROUNDINGS:
+        if found <= solver.roundings:
+            return states
+        if not found < _DIGIT * before and found <= _ROUNDINGS:
             return states
         if not found < _DIGIT * before:  # nor where something is not finite
             return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)

@@ -13,11 +13,14 @@ class LinearSolver:
     Attributes:
         overflows: whether a product of blocks may overflow or lose digits although the solution does not, and it takes a look at values
             to mend
+        roundings: where steps miss by more of them than this, products have lost what steps keep (``refine``): what it misses itself where they
+            have not, and some more
         fuses: whether it launches kernels where there are some
         repeatable: whether a recording of its operations may stand for it; a class says so for itself (``runtime.declares``)
     """
 
     overflows = True
+    roundings = 40.0
     fuses = False
     repeatable = False
 

@@ -71,8 +71,7 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     steps = find_length(step if several else None, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)
     layout = Layout.of(z0, batch_dims)
-    _check(lengths, layout.batch_shape, steps)
-    lengths = lengths.to(layout.device, non_blocking=True)
+    lengths = _check(lengths, layout.batch_shape, steps).to(layout.device, non_blocking=True)
     active = torch.arange(steps, device=layout.device).view(-1, *(1,) * lengths.ndim) < lengths
     given: dict[str, Any] = {"active": active}
     if spec is not None:
@@ -80,7 +79,7 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     return _wrapped(step), given
 
 
-def _check(lengths: Any, batch: torch.Size, steps: int) -> None:
+def _check(lengths: Any, batch: torch.Size, steps: int) -> Tensor:
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.is_complex():
         came = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
         raise TypeError(f"lengths: expected a tensor of integers, or a list of them, one for each row, got {came}")
@@ -98,6 +97,7 @@ def _check(lengths: Any, batch: torch.Size, steps: int) -> None:
         least, most = (int(each) for each in lengths.aminmax())
         if least < 0 or most > steps:
             raise ValueError(f"lengths: expected numbers from 0 to L = {steps}, got {least if least < 0 else most}")
+    return lengths
 
 
 def _wrapped(step: Any) -> Any:
