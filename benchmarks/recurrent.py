@@ -152,11 +152,12 @@ class Run:
         return cases
 
     def compare(self, cases: list[Case], other: str, ratios: dict[str, float]) -> None:
-        """Claim that methods take this part of the time of another."""
+        """Claim that methods take this part of the time of another: of one that is captured, if it is so itself."""
         times = {case.method: median(case.seconds) for case in cases if case.passed}
         for method, ratio in ratios.items():
-            name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {other}"
-            share = times[method] / times[other] if method in times and other in times else None
+            against = other + CAPTURED if method.endswith(CAPTURED) else other
+            name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {against}"
+            share = times[method] / times[against] if method in times and against in times else None
             self.claims.append(Claim(name, share, 1 / ratio))
 
 
