@@ -180,7 +180,16 @@ def targets(run: Run) -> None:
         gc.collect()
 
 
+def too_long(run: Run) -> None:
+    if TOO_LONG.kind not in run.kinds or time.perf_counter() > run.until:
+        run.left_out += 1
+        return
+    size = Size(TOO_LONG.kind, 33, 1, 2, BOTH) if run.quick else TOO_LONG
+    run.examine("too long", size, methods_of(Layer(size, run.device), in_graphs=False), GRID_ROUNDS)
+
+
 def of_torch(run: Run) -> None:
+    too_long(run)
     slow, compared = [], 0
     for size in sizes(run.kinds, run.quick):
         if time.perf_counter() > run.until:
@@ -199,9 +208,6 @@ def of_torch(run: Run) -> None:
                 slow.append(f"{size.kind} T {size.T} B {size.B} H {size.H} {size.direction}")
         del layer
         gc.collect()
-    if TOO_LONG.kind in run.kinds and time.perf_counter() < run.until:
-        size = Size(TOO_LONG.kind, 33, 1, 2, BOTH) if run.quick else TOO_LONG
-        run.examine("too long", size, methods_of(Layer(size, run.device), in_graphs=False), GRID_ROUNDS)
     named = f" ({'; '.join(slow)})" if slow else ""
     name = f"of {compared} sizes, those where auto takes over {FACTOR} of PyTorch's time and {1e6 * OVERHEAD:.0f} us{named}"
     run.claims.append(Claim(name, len(slow) if compared else None, 0))
@@ -224,11 +230,12 @@ def diagonal(run: Run) -> None:
 def with_kernels(parts: Sequence[str], kinds: Sequence[str]) -> list[Size]:
     """What will be measured, and may have kernels."""
     of_parts = {
-        "targets": [Size(*where, BOTH) for where in TARGETS if where[0] in kinds],
+        "targets": [Size(*where, BOTH) for where in TARGETS],
         "diagonal": [Size("DiagonalGRU", *where, direction) for where in DIAGONAL for direction in (FORWARD, BOTH)],
-        "torch": [size for size in sizes(kinds, quick=False) if may_have_kernels(size)],
+        "torch": [TOO_LONG, *(size for size in sizes(kinds, quick=False) if may_have_kernels(size))],
     }
-    return [size for part in parts for size in of_parts[part]]
+    every = [size for part in parts for size in of_parts[part]]
+    return [size for size in every if size.kind in (*kinds, "DiagonalGRU")]
 
 
 def compile_for(sizes: Sequence[Size], device: torch.device) -> None:

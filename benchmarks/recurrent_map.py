@@ -101,7 +101,7 @@ def _panel(
     shades = numpy.full((len(up), len(across)), numpy.nan)
     for place in found:
         x, y = across.index(place.size.T), up.index((place.size.H, place.size.B))
-        shades[y, x] = min(max(math.log2(place.speed), norm.vmin), norm.vmax)
+        shades[y, x] = math.log2(min(max(place.speed, SLOWEST), FASTEST))
         red, green, blue, _ = colours(norm(shades[y, x]))
         ink = "#ffffff" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.55 else style.INK
         axes.text(x + 0.13, y, _speed(place.speed), color=ink, ha="center", va="center", fontsize=8)

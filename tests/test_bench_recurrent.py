@@ -78,7 +78,7 @@ def test_a_budget_leaves_out_what_it_cannot_pay(run):
     code, record = run("--budget", "0")
     assert code == 0
     assert record["cases"] == []
-    assert record["settings"]["left_out"] == 5
+    assert record["settings"]["left_out"] == 6
     assert record["targets"][-1]["value"] is None
 
 
@@ -103,6 +103,7 @@ def test_kernels_are_made_for_what_is_measured(bench):
     assert {each.kind for each in made} == {"LSTM"}
     assert {each.H for each in made} == {8, 16, 32, 64}  # of wider ones the state has more numbers than kernels take
     assert all(each in made for each in bench.sizes(["LSTM"], quick=False) if each.H <= 64)
+    assert bench.TOO_LONG in bench.with_kernels(("torch",), ("GRU",))
 
 
 def test_what_pytorch_refuses_is_no_failure_where_auto_runs_it(run, bench, monkeypatch):
