@@ -2,11 +2,12 @@
 
     python benchmarks/recurrent.py [--part targets diagonal torch] [--kind GRU LSTM RNN] [--budget SECONDS] [--device cpu|cuda] [--quick] [--json FILE]
 
-- targets: the sizes by which the parallel mode is judged, against PyTorch's own kernel, with gradients
-- torch: one layer, by PyTorch's own kernel, in parallel where its cell has kernels, and by ``mode="auto"``; forward, and with gradients of
-  the input and of all parameters; called, and on a GPU captured in a CUDA graph of the caller. Sizes are drawn from the whole grid in an
-  order that does not depend on the budget, so that any budget sees all of it
+- targets: the sizes by which the parallel mode is judged, against PyTorch's own kernel, with gradients; called, and on a GPU captured in a
+  CUDA graph of the caller
 - diagonal: ``DiagonalGRU`` and pararnn-torch's ``ParaGRU`` with the same weights, where that is installed
+- torch: a grid of layers by PyTorch's own kernel, by ``mode="auto"``, and in parallel where the cell has kernels; forward, or with gradients
+  of the input and of all parameters, in turn over the grid. Values of all axes come evenly: a budget that ends early leaves a thinner grid.
+  Besides, one layer of more steps than cuDNN takes: PyTorch's error is recorded there, and is no failure
 
 Outputs and gradients are compared with float64 first, PyTorch's own errors times three being what is allowed: what is wrong is reported
 and never timed, and the exit code is then 1. Methods are timed in turn, round after round, so that a device that slows down slows all of
@@ -18,41 +19,52 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import astuple
 from importlib.util import find_spec
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import deeppcr
 import deeppcr.nn
-from kernel_methods import Method, can_capture, captured
+from kernel_methods import Method
 from kernels import Case, first_line, line, seconds_of
 from records import Results, parse, parser_of, set_up
+from recurrent_methods import (
+    AUTO,
+    BOTH,
+    CAPTURED,
+    FORWARD,
+    PARALLEL,
+    PIECE,
+    TORCH,
+    Layer,
+    Size,
+    diagonal_methods,
+    make_kernels,
+    may_have_kernels,
+    methods_of,
+    run_of,
+)
 
 PARTS, KINDS = ("targets", "diagonal", "torch"), ("GRU", "LSTM", "RNN")
-HIDDEN, ROWS, STEPS = (8, 16, 32, 64, 128, 256, 512), (1, 4, 16, 64), (64, 256, 1024, 4096, 16384, 65536)
-#: Larger inputs do not fit beside what gradients need.
-LARGEST = 2**28
-#: Wider states have no kernels: there is nothing to be tried.
-WIDEST = 128
-FORWARD, BOTH = "forward", "forward and backward"
-TORCH, PARALLEL, AUTO, CAPTURED = "torch.nn", "parallel", "auto", ", captured"
+#: The grid: T, B and H. From LARGEST numbers on, a layer is left out.
+STEPS, ROWS, HIDDEN, LARGEST = (64, 1_024, 8_192, PIECE), (1, 8, 64), (8, 32, 128, 512), 2**26
+#: Where narrow kernels end and the choice is open, the grid is closer.
+BETWEEN = tuple(itertools.product(STEPS[-2:], ROWS[:2], (64,)))
+#: A layer that PyTorch's own kernel cannot run on a GPU.
+TOO_LONG = Size("GRU", 2 * PIECE, 1, 32, BOTH)
 #: What ``auto`` may cost over PyTorch's own kernel.
 FACTOR, OVERHEAD = 1.05, 30e-6
-#: Errors may be so many times PyTorch's own; those below this are luck.
-ALLOWED, LEAST = 3.0, 2 * torch.finfo(torch.float32).eps
-#: Calls before a method is checked and timed: what comes again is compiled first.
-WARM_UP = 4
-MOST_ROUNDS = 50
+#: Rounds of a size, and seconds after which they end: of targets, and of the grid.
+ROUNDS, GRID_ROUNDS = (50, 1.0), (15, 0.3)
 
 
 #: Of a kind, T, B and H: how many times as fast as PyTorch's own kernel a call in parallel is to be, with gradients, and captured.
@@ -69,124 +81,32 @@ TARGETS: dict[tuple[str, int, int, int], dict[str, float]] = {
 DIAGONAL = {(2_048, 8, 256): 3.3, (16_384, 8, 256): 2.3}
 
 
-@dataclass(frozen=True)
-class Size:
-    """One layer: T steps, B rows, H the hidden size, and the features of its input."""
-
-    kind: str
-    T: int
-    B: int
-    H: int
-    direction: str
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {"kind": self.kind, "T": self.T, "B": self.B, "H": self.H, "direction": self.direction}
-
-
 def sizes(kinds: Sequence[str], quick: bool) -> list[Size]:
-    grid = (KINDS, (5, 33), (1, 3), (2,)) if quick else (KINDS, STEPS, ROWS, HIDDEN)
-    every = [
-        Size(kind, T, B, H, direction)
-        for kind, T, B, H in itertools.product(*grid)
-        if kind in kinds and T * B * H <= LARGEST
-        for direction in (FORWARD, BOTH)
-    ]
-    random.Random(0).shuffle(every)
-    return every
+    """The grid, in the order in which it is measured."""
+    steps, rows, hidden = ((5, 33), (1, 3), (2,)) if quick else (STEPS, ROWS, HIDDEN)
+    places = [*itertools.product(steps, rows, hidden), *(() if quick else BETWEEN)]
+    every = []
+    for kind, (T, B, H) in itertools.product(KINDS, places):
+        # Neighbours along every axis differ in it.
+        turn = KINDS.index(kind) + steps.index(T) + rows.index(B) + sorted({*hidden, H}).index(H)
+        if kind in kinds and T * B * H <= LARGEST:
+            every.append(Size(kind, T, B, H, (FORWARD, BOTH)[turn % 2]))
+    return evenly(every)
 
 
-class Layer:
-    """Modules with one set of weights, and what float64 makes of them."""
-
-    def __init__(self, size: Size, device: torch.device):
-        torch.manual_seed(0)
-        self.size, self.device = size, device
-        self.x = torch.randn(size.T, size.B, size.H, device=device)
-        self.outer = torch.randn(size.T, size.B, size.H, device=device)
-        self.plain = getattr(nn, size.kind)(size.H, size.H, device=device)
-        exact = getattr(nn, size.kind)(size.H, size.H, device=device, dtype=torch.float64)
-        exact.load_state_dict(self.plain.state_dict())
-        self.right = self.run(exact, torch.float64)()
-        self.allowed = [ALLOWED * max(each, LEAST) for each in self.distances(self.run(self.plain)())]
-
-    def module(self, mode: str, **options: Any) -> Any:
-        made = getattr(deeppcr.nn, self.size.kind)(self.size.H, self.size.H, mode=mode, device=self.device, **options)
-        made.load_state_dict(self.plain.state_dict())
-        return made
-
-    def run(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> Callable[[], list[Tensor]]:
-        return run_of(module, self.x.to(dtype), self.outer.to(dtype), self.size.direction)
-
-    def distances(self, found: list[Tensor]) -> list[float]:
-        """Of the outputs, of the gradient of the input, and of those of all parameters together."""
-        return distances(found, self.right)
-
-    def error(self, found: list[Tensor]) -> float:
-        """In units of what is allowed."""
-        return max(each / most for each, most in zip(self.distances(found), self.allowed, strict=True))
+def evenly(every: Sequence[Size]) -> list[Size]:
+    """Each next one has the values, and pairs of values, that came least before it: so any first part of them covers all."""
+    left, seen, found = list(every), Counter(), []
+    while left:
+        chosen = min(left, key=lambda size: sum(seen[each] for each in _pairs(size)))
+        seen.update(_pairs(chosen))
+        left.remove(chosen)
+        found.append(chosen)
+    return found
 
 
-def run_of(module: Callable, x: Tensor, outer: Tensor, direction: str) -> Callable[[], list[Tensor]]:
-    """Outputs, and with gradients those of the input and of all parameters."""
-    x = x.detach().requires_grad_(direction == BOTH)
-    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-
-    def run() -> list[Tensor]:
-        with torch.set_grad_enabled(direction == BOTH):
-            output = module(x)[0]
-            return [output, *(torch.autograd.grad(output, [x, *parameters], outer) if direction == BOTH else ())]
-
-    return run
-
-
-@torch.no_grad()
-def distances(found: list[Tensor], right: list[Tensor]) -> list[float]:
-    parts = [found[:1], found[1:2], found[2:]], [right[:1], right[1:2], right[2:]]
-    flat = [[torch.cat([each.double().flatten() for each in part]) for part in every if part] for every in parts]
-    return [float((one - other).norm() / other.norm()) for one, other in zip(*flat, strict=True)]
-
-
-def methods_of(layer: Layer) -> Iterator[tuple[str, Method]]:
-    """Those that run kernels of ours are checked for having some."""
-    size, device = layer.size, layer.device
-    plain = layer.run(layer.plain)
-    yield TORCH, Method(plain, layer.error, kernels=False)
-    auto = layer.module("auto")
-    yield AUTO, Method(layer.run(auto), layer.error, solution=lambda: auto.solutions[0], warm_up=WARM_UP)
-    if can_capture(device):
-        yield TORCH + CAPTURED, Method(plain, layer.error, prepare=captured, kernels=False, optional=True)
-    if (2 if size.kind == "LSTM" else 1) * size.H > WIDEST:
-        return
-    parallel = layer.module("parallel")
-    run = layer.run(parallel)
-
-    def by_kernels() -> list[Tensor]:
-        found = run()
-        if device.type == "cuda" and not parallel.solutions[0].plan.evaluation.startswith("fused"):
-            raise RuntimeError(f"not by kernels: {parallel.solutions[0].plan}")
-        return found
-
-    def warm() -> Callable[[], list[Tensor]]:
-        for _ in range(WARM_UP):
-            run()
-        return by_kernels
-
-    yield (
-        PARALLEL,
-        Method(run, layer.error, prepare=lambda _: warm(), solution=lambda: parallel.solutions[0], optional=True),
-    )
-    if can_capture(device):
-
-        def inside(_: Any) -> Callable[[], Any]:
-            passes = max(2, int(parallel.solutions[0].iterations.max()))
-            parallel.newton = deeppcr.Newton(stop=deeppcr.FixedIterations(passes))
-            try:
-                return captured(run)
-            finally:
-                parallel.newton = deeppcr.Newton()
-
-        yield PARALLEL + CAPTURED, Method(run, layer.error, prepare=inside, optional=True)
+def _pairs(size: Size) -> list[Any]:
+    return list(itertools.combinations(enumerate(astuple(size)), 2))
 
 
 class Run:
@@ -194,15 +114,16 @@ class Run:
 
     def __init__(self, device: torch.device, quick: bool, kinds: Sequence[str], budget: float, results: Results):
         self.device, self.quick, self.kinds, self.until = device, quick, kinds, time.perf_counter() + budget
-        self.rounds = 3 if quick else MOST_ROUNDS
         self.results = results
         self.left_out = 0
 
-    def examine(self, suite: str, parameters: dict[str, Any], methods: Iterator[tuple[str, Method]]) -> list[Case]:
-        """Check, then time those that passed in turn."""
+    def examine(
+        self, suite: str, size: Size, methods: Iterator[tuple[str, Method]], rounds: tuple[int, float] = ROUNDS
+    ) -> list[Case]:
+        """Check, then time those that passed in turn, for so many rounds or seconds."""
         cases, runs = [], {}
         for name, method in methods:
-            case = Case(suite, parameters, name, 1.0, optional=method.optional)
+            case = Case(suite, size.parameters, name, 1.0, optional=method.optional)
             cases.append(case)
             try:
                 runs[name] = method.prepare(method.run) if method.prepare else method.run
@@ -213,21 +134,23 @@ class Run:
                 case.failure = first_line(error)
         passed = [case for case in cases if case.passed]
         begun = time.perf_counter()
-        for _ in range(self.rounds):
+        most, seconds = (3, rounds[1]) if self.quick else rounds
+        for _ in range(most):
             for case in passed:
                 case.seconds.append(seconds_of(runs[case.method], 1, self.device))
-            if time.perf_counter() - begun > 1.0:
+            if time.perf_counter() - begun > seconds:
                 break
         self.results.cases += cases
         print("\n".join(map(line, cases)), flush=True)
         return cases
 
     def compare(self, cases: list[Case], other: str, ratios: dict[str, float]) -> None:
-        """Claim that methods take this part of the time of another."""
+        """Claim that methods take this part of the time of another: of one that is captured, if it is so itself."""
         times = {case.method: median(case.seconds) for case in cases if case.passed}
         for method, ratio in ratios.items():
-            name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {other}"
-            share = times[method] / times[other] if method in times and other in times else None
+            against = other + CAPTURED if method.endswith(CAPTURED) else other
+            name = f"{' '.join(map(str, cases[0].parameters.values()))}: {method} over {against}"
+            share = times[method] / times[against] if method in times and against in times else None
             self.results.claim(name, share, 1 / ratio)
 
 
@@ -237,12 +160,21 @@ def targets(run: Run) -> None:
             run.left_out += 1
             continue
         size = Size(kind, min(T, 33), B, min(H, 2), BOTH) if run.quick else Size(kind, T, B, H, BOTH)
-        found = run.examine("targets", size.parameters, methods_of(Layer(size, run.device)))
+        found = run.examine("targets", size, methods_of(Layer(size, run.device), in_graphs=True))
         run.compare(found, TORCH, ratios)
         gc.collect()
 
 
+def too_long(run: Run) -> None:
+    if TOO_LONG.kind not in run.kinds or time.perf_counter() > run.until:
+        run.left_out += 1
+        return
+    size = Size(TOO_LONG.kind, 33, 1, 2, BOTH) if run.quick else TOO_LONG
+    run.examine("too long", size, methods_of(Layer(size, run.device), in_graphs=False), GRID_ROUNDS)
+
+
 def of_torch(run: Run) -> None:
+    too_long(run)
     slow, compared = [], 0
     for size in sizes(run.kinds, run.quick):
         if time.perf_counter() > run.until:
@@ -253,7 +185,7 @@ def of_torch(run: Run) -> None:
         except Exception as error:
             run.results.cases.append(Case("torch", size.parameters, TORCH, 1.0, failure=first_line(error)))
             continue
-        found = run.examine("torch", size.parameters, methods_of(layer))
+        found = run.examine("torch", size, methods_of(layer, in_graphs=False), GRID_ROUNDS)
         times = {case.method: median(case.seconds) for case in found if case.passed}
         if TORCH in times and AUTO in times:
             compared += 1
@@ -275,95 +207,50 @@ def diagonal(run: Run) -> None:
                 run.left_out += 1
                 continue
             size = Size("DiagonalGRU", T, B, H, direction)
-            found = run.examine("diagonal", size.parameters, diagonal_methods(size, run.device))
+            found = run.examine("diagonal", size, diagonal_methods(size, run.device))
             if direction == BOTH:
                 run.compare(found, "pararnn-torch", {"DiagonalGRU": ratio})
 
 
-def diagonal_methods(size: Size, device: torch.device) -> Iterator[tuple[str, Method]]:
-    torch.manual_seed(0)
-    H = size.H
-    module = deeppcr.nn.DiagonalGRU(H, H, device=device)
-    x, outer = (torch.randn(size.T, size.B, H, device=device) for _ in range(2))
-    exact = deeppcr.nn.DiagonalGRU(H, H, mode="sequential", device=device, dtype=torch.float64)
-    exact.load_state_dict(module.state_dict())
-    right = run_of(exact, x.double(), outer.double(), size.direction)()
-    # There is no plain implementation whose rounding could be the measure: some ten roundings are allowed.
-    allowed = 1e-5 if size.direction == BOTH else 3e-6
-
-    def error(found: list[Tensor]) -> float:
-        return max(distances(found, right)) / allowed
-
-    run = run_of(module, x, outer, size.direction)
-    yield "DiagonalGRU", Method(run, error, solution=lambda: module.solutions[0], warm_up=WARM_UP)
-    if find_spec("pararnn") is not None:
-        theirs = run_of(
-            pararnn(module), x.transpose(0, 1).contiguous(), outer.transpose(0, 1).contiguous(), size.direction
-        )
-        yield "pararnn-torch", Method(theirs, lambda found: error(as_ours(found, H)), optional=True, warm_up=WARM_UP)
+def with_kernels(parts: Sequence[str], kinds: Sequence[str]) -> list[Size]:
+    """What will be measured, and may have kernels."""
+    of_parts = {
+        "targets": [Size(*where, BOTH) for where in TARGETS],
+        "diagonal": [Size("DiagonalGRU", *where, direction) for where in DIAGONAL for direction in (FORWARD, BOTH)],
+        "torch": [TOO_LONG, *(size for size in sizes(kinds, quick=False) if may_have_kernels(size))],
+    }
+    every = [size for part in parts for size in of_parts[part]]
+    return [size for size in every if size.kind in (*kinds, "DiagonalGRU")]
 
 
-def pararnn(module: Any) -> nn.Module:
-    """Their layer with our weights; parameters in the order of ours."""
-    from pararnn import ParaGRU, newton_apply  # pyright: ignore[reportMissingImports]
-
-    class Layer(nn.Module):
-        def __init__(self, cell: nn.Module):
-            super().__init__()
-            self.cell = cell
-
-        def parameters(self, recurse: bool = True) -> Any:
-            cell: Any = self.cell
-            return iter([cell.W_x.weight, cell.a_z, cell.a_r, cell.a_n, cell.W_x.bias])
-
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            return (newton_apply(self.cell, x),)
-
-    H, device = module.hidden_size, module.weight_hh_l0.device
-    cell = ParaGRU(H, H, max_recurrent_norm=None, device=device, dtype=module.weight_hh_l0.dtype)
-    order = gates_of(H, device)
-    for name, at in (("a_r", 0), ("a_z", 1), ("a_n", 2)):
-        setattr(cell, name, nn.Parameter(module.weight_hh_l0[at].detach().clone()))
-    cell.W_x.weight = nn.Parameter(module.weight_ih_l0.detach()[order])
-    cell.W_x.bias = nn.Parameter(module.bias_ih_l0.detach()[order])
-    return Layer(cell)
+def compile_for(sizes: Sequence[Size], device: torch.device) -> None:
+    """Kernels are kept on disk, where another process finds them."""
+    for size in sizes:
+        diagonal = size.kind == "DiagonalGRU"
+        mode = {} if diagonal else {"mode": PARALLEL}
+        module = getattr(deeppcr.nn, size.kind)(size.H, size.H, device=device, **mode)
+        x, outer = (torch.randn(size.T, size.B, size.H, device=device) for _ in range(2))
+        if not diagonal:
+            make_kernels(module, x, size.direction)
+        run = run_of(module, x, outer, size.direction)
+        for _ in range(3):
+            run()
 
 
-def gates_of(H: int, device: torch.device) -> Tensor:
-    """Their gates are update, reset, new; ours reset, update, new. Both ways it is the same exchange."""
-    return torch.cat([torch.arange(H, device=device) + H * at for at in (1, 0, 2)])
-
-
-def as_ours(found: list[Tensor], H: int) -> list[Tensor]:
-    """Their outputs and gradients, rows first, in the order of ours."""
-    first = [each.transpose(0, 1) for each in found[:2]]
-    if len(found) == 1:
-        return first
-    weight, update, reset, new, bias = found[2:]
-    order = gates_of(H, weight.device)
-    return [*first, weight[order], torch.stack([reset, update, new]), bias[order]]
-
-
-def make_kernels(given: tuple[str, int], device: torch.device) -> None:
-    """Of a kind and H: they are kept on disk, where another process finds them."""
-    kind, H = given
-    module = getattr(deeppcr.nn, kind)(H, H, device=device, **({} if kind == "DiagonalGRU" else {"mode": "parallel"}))
-    run = run_of(module, *(torch.randn(256, 2, H, device=device) for _ in range(2)), BOTH)
-    for _ in range(3):
-        run()
-
-
-def compile_kernels(kinds: list[tuple[str, int]], device: torch.device, workers: int, most: float) -> None:
-    """By processes side by side; those that take longer than this many seconds are stopped, and made on the way."""
+def compile_kernels(every: Sequence[Size], device: torch.device, workers: int, most: float) -> None:
+    """By processes side by side, one for each cell; those that take longer than so many seconds are stopped, and made on the way."""
+    cells: dict[tuple[str, int], list[Size]] = {}
+    for size in every:
+        cells.setdefault((size.kind, size.H), []).append(size)
     begun = time.perf_counter()
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1)
-    made = {pool.submit(make_kernels, given, device): given for given in kinds}
+    made = {pool.submit(compile_for, sizes, device): cell for cell, sizes in cells.items()}
     try:
         for each in as_completed(made, timeout=most):
             failed = f": {first_line(error)}" if (error := each.exception()) else ""
             print(f"kernels of {made[each]} after {time.perf_counter() - begun:.0f} s{failed}", flush=True)
     except TimeoutError:
-        late = [given for each, given in made.items() if not each.done()]
+        late = [cell for each, cell in made.items() if not each.done()]
         print(f"not made within {most:.0f} s: {late}", flush=True)
         for process in list(pool._processes.values()):  # there is no public way to stop them before Python 3.14
             process.terminate()
@@ -372,7 +259,7 @@ def compile_kernels(kinds: list[tuple[str, int]], device: torch.device, workers:
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, quick="tiny layers, in seconds: a dry run")
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: both)")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="(default: all)")
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS, help="of torch.nn (default: all)")
     parser.add_argument(
         "--budget", type=float, default=540.0, help="seconds after which sizes are left out (default: 540)"
@@ -392,8 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results("recurrent", options, budget_seconds=options.budget)
     run = Run(device, options.quick, options.kind, options.budget, results)
     if options.workers > 1:
-        kinds = [("DiagonalGRU", 256), *((kind, H) for kind in options.kind for H in HIDDEN if H <= WIDEST // 2)]
-        compile_kernels(kinds, device, options.workers, options.budget / 2)
+        compile_kernels(with_kernels(options.part, options.kind), device, options.workers, options.budget / 2)
         print(f"kernels after {time.perf_counter() - results.begun:.0f} s", flush=True)
     for part in PARTS:  # the grid last: it takes what is left of the budget
         if part in options.part:

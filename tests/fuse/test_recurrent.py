@@ -143,6 +143,46 @@ def test_auto_waits_after_a_solve_that_the_loop_had_to_finish(fast, device, monk
     assert ways == [False, True, False, False, True, False]
 
 
+@pytest.fixture
+def slow(monkeypatch):
+    """In parallel all is expected to be slower, and from nine steps on there is no other way."""
+    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (False, "slower"))
+    monkeypatch.setattr(torch_like, "_is_too_long", lambda steps, x: steps >= 9)
+
+
+def test_auto_takes_kernels_at_once_where_pytorch_has_none(slow, device, monkeypatch):
+    module, plain = made("GRU", 2, device)
+    x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        assert error(module(x)[0], plain(x)[0]) < 1e-9
+        assert why(module).startswith("fused kernels")
+        module(x[:8])
+        assert why(module) == "slower"
+        monkeypatch.setattr(torch_like, "_DONE", ())  # no result is good enough
+        for _ in range(3):  # there is nothing to wait for
+            module(x)
+            assert why(module).startswith("fused kernels")
+
+
+def test_what_neither_has_kernels_for_is_left_to_pytorch(slow, device, monkeypatch):
+    """Whose own words come where it refuses; nobody traces the cell again for them."""
+    module, _ = made("GRU", 2, device)
+    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    for _ in range(3):
+        module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))
+    assert why(module) == "there are no kernels: of this kind"
+    assert refusing.asked == 1
+
+
+def test_only_cudnn_refuses_long_sequences(device):
+    long = torch.empty(1, 1, 1, device=device)
+    refuses = device.type == "cuda" and torch.backends.cudnn.is_acceptable(long)
+    assert torch_like._is_too_long(65_536, long) == refuses
+    assert not torch_like._is_too_long(32_768, long)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not torch_like._is_too_long(65_536, long)
+
+
 def test_auto_asks_what_takes_less_time(device):
     module, _ = made("GRU", 2, device)
     module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))

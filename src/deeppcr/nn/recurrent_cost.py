@@ -6,32 +6,37 @@ Shapes: T steps, B rows, H the hidden size.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
-#: Seconds of PyTorch's kernel for a step, forward, and with the backward pass. Measured on an H200 for a GRU with hidden sizes of 16 and
-#: 32 and one row, where a step takes least: 7 and 15 ms for 16,384 steps. More rows and wider states take longer, and are taken for as fast.
-_STEP = (0.43e-6, 0.92e-6)
-#: Parallel passes are taken only where they are expected to be faster by this factor: between the points that were measured, and for what
-#: was measured for a GRU alone, nobody knows better.
-_MARGIN = 1.5
+# Seconds on an H200, as a caller waits for them; of pairs the first is forward, the second with the backward pass. Fitted to medians by
+# benchmarks/recurrent_fit.py, which prints all of these tables anew.
 
-
-class _Pass(NamedTuple):
-    """Seconds of a parallel pass: of its launches, whatever it computes, and of one step of one row."""
-
-    launches: float
-    step: float
-
-
-#: Of kernels for states of up to so many numbers, forward and with the backward pass. Measured on an H200: GRUs of 16,384 steps with
-#: hidden sizes of 16, 32 and 64 (0.44 and 1.1 ms, 0.56 and 1.3, 1.2 and 3.6), and of 32,768 steps with 8 rows and 32 (2.9 and 7.3 ms); an
-#: LSTM of 16,384 steps and 16, whose state has 32 numbers (0.76 and 1.65).
-_PASSES: dict[int, tuple[_Pass, _Pass]] = {
-    32: (_Pass(0.4e-3, 22e-9), _Pass(0.9e-3, 46e-9)),
-    64: (_Pass(0.4e-3, 49e-9), _Pass(0.9e-3, 165e-9)),
+#: A call in parallel, whatever it computes.
+_LAUNCHES = (0.8e-3, 2.1e-3)
+#: A step of one row in parallel, by kind and for states of up to so many numbers; wider ones have no kernels, or none that were measured.
+#: What was measured with the backward pass alone is taken for no faster forward, and an RNN of 32 and 64 for no faster than a GRU
+#: (whose two numbers forward are of an earlier measurement).
+_STEPS: dict[str, dict[int, tuple[float, float]]] = {
+    "RNN_TANH": {16: (3e-9, 3e-9), 32: (9.8e-9, 26e-9), 64: (11e-9, 140e-9)},
+    "GRU": {16: (8.2e-9, 8.2e-9), 32: (9.8e-9, 26e-9), 64: (49e-9, 140e-9)},
+    "LSTM": {32: (4.1e-9, 11e-9), 64: (58e-9, 58e-9)},
 }
-#: The same of a GRU, whose state of 32 numbers takes less than an LSTM's.
-_GRU = (_Pass(0.4e-3, 9.8e-9), _Pass(0.9e-3, 24.5e-9))
+#: A call of PyTorch's kernel where it has little to compute: the device does so meanwhile.
+_TORCH_LAUNCHES = (0.27e-3, 1e-3)
+#: A step by PyTorch's kernel, and each row of it. (Of a GRU also by earlier measurements: forward, and of 64 rows with the backward pass.)
+_TORCH_STEPS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "RNN_TANH": ((0.33e-6, 0.0033e-6), (0.52e-6, 0.033e-6)),
+    "GRU": ((0.43e-6, 0.0025e-6), (1e-6, 0.047e-6)),
+    "LSTM": ((0.3e-6, 0.0047e-6), (1e-6, 0.031e-6)),
+}
+#: So many rows were measured: more are taken to cost PyTorch no more.
+_MOST_ROWS = 64
+#: Parallel passes are taken only where they are expected to be faster by this factor: what is expected is off by as much.
+_MARGIN = 1.2
+
+
+def numbers_of(kind: str, hidden: int) -> int:
+    """Of a state: kernels are as wide."""
+    return 2 * hidden if kind == "LSTM" else hidden
 
 
 @lru_cache(maxsize=4096)
@@ -51,12 +56,13 @@ def is_faster_in_parallel(
     ... )
     (True, False)
     """
-    width = 2 * hidden if kind == "LSTM" else hidden
-    fitting = next((size for size in _PASSES if width <= size), None)
+    measured = "RNN_TANH" if kind == "RNN_RELU" else kind
+    steps_of, numbers = _STEPS[measured], numbers_of(kind, hidden)
+    fitting = next((width for width in steps_of if numbers <= width), None)
     if fitting is None:
-        return False, f"a state of more than {max(_PASSES)} numbers is left to PyTorch's own kernel"
-    passes = _PASSES[fitting] if kind == "LSTM" or fitting > 32 else _GRU
-    launches, step = passes[backward]
-    ours, theirs = layers * (launches + step * steps * rows), _STEP[backward] * steps
+        return False, f"a state of more than {max(steps_of)} numbers is left to PyTorch's own kernel"
+    ours = layers * (_LAUNCHES[backward] + steps_of[fitting][backward] * steps * rows)
+    step, row = _TORCH_STEPS[measured][backward]
+    theirs = max(_TORCH_LAUNCHES[backward], (step + row * min(rows, _MOST_ROWS)) * steps)
     why = f"expected: {1e3 * ours:.2g} ms in parallel, {1e3 * theirs:.2g} ms by PyTorch's own kernel"
     return _MARGIN * ours < theirs, why

@@ -35,6 +35,8 @@ _SETTINGS = "there are no kernels for these settings of Newton's method"
 _CAPTURED = (
     "what can be captured is newton=Newton(stop=FixedIterations(n)), once kernels were made outside of a capture"
 )
+#: cuDNN refuses as many steps (CUDNN_STATUS_NOT_SUPPORTED), whatever else is asked for.
+_TOO_LONG = 65_536
 _FIRST = "the first of its kind: kernels are made for what comes again"
 _DONE = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
 
@@ -193,10 +195,12 @@ class TorchLike(Recurrent):
         if not has_kernels(x.device):
             return "without a GPU and Triton PyTorch's own kernel wins"
         (steps, rows, device), backward = self._size_of(input), self._goes_back(x)
-        layers = len(self._all_weights)
-        faster, why = is_faster_in_parallel(self.mode, steps, rows, self.hidden_size, layers=layers, backward=backward)
-        if not faster:
-            return why
+        only = _is_too_long(steps, x)  # for PyTorch's own kernel: ours are not the faster ones, they are all there is
+        if not only:
+            sizes, layers = (steps, rows, self.hidden_size), len(self._all_weights)
+            faster, why = is_faster_in_parallel(self.mode, *sizes, layers=layers, backward=backward)
+            if not faster:
+                return why
         if in_functorch() or has_tangent(x) or is_exporting() or torch._C._get_tracing_state() is not None:
             return "a transform, a tangent, a trace or an export is at work"
         if not _has_kernels_for(self.newton, capturing := is_capturing(device)):
@@ -204,10 +208,13 @@ class TorchLike(Recurrent):
         kind = self._kind_of(input, reset)
         known = None if self._known is None else self._known.get(kind)
         if known is None:
-            self._remember(kind, _Known())
-            return _FIRST
+            self._remember(kind, known := _Known())
+            if not only:
+                return _FIRST
         if capturing and not known.made:
             return _CAPTURED
+        if only:
+            return known.why if known.calls == math.inf else ""  # for good: there are no kernels
         if known.calls > 0:
             left = known.calls - 1
             self._remember(kind, known._replace(why=known.why if left else "", calls=left))
@@ -242,6 +249,10 @@ def _has_kernels_for(newton: Newton, capturing: bool) -> bool:
     if newton.stop.fixed is not None:
         return covers(replace(newton, stop=UpdateTest()))
     return not capturing and (newton is USUAL or covers(newton))
+
+
+def _is_too_long(steps: int, x: Tensor) -> bool:
+    return steps >= _TOO_LONG and x.is_cuda and torch.backends.cudnn.is_acceptable(x)
 
 
 def _is_finite(hx: Any) -> bool:
@@ -284,7 +295,7 @@ class GRU(TorchLike, nn.GRU):
     Args:
         args, options: those of ``torch.nn.GRU``
         mode: "parallel"; "sequential", by PyTorch's own kernel; or "auto": by PyTorch's on a CPU, and on a GPU whichever is expected to
-            take less time, as far as the cell has kernels
+            take less time, as far as the cell has kernels; so are sequences that cuDNN refuses, of 65,536 steps and more, at any cost
         newton: settings of the parallel mode
 
     >>> import torch, deeppcr.nn
