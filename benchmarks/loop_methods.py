@@ -78,7 +78,6 @@ def by_cudnn(prepared: Prepared, direction: str) -> dict[str, Method]:
     cells = {steps.dense_gru: nn.GRU, steps.dense_lstm: nn.LSTM}
     if loop.make not in cells or device.type != "cuda":
         return {}
-    torch.backends.cudnn.allow_tf32 = False
     D, (weight, *bias) = loop.D, inputs.parameters
     gates = weight.shape[0] // D
     # PyTorch's order is write, forget, new, read.

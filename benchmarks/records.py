@@ -54,6 +54,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def set_up(device: torch.device) -> None:
     """Full precision; and a stream on which a capture may end: not the one of earlier passes."""
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     # Whether the loop had to finish a solve is written down; a warning a call is not needed.
     warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
     if device.type == "cuda":

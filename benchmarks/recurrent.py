@@ -275,7 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     device = torch.device(options.device)
     set_up(device)
-    torch.backends.cudnn.allow_tf32 = False
     results = Results("recurrent", options, budget_seconds=options.budget)
     run = Run(device, options.quick, options.kind, options.budget, results)
     if options.workers > 1:
