@@ -11,7 +11,7 @@ from deeppcr import Result
 from deeppcr.diffusion import DDIM, CoarseStart, GaussianPrior, GaussianStart, Noise, Schedule, Steps, Window, sample
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import as_start
-from deeppcr.diffusion.window import window
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.solution import Plan
 from diffusion.test_growth import SCHEDULE, by_loop, finished, two_narrow, undecided
 from diffusion.test_window import Recorded

@@ -13,7 +13,8 @@ from torch import nn
 
 import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, sample
-from deeppcr.diffusion.window import graphs, window
+from deeppcr.diffusion.window import graphs
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.graphs.cache import prepared_samplers
 from deeppcr.sequence.fingerprint import Same
 from diffusion.test_window import Recorded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
 from .prior import Prior
-from .samplers import Steps, multiply
+from .samplers import Steps, exactly, multiply
 
 
 class Coupling:
@@ -66,7 +66,8 @@ class Coupling:
     def solve(self, terms: Tensor) -> Tensor:
         """``y_l = A_l y_{l-1} + terms_l`` from ``y_0 = 0``, in the basis: [L, B, D, K]."""
         rows = terms.flatten(2)
-        return solve_coupled(self.blocks[1:], rows, reverse=False, solver=Auto()).view_as(terms)
+        with exactly(terms.device):
+            return solve_coupled(self.blocks[1:], rows, reverse=False, solver=Auto()).view_as(terms)
 
     def spread(self, residuals: Tensor) -> Tensor:
         """The correction of all states for the residuals of all steps: [L, B, D, K]."""

@@ -57,6 +57,9 @@ class Iteration:
         eps: relative precision of states and network; and of the network while it is imprecise
     """
 
+    #: what the plan says of it
+    in_words: str | None = None
+
     def __init__(
         self,
         coefficients: Coefficients,
