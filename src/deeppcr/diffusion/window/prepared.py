@@ -94,7 +94,7 @@ class Prepared:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with window.settings(device):
             eps, self.tf32 = problem.eps, has_tf32(problem)
-        coarse = of_network(problem, self.coupling, eps)
+        coarse, bound = of_network(problem, self.coupling, eps), window.freeze**0.5 * self.tolerance
         self.iteration = (self.kind or kind_for(problem))(
             problem.coefficients,
             self.coupling,
@@ -103,7 +103,7 @@ class Prepared:
             size=window.size_for(problem),
             freeze=window.thresholds_for(problem) + coarse,
             # To go back would not help where it is the network that rounds.
-            bound=math.inf if coarse.any() else window.freeze**0.5 * self.tolerance,
+            bound=math.inf if coarse.max() > bound else bound,
             settled=float(window.tf32 or math.inf),
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,

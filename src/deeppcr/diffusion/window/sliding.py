@@ -199,9 +199,9 @@ class SlidingIteration(Iteration):
         if slots > 1:
             couplings = BlockDiagonal(blocks.expand(*residual.shape, slots))
         elif blocks.shape[2] == 1:
-            couplings = Scalar(blocks[:, :, 0, 0, 0])
+            couplings = Scalar(blocks[:, :, 0, 0, 0].contiguous())
         else:
-            couplings = Diagonal(blocks[..., 0, 0])
+            couplings = Diagonal(blocks[..., 0, 0].contiguous())
         with exactly(residual.device):
             found = solve_coupled(couplings[1:], rows.flatten(2).contiguous(), reverse=False, solver=Auto())
         return self.coupling.out_of(found.view_as(residual))
