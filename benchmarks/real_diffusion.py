@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, Window, parallelize, sample
+from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, parallelize, sample
 from deeppcr_paper import ddpm
 from deeppcr_paper.models import AtSteps, ResidualMLP, UNet
 from deeppcr_paper.pictures import cifar10
@@ -247,7 +247,9 @@ def main() -> None:
             small(bench, device)
         else:
             {"table": table, "others": others, "guidance": guidance, "compiled": compiled}[part](bench, net, device)
-    print(f"reserved at the end {torch.cuda.memory_reserved() / 2**30:.1f} GiB, at most {torch.cuda.max_memory_reserved() / 2**30:.1f}")
+    print(
+        f"reserved at the end {torch.cuda.memory_reserved() / 2**30:.1f} GiB, at most {torch.cuda.max_memory_reserved() / 2**30:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -157,8 +157,8 @@ def test_noise_of_no_shape(shape):
 
 
 def test_only_the_plain_loop():
-    with pytest.raises(ValueError, match=r"solver: sample has no Loop\(by='graph'\)"):
-        run(solver=deeppcr.Loop(by="graph"))
+    with pytest.raises(ValueError, match=r"solver: sample has no Loop\(by='kernel'\)"):
+        run(solver=deeppcr.Loop(by="kernel"))
 
 
 SOLVERS = [Window(), deeppcr.Newton(), deeppcr.Loop()]

@@ -222,7 +222,9 @@ def test_a_loop_in_graphs_on_a_gpu(monkeypatch):
             assert found.result is Result.LOOP
             assert (found.final - loop.final).abs().max() <= 1e-4
     leaf = noise.initial.clone().requires_grad_()
-    sample(net, digits.TRAINING.take(50), Noise(leaf, noise.steps), solver=deeppcr.Loop(by="graph")).final.sum().backward()
+    sample(
+        net, digits.TRAINING.take(50), Noise(leaf, noise.steps), solver=deeppcr.Loop(by="graph")
+    ).final.sum().backward()
     assert torch.isfinite(leaf.grad).all()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -421,6 +422,12 @@ class Recorded:
 
     def __init__(self, device):
         self.keys, self.refusal = [], None
+
+    def turn(self):
+        return nullcontext()
+
+    def knows(self, function, *key):
+        return (function.__name__, *key) in self.keys
 
     def __call__(self, function, *key):
         self.keys.append((function.__name__, *key))

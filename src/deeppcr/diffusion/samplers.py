@@ -330,5 +330,3 @@ def exactly(device: torch.device) -> Iterator[None]:
     cast = torch.is_autocast_enabled(device.type)
     with full_precision(device), torch.autocast(device.type, enabled=False) if cast else nullcontext():
         yield
-
-

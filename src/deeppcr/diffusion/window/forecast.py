@@ -78,7 +78,10 @@ class Forecast:
     @property
     def probe(self) -> int | None:
         """The size to try first: of a middling number of rows, which tells what they cost."""
-        return max((size for size in self.sizes[:-1] if size * self.samples <= _MIDDLING), default=min(self.sizes, default=None))
+        return max(
+            (size for size in self.sizes[:-1] if size * self.samples <= _MIDDLING),
+            default=min(self.sizes, default=None),
+        )
 
     def best(self) -> int | None:
         """The size of the window that is expected to be fastest; None where the loop is."""

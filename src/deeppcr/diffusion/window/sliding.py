@@ -117,7 +117,13 @@ class SlidingIteration(Iteration):
         """Steps [W, B] that are right, from the first on, leave; where all have left, a sample may have to go back."""
         who, length = self.who, self.length
         # How fast updates fall: of a step no faster than of any before it, so that none leaves by chance.
-        rate = (largest / self.sizes[at, who]).nan_to_num(math.inf).masked_fill(first, 0).cummax(0).values.clamp(min=_FASTEST)
+        rate = (
+            (largest / self.sizes[at, who])
+            .nan_to_num(math.inf)
+            .masked_fill(first, 0)
+            .cummax(0)
+            .values.clamp(min=_FASTEST)
+        )
         left = torch.where(rate < _SLOWEST, largest * rate / (1 - rate), largest).minimum(largest)
         # Of a step that was evaluated once it is not known how it amplifies errors: it must be right but for rounding.
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height

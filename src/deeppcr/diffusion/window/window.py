@@ -178,11 +178,15 @@ def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     with torch.inference_mode(False):
         key = (GraphLoop, *_key(Window(), problem, UNIT))
         loop = prepared_samplers.take(key) or GraphLoop(problem, Window().settings)
-        outcome = loop.outcome(problem)
-    if loop.replayed.refusal is not None:
-        raise RuntimeError(
-            f'solver: Loop(by="graph") cannot record this denoiser as a CUDA graph: {loop.replayed.refusal}. Loop() takes any denoiser'
-        )
+        with loop.replayed.turn():
+            if not loop.step:
+                loop.measure(problem)
+            refusal = loop.replayed.refusal
+            if refusal is not None:
+                raise RuntimeError(
+                    f'solver: Loop(by="graph") cannot record this denoiser as a CUDA graph: {refusal}. Loop() takes any denoiser'
+                )
+            outcome = loop.outcome(problem)
     prepared_samplers.put(key, loop, owner_of(problem.denoiser.function))
     plan.note(f"one step after the other, as asked, in CUDA graphs of {loop.at_once} steps")
     return outcome
