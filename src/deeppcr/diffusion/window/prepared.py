@@ -88,14 +88,16 @@ class Prepared:
         self.prior = prior
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(problem)
-        self.coupling = Coupling(prior, steps, problem.width, device, dtype)
+        kind = self.kind or kind_for(problem)
+        self.coupling = Coupling(prior, steps, problem.width, device, dtype, plain=kind.plain)
         self.start_coupling = self.coupling
         if prior.of_path is not prior:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with window.settings(device):
             eps, self.tf32 = problem.eps, has_tf32(problem)
-        coarse, bound = of_network(problem, self.coupling, eps), window.freeze**0.5 * self.tolerance
-        self.iteration = (self.kind or kind_for(problem))(
+        coarse = kind.margin * of_network(problem, self.coupling, eps)
+        bound = window.freeze**0.5 * self.tolerance
+        self.iteration = kind(
             problem.coefficients,
             self.coupling,
             problem.samples,

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
+from ...linear import BlockDiagonal, Blocks, Diagonal, Scalar
 from ..coupling import Coupling
 from ..prior import GaussianPrior
-from ..samplers import Coefficients, exactly
+from ..samplers import Coefficients
 from .iteration import FAR, NOISE, Iteration, _distance, _size
 
 #: Data that vary far more, and far less, than any: between the slopes that they give lies what a secant may find.
@@ -39,6 +39,7 @@ _SLOWEST, _FASTEST = 0.7, 0.25
 class SlidingIteration(Iteration):
     """See ``Iteration``: the same arguments, none is extrapolated from; ``size`` may change from iteration to iteration."""
 
+    margin, plain = 1.0, True
     in_words = "iteration: a window that slides, with slopes as seen"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
@@ -55,6 +56,9 @@ class SlidingIteration(Iteration):
         self.inputs, self.outputs = torch.zeros_like(self.values), like.new_zeros(length, samples, width)
         self.sizes = like.new_zeros(length, samples)
         self.who = torch.arange(samples, device=like.device)
+        self.seen = torch.eye(1, coefficients.slots, device=like.device, dtype=like.dtype)[
+            0
+        ]  # of a state's slots, by the network
         # A network that rounds its outputs moves a step by that times its gain; what changes more tells something.
         gain = coefficients.slope.abs().amax(-1).reshape(length, 1)
         self.eps = settings["eps"][0]
@@ -197,20 +201,16 @@ class SlidingIteration(Iteration):
         keep, gain = coefficients.keep[at, 0, 0], coefficients.slope[at, 0, 0]  # [N, B, K, K], [N, B, K]
         if coefficients.limit is not None:
             keep = keep + (coefficients.weight * coefficients.from_sample)[at, 0, 0, None, None]
-        into = torch.zeros(slots, device=slope.device, dtype=slope.dtype)
-        into[0] = 1
-        blocks = keep.unsqueeze(2) + slope[..., None, None] * (gain.unsqueeze(-1) * into).unsqueeze(2)
+        blocks = keep.unsqueeze(2) + slope[..., None, None] * (gain.unsqueeze(-1) * self.seen).unsqueeze(2)
         rows = self.coupling.into(residual)
         couplings: Blocks
         if slots > 1:
             couplings = BlockDiagonal(blocks.expand(*residual.shape, slots))
         elif blocks.shape[2] == 1:
-            couplings = Scalar(blocks[:, :, 0, 0, 0].contiguous())
+            couplings = Scalar(blocks[:, :, 0, 0, 0])
         else:
-            couplings = Diagonal(blocks[..., 0, 0].contiguous())
-        with exactly(residual.device):
-            found = solve_coupled(couplings[1:], rows.flatten(2).contiguous(), reverse=False, solver=Auto())
-        return self.coupling.out_of(found.view_as(residual))
+            couplings = Diagonal(blocks[..., 0, 0])
+        return self.coupling.out_of(self.coupling.solve_with(couplings[1:], rows))
 
 
 def _pad(buffer: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from ...graphs.cache import arithmetic, prepared_samplers
 from ...runtime import full_precision
 from ...sequence.fingerprint import fingerprint, owner_of
 from ...solution import Plan
+from ..coupling import Coupling
 from ..denoiser import layout_of
 from ..prior import UNIT, GaussianPrior, Prior
 from ..problem import Problem
 from ..start import CoarseStart, GaussianStart, Start, as_start
 from .planned import GraphLoop, Planned
 from .prepared import Outcome, Prepared
+from .rounding import Rounding
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
 _FILLING = {"cuda": 1024, "cpu": 64}
@@ -26,8 +28,8 @@ _FILLING = {"cuda": 1024, "cpu": 64}
 #: network's and the sample's affair: 2 to 60 times in DDIM with networks trained well and badly, hundreds of times in a few
 #: samples of DDPM. Where more was seen in the end, a sample goes back (``Iteration``).
 _GROWTH = 100.0
-#: The default tolerance in the network's relative precision: of TF32 it is half a shade of 8 bits.
-_OF_PRECISION = 4.0
+#: the largest numbers of states, as far as normal noise tells
+_LARGE = 4.0
 #: where one window holds all of so many steps or more, the network is first asked at some of them
 _MANY = 512
 
@@ -44,8 +46,8 @@ class Window:
     result depends on them needs ``graphs=False``.
 
     Args:
-        tolerance: of the final sample, absolute; default 1e-8 in float64, 1e-3 in float32, and four times the network's relative
-            precision where that is coarser: 4e-3, half a shade of 8 bits, in TF32 and float16, 3e-2 in bfloat16
+        tolerance: of the final sample, absolute; default 1e-8 in float64, 1e-3 in float32, 4e-3 (half a shade of 8 bits) where the
+            network multiplies in TF32, and in half precision what that leaves in this sampler, by an estimate
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8. "auto": on a GPU
             what is expected to be fastest from what rows of this network cost, be it the loop in a CUDA graph, a short window that
@@ -98,7 +100,12 @@ class Window:
         if self.tolerance is not None:
             return self.tolerance
         with self.settings(problem.device):
-            return 1e-8 if problem.dtype == torch.float64 else max(1e-3, _OF_PRECISION * problem.eps)
+            if problem.eps <= torch.finfo(torch.float32).eps:
+                return 1e-8 if problem.dtype == torch.float64 else 1e-3
+            if problem.in_tf32:
+                return 4e-3
+            coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype, plain=True)
+            return max(1e-3, _LARGE * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
 
     def settings(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, PyTorch is set as the network is to multiply."""
