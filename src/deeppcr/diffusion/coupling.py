@@ -75,9 +75,10 @@ class Coupling:
 
     def solve_with(self, couplings: Blocks, terms: Tensor) -> Tensor:
         """The same with other blocks between the steps."""
-        how = {"solver": PCR(), "look": False} if self.plain else {"solver": Auto()}
+        solver = PCR() if self.plain else Auto()
         with exactly(terms.device):
-            return solve_coupled(couplings, terms.flatten(2), reverse=False, **how).view_as(terms)
+            found = solve_coupled(couplings, terms.flatten(2), reverse=False, solver=solver, look=not self.plain)
+        return found.view_as(terms)
 
     def spread(self, residuals: Tensor) -> Tensor:
         """The correction of all states for the residuals of all steps: [L, B, D, K]."""

@@ -128,7 +128,7 @@ class Sliding(Prepared):
 
     def __init__(self, window: Window, problem: Problem, prior: Prior, forecast: Forecast, loop: GraphLoop):
         super().__init__(window, problem, prior)
-        self.forecast, self.graph_loop, self.replayed = forecast, loop, loop.replayed
+        self.forecast, self.graph_loop, self.replayed = forecast, loop, Replayed(problem.device)
         self.gave_way: int | None = None
 
     def loop(self, window: Window, problem: Problem, start: Start, call: Callable[..., None]) -> None:
@@ -207,11 +207,13 @@ class Planned:
             if not loop.step:
                 loop.measure(problem)
             forecast.step = loop.step
-            if loop.replayed.refusal or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
+            if loop.replayed.refusal is not None or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
                 outcome = self.run_at_once(problem, prior, start, plan)
             elif (forecast.best() if forecast.iterations else forecast.probe) is not None:
                 self.sliding = self.sliding or Sliding(window, problem, prior, forecast, loop)
                 outcome = self.sliding.run(window, problem, start, plan)
+                if self.sliding.replayed is not None and self.sliding.replayed.refusal:
+                    forecast.largest = 0  # without graphs it is not worth another try
             else:
                 outcome = self.run_loop(problem, plan)
         plan.note(forecast.in_words())

@@ -28,7 +28,8 @@ from .iteration import FAR, NOISE, Iteration, _distance, _size
 _WIDE, _NARROW = 1e6, 1e-6
 #: and by this share of that beyond, for networks are not ideal
 _BEYOND = 0.2
-#: a step's input has moved by more than this share of what the network rounds: its output tells a slope
+#: Where a step's input has moved by more than this share of what a coarse network rounds, its output tells a slope: rounding has no
+#: direction, and of all coordinates together little of it is left.
 _HEARD = 0.25
 #: buffers that an iteration writes
 _WRITTEN = ("states", "values", "inputs", "outputs", "used", "share", "sizes", "growth", "excess", "measured")
@@ -61,8 +62,8 @@ class SlidingIteration(Iteration):
         ]  # of a state's slots, by the network
         # A network that rounds its outputs moves a step by that times its gain; what changes more tells something.
         gain = coefficients.slope.abs().amax(-1).reshape(length, 1)
-        self.eps = settings["eps"][0]
-        self.told = NOISE * (torch.finfo(like.dtype).eps + self.eps * gain)
+        rounding, eps = torch.finfo(like.dtype).eps, settings["eps"][0]
+        self.told, self.heard = NOISE * (rounding + eps * gain), max(NOISE * rounding, _HEARD * eps)
         # Behind the last step there is a row of padding: what a window holds beyond the last step is written there.
         self._padded = {name: _pad(getattr(self, name)) for name in _WRITTEN}
         for name, padded in self._padded.items():
@@ -157,8 +158,7 @@ class SlidingIteration(Iteration):
         rest = self.coupling.into((said - self.outputs[at, who]).unsqueeze(-1)).squeeze(-1) - self.slopes[at, 0] * move
         slope = self.slopes[at, 0].mean(-1) + (rest * move).sum(-1) / move.square().sum(-1)
         share = ((slope - self.lowest[at, 0, 0]) / self.range[at, 0, 0]).clamp(-_BEYOND, 1 + _BEYOND)
-        # Rounding has no direction: of all coordinates together little of it is left.
-        known = again & (distance > _HEARD * self.eps * _distance(before)) & share.isfinite()
+        known = again & (distance > self.heard * _distance(before)) & share.isfinite()
         share = torch.where(known, share, self.share[at, who])
         # Steps that were not seen twice are as the last one is that was.
         number = torch.arange(len(at), device=at.device).unsqueeze(1)
