@@ -55,7 +55,7 @@ def test_few_steps(net, length, device):
     noise = noise_for(2, length, device=device)
     with torch.no_grad():
         loop = sample(net, digits.TRAINING.take(length), noise, solver=deeppcr.Loop())
-    states, outcome, _ = run(Slid, net, DDPM().steps(digits.TRAINING.take(length)), noise, Window(size=8))
+    states, *_ = run(Slid, net, DDPM().steps(digits.TRAINING.take(length)), noise, Window(size=8))
     assert (states[-1] - loop.final).abs().max() <= 1e-3
 
 
