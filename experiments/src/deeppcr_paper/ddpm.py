@@ -43,7 +43,7 @@ def unet(side: int, channels: int, base: int) -> Denoiser:
         base: channels of the first level; the others have twice as many
     """
     try:
-        from diffusers import UNet2DModel
+        from diffusers import UNet2DModel  # pyright: ignore[reportPrivateImportUsage]
     except ImportError:
         raise PaperError("ddpm-cifar10: needs diffusers: pip install diffusers") from None
     levels = 4 if side >= 32 else 2
@@ -93,7 +93,7 @@ def trained(
     optimiser = torch.optim.AdamW(network.parameters(), lr=rate, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)
     losses: list[float] = []
-    number, begun, over = 0, time.monotonic(), 0.0
+    number, begun, over, loss = 0, time.monotonic(), 0.0, images.new_zeros(())
     with torch.enable_grad():
         while over < 1:
             x = images[torch.randint(len(images), (batch,), generator=generator, device=device)]
