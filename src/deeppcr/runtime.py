@@ -138,6 +138,18 @@ def has_kernels(device: torch.device) -> bool:
     return device.type in KERNEL_DEVICES and has_triton() and has_numpy()
 
 
+def multiplies_in_tf32(device: torch.device, convolves: bool) -> bool:
+    """Whether float32 products on a device are set to round their factors to TF32: of matrices, or of convolutions where there are any."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    backends: Any = torch.backends
+    settings = [backends.cuda.matmul.fp32_precision]
+    if convolves:
+        settings.append(backends.cudnn.conv.fp32_precision)
+    everywhere = backends.fp32_precision
+    return any((everywhere if each == "none" else each) == "tf32" for each in settings)
+
+
 @contextmanager
 def full_precision(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
     """Products and convolutions in float32 proper, or in TF32, on a GPU; what was set before is put back.

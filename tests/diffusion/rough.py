@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.window import window
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.runtime import full_precision
 
 

@@ -6,6 +6,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 import deeppcr
 from deeppcr.diffusion import DDIM, GaussianPrior, Noise, Schedule, Window, sample
-from deeppcr.diffusion.window import graphs, window
+from deeppcr.diffusion.window import graphs
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.graphs.cache import prepared_samplers
 from deeppcr.sequence.fingerprint import Same
 from diffusion.test_window import Recorded
@@ -244,10 +246,10 @@ class TestReplayed:
 
     @pytest.fixture
     def made(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "its stream")
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its pool")
-        monkeypatch.setattr(graphs, "on_stream", lambda stream: nullcontext())
-        monkeypatch.setattr(graphs, "capture", lambda call, *where: (lambda: self.done.append("replayed"), None))
+        self.scratch = SimpleNamespace(
+            call=lambda call: call(), record=lambda call: lambda: self.done.append("replayed"), turn=nullcontext
+        )
+        monkeypatch.setattr(graphs, "scratch_of", lambda device: self.scratch)
         self.done = []
         return graphs.Replayed(torch.device("cuda"))
 
@@ -260,16 +262,36 @@ class TestReplayed:
         assert self.done == [(1,), (2,), "replayed", "replayed"]
 
     def test_what_cannot_be_captured_is_called(self, made, monkeypatch):
-        def refuse(call, *where):
+        def refuse(call):
             raise RuntimeError("a host waits\nand more")
 
         made(self.work, 1)
-        monkeypatch.setattr(graphs, "capture", refuse)
+        self.scratch.record = refuse
         for _ in range(2):
             made(self.work, 2)
         assert made.refusal == "a host waits"
         made(self.work, 1)
         assert self.done == [(1,), (2,), (2,), "replayed"]
+
+    def test_room_is_made_where_memory_runs_out(self, made, monkeypatch):
+        """Once; where that does not help, the caller is told."""
+        freed, full = [], [True, False, True, True]
+
+        def record(call):
+            if full.pop(0):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return lambda: self.done.append("replayed")
+
+        self.scratch.record = record
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(prepared_samplers)))
+        prepared_samplers.put("something", SimpleNamespace(bytes=1))
+        made(self.work, 1)
+        made(self.work, 1)
+        assert self.done == [(1,), "replayed"]
+        assert freed == [0]
+        with pytest.raises(torch.OutOfMemoryError):
+            made(self.work, 2)
+        assert made.refusal is None
 
     def test_an_error_of_the_network_is_its_own(self, made):
         def fail():

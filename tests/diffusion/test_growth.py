@@ -11,7 +11,7 @@ from deeppcr import Result
 from deeppcr.diffusion import DDIM, GaussianPrior, Schedule, Window, sample
 from deeppcr.diffusion.problem import Problem
 from deeppcr.diffusion.start import GaussianStart
-from deeppcr.diffusion.window import window
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.diffusion.window.iteration import Iteration
 from diffusion import digits
 from diffusion.rough import Rough

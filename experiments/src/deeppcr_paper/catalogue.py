@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     compare_hardware,
+    ddpm_cifar10,
     diffusion_guess,
     diffusion_iterations,
     latent_diffusion,
@@ -31,3 +32,5 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     diffusion_iterations.EXPERIMENT,
     diffusion_guess.EXPERIMENT,
 )
+#: What the paper does not have: known by name, and no part of "all" nor of its report.
+BEYOND: tuple[Experiment, ...] = (ddpm_cifar10.EXPERIMENT,)

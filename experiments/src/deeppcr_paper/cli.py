@@ -19,7 +19,7 @@ from rich.table import Table
 import deeppcr
 
 from .bars import Bars
-from .catalogue import EXPERIMENTS
+from .catalogue import BEYOND, EXPERIMENTS
 from .everything import run_all
 from .experiment import Context, OutOfTime
 from .store import PARTIAL, PaperError, check_folder
@@ -147,9 +147,11 @@ def reproduce(
         Console(width=None if sys.stdout.isatty() else 120).print(catalogue())
         return
     with errors_in_one_line():
-        chosen = [each for each in EXPERIMENTS if name in (each.name, "all")]
+        chosen = [each for each in EXPERIMENTS if name in (each.name, "all")] or [
+            each for each in BEYOND if each.name == name
+        ]
         if not chosen:
-            known = ", ".join([*(each.name for each in EXPERIMENTS), "all"])
+            known = ", ".join([*(each.name for each in (*EXPERIMENTS, *BEYOND)), "all"])
             raise PaperError(f"{f'unknown experiment {name!r}' if name else 'which experiment?'}; there are: {known}")
         if files and name != "hardware":
             raise PaperError(f"{name} takes no files; only hardware compares result files")
@@ -236,7 +238,7 @@ def catalogue() -> Table:
     table = Table(title="deeppcr-paper reproduce NAME [--quick]", title_justify="left")
     for heading in ("NAME", "in the paper", "what"):
         table.add_column(heading, no_wrap=heading == "NAME")
-    for each in EXPERIMENTS:
+    for each in (*EXPERIMENTS, *BEYOND):
         table.add_row(each.name, each.paper, each.what)
     return table
 

@@ -10,13 +10,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..linear import Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
+from ..linear import PCR, Auto, BlockDiagonal, Blocks, Diagonal, Scalar, solve_coupled
 from .prior import Prior
-from .samplers import Steps, multiply
+from .samplers import Steps, exactly, multiply
 
 
 class Coupling:
     """The derivatives of all steps as the prior has them, on the device of the states.
+
+    Args:
+        plain: systems are solved by PyTorch's own operations: there is nothing to compile, for any length, and the host looks at
+            nothing. Else by what is fastest
 
     Attributes:
         basis: [D, D] or None: coordinates in which the derivatives are diagonal
@@ -31,8 +35,10 @@ class Coupling:
         width: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        plain: bool = False,
     ):
-        self.prior, self.steps = prior, steps
+        self.prior, self.steps, self.plain = prior, steps, plain
         self.slots, length = steps.slots, len(steps)
         self.basis = None
         data = prior.couplings(steps).to(device, dtype)
@@ -65,8 +71,14 @@ class Coupling:
 
     def solve(self, terms: Tensor) -> Tensor:
         """``y_l = A_l y_{l-1} + terms_l`` from ``y_0 = 0``, in the basis: [L, B, D, K]."""
-        rows = terms.flatten(2)
-        return solve_coupled(self.blocks[1:], rows, reverse=False, solver=Auto()).view_as(terms)
+        return self.solve_with(self.blocks[1:], terms)
+
+    def solve_with(self, couplings: Blocks, terms: Tensor) -> Tensor:
+        """The same with other blocks between the steps."""
+        solver = PCR() if self.plain else Auto()
+        with exactly(terms.device):
+            found = solve_coupled(couplings, terms.flatten(2), reverse=False, solver=solver, look=not self.plain)
+        return found.view_as(terms)
 
     def spread(self, residuals: Tensor) -> Tensor:
         """The correction of all states for the residuals of all steps: [L, B, D, K]."""

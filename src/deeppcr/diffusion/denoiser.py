@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ _RANDOM = (
     nn.RReLU,
 )
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
+
+
+class Seen(NamedTuple):
+    """What a network was seen to do inside: the dtypes that it multiplies in and returns, and whether it convolves."""
+
+    dtypes: frozenset[torch.dtype]
+    convolves: bool
 
 
 class Denoiser:
@@ -77,8 +84,7 @@ class Denoiser:
                 )
             self.given = (classes, unconditional)
         self.output_dtype: torch.dtype | None = None  # as it came
-        #: that it was seen to multiply in and to return; None: nobody has looked
-        self.seen_dtypes: frozenset[torch.dtype] | None = None
+        self.seen: Seen | None = None  # None: nobody has looked
         _refuse_train_mode(function)
 
     @property
@@ -140,7 +146,12 @@ class Denoiser:
 
     def coarsest(self, rows: Tensor) -> torch.dtype:
         """The coarsest dtype that the network is seen to work in on such rows."""
-        dtypes = {rows.dtype, self.output_dtype or rows.dtype, *self.parameter_dtypes, *(self.seen_dtypes or ())}
+        dtypes = {
+            rows.dtype,
+            self.output_dtype or rows.dtype,
+            *self.parameter_dtypes,
+            *(self.seen.dtypes if self.seen else ()),
+        }
         if torch.is_autocast_enabled(rows.device.type):
             dtypes.add(torch.get_autocast_dtype(rows.device.type))
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -15,22 +15,27 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..runtime import full_precision, has_tangent
+from ..runtime import full_precision, has_tangent, multiplies_in_tf32
 from ..sequence.fingerprint import kind_of
 from ..sequence.rows import rows_that_differ, sizes_of
 from ..sequence.trace import Products
-from .denoiser import Denoiser
+from .denoiser import Denoiser, Seen
 from .noise import Noise
 from .samplers import Coefficients, Steps
 
 #: so many steps, from the first to the last, tell whether a denoiser treats its rows by themselves
 _SPREAD = 16
+#: but of short loops a sixth, and no fewer than these: the checks are not to take longer than the loop
+_FEW = 4
 #: at most so many of them in one call: memory may allow no more
 _TOGETHER = 8
-#: denoisers that do, and in which kinds of runs that was seen; and the dtypes that they multiply in there
-_by_themselves: WeakKeyDictionary[Any, dict[Hashable, frozenset[torch.dtype]]] = WeakKeyDictionary()
+#: denoisers that do, and in which kinds of runs that was seen; and what they do there
+_by_themselves: WeakKeyDictionary[Any, dict[Hashable, Seen]] = WeakKeyDictionary()
 #: of one denoiser no more kinds than these: where a closure holds another number in every call, each call is a kind
 _KINDS = 64
+#: relative precision of what is multiplied in TF32
+TF32 = 2.0**-10
+_NOTHING = Seen(frozenset(), False)
 
 
 class Problem:
@@ -179,12 +184,12 @@ class Problem:
                 raise _takes_not(1, len(beside[0]), error) from error
             self._compare(together, alone, lambda: torch.cat([*map(self._evaluate, beside)]))
         self.rows_seen = seen
-        _remember(*self._kind, self.denoiser.seen_dtypes or frozenset())
+        _remember(*self._kind, self.denoiser.seen or _NOTHING)
 
     @property
     def coarsest(self) -> torch.dtype:
         """The coarsest dtype that the network is seen to work in."""
-        if self.denoiser.seen_dtypes is None:
+        if self.denoiser.seen is None:
             with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
                 self.look()
         return self.denoiser.coarsest(self.initial.detach().to(self.network_dtype))
@@ -192,17 +197,23 @@ class Problem:
     @property
     def eps(self) -> float:
         """Relative precision of the network, as it is set to multiply."""
-        tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return max(torch.finfo(self.coarsest).eps, tf32 * 2.0**-10)
+        return max(torch.finfo(self.coarsest).eps, TF32 if self.in_tf32 else 0.0)
+
+    @property
+    def in_tf32(self) -> bool:
+        """Whether the network is set to round the factors of its products to TF32."""
+        if self.coarsest != torch.float32:
+            return False
+        return multiplies_in_tf32(self.device, (self.denoiser.seen or _NOTHING).convolves)
 
     @torch.no_grad()
     def look(self) -> None:
         """See what the network multiplies in, and returns: once for a denoiser and a kind of run, in the first call of ``check_times``."""
-        known = frozenset() if self.length == 1 else _seen(*self._kind)
+        known = _NOTHING if self.length == 1 else _seen(*self._kind)
         if known is None:
             _ = self._first
         else:
-            self.denoiser.seen_dtypes = known
+            self.denoiser.seen = known
 
     @cached_property
     def _kind(self) -> tuple[Any, Hashable]:
@@ -217,7 +228,7 @@ class Problem:
     @cached_property
     def _spread(self) -> tuple[Tensor, list[int], list[list[int]]]:
         """Inputs [N, D] of steps from the first to the last, which steps they are, and which of them share a call."""
-        steps, count = self.steps, min(self.length, _SPREAD)
+        steps, count = self.steps, min(self.length, _SPREAD, max(_FEW, self.length // 6))
         picked = [round(k * (self.length - 1) / (count - 1)) for k in range(count)]
         assert steps.scale is not None
         sizes = (steps.scale * torch.hypot(steps.signal, steps.spread))[picked]  # for data of unit variance
@@ -238,7 +249,8 @@ class Problem:
         with full_precision(self.device), Products() as products:
             found = self._evaluate(self._spread[2][0])
         returned = self.denoiser.output_dtype or self.network_dtype
-        self.denoiser.seen_dtypes, self.rows_seen = frozenset({*products.dtypes, returned}), seen
+        self.denoiser.seen = Seen(frozenset({*products.dtypes, returned}), products.convolves)
+        self.rows_seen = seen
         return found
 
     def _compare(self, beside: Tensor, apart: Tensor, again: Callable[[], Tensor]) -> None:
@@ -267,16 +279,16 @@ def _takes_not(rows: int, taken: int, error: Exception) -> ValueError:
     return ValueError(f"denoiser: any number of rows may come, but it took {taken} and not {rows} of them: {error}")
 
 
-def _seen(owner: Any, kind: Hashable) -> frozenset[torch.dtype] | None:
+def _seen(owner: Any, kind: Hashable) -> Seen | None:
     try:
         return _by_themselves.get(owner, {}).get(kind)
     except TypeError:  # not everything can be watched
         return None
 
 
-def _remember(owner: Any, kind: Hashable, dtypes: frozenset[torch.dtype]) -> None:
+def _remember(owner: Any, kind: Hashable, seen: Seen) -> None:
     with contextlib.suppress(TypeError):
         kinds = _by_themselves.setdefault(owner, {})
         if len(kinds) == _KINDS:
             kinds.clear()
-        kinds[kind] = dtypes
+        kinds[kind] = seen

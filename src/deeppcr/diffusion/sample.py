@@ -17,7 +17,7 @@ from torch._C._functorch import is_batchedtensor
 from ..gradient import refuse_gradients
 from ..jacobian import Jacobian
 from ..newton import Loop, Newton
-from ..runtime import full_precision, has_tangent, in_functorch
+from ..runtime import has_tangent, in_functorch
 from ..solution import (
     ConvergenceWarning,
     Plan,
@@ -39,7 +39,8 @@ from .result import Samples
 from .samplers import DDIM, DDPM, Prediction, Sampler, Steps
 from .schedule import Schedule
 from .start import as_start
-from .window.window import Outcome, Window
+from .window.prepared import Outcome
+from .window.window import Window, loop_by_graph
 
 #: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
 #: the loop is no better. From so many times on two of the digits that were asked for are missing.
@@ -59,7 +60,7 @@ def sample(
     classes: Any = None,
     guidance: float | None = None,
     unconditional: Any = None,
-    solver: Window | Newton | Loop = Window(),
+    solver: Window | Newton | Loop = Window(size="auto"),
     jacobian: GaussianPrior | Jacobian | None = None,
     start: Any = None,
     keep_states: bool = False,
@@ -77,7 +78,8 @@ def sample(
         classes: labels [B], or a nest of tensors [B, ...]
         guidance: weight of classifier-free guidance; both halves are rows of one call
         unconditional: what stands for no class: a label, or a nest like classes
-        solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop()
+        solver: Window(...), deeppcr.Newton(...) or deeppcr.Loop(); by default, on a GPU, what is expected to be fastest for this
+            network and batch: see ``Window(size="auto")``. ``Loop(by="graph")`` is the loop in a CUDA graph
         jacobian: GaussianPrior(...), by default of unit variance; deeppcr.ScalarJacobian(1.0) is Picard's iteration. With
             Newton any Jacobian of deeppcr; by default the solver's own
         start: where the iteration starts: GaussianStart(), MeanStart(mean), CoarseStart(...), states [L, B, *shape], or earlier
@@ -102,9 +104,11 @@ def sample(
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
     problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
     if isinstance(solver, Loop):
-        if solver.by != "python":
-            raise ValueError(f"solver: sample has no {solver!r}; expected Loop()")
         problem.check_finite()
+        if solver.by == "graph":
+            return _by_graph(problem, keep_states)
+        if solver.by != "python":
+            raise ValueError(f'solver: sample has no {solver!r}; expected Loop() or Loop(by="graph")')
         return _by_loop(problem, keep_states)
     if isinstance(solver, Newton):
         problem.check_finite()
@@ -171,6 +175,19 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
     )
 
 
+def _by_graph(problem: Problem, keep_states: bool) -> Samples:
+    """The loop in CUDA graphs, recorded at the first run of a kind; gradients are those of a parallel solve."""
+    plan = Plan()
+    outcome = loop_by_graph(problem, plan)
+    message, states = _describe(problem, outcome), outcome.states
+    if worst_of(outcome.results).failed:
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    if torch.is_grad_enabled() and problem.needs_gradients:
+        coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
+        states = _differentiable(problem, coupling, outcome, message)
+    return _samples(problem, outcome, states, keep_states, plan, message)
+
+
 def _by_window(
     problem: Problem, window: Window, jacobian: Any, start: Any, keep_states: bool, on_failure: str
 ) -> Samples:
@@ -188,16 +205,22 @@ def _by_window(
     failed = any(result.failed for result in outcome.results)
     if failed:
         problem.check_finite()  # before the run it would have cost a wait for the device
-    if failed or _is_far_off(problem, outcome, window.tolerance_for(problem.dtype)):
-        finish, describe = partial(_finished_by_loop, problem), partial(_describe, problem)
+    if failed or _is_far_off(problem, outcome, window):
+        finish, describe = partial(_finished_by_loop, problem, window), partial(_describe, problem)
         outcome = settle(outcome, on_failure, finish, describe, stacklevel=3)
     message = _describe(problem, outcome)
-    if any(result is not Result.CONVERGED for result in outcome.results):
+    if any(result not in (Result.CONVERGED, Result.LOOP) for result in outcome.results):
         plan.note(message)
     states = outcome.states
     if torch.is_grad_enabled() and problem.needs_gradients:
         coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
+    return _samples(problem, outcome, states, keep_states, plan, message)
+
+
+def _samples(
+    problem: Problem, outcome: Outcome, states: Tensor, keep_states: bool, plan: Plan, message: str
+) -> Samples:
     return Samples(
         **_kept(problem, states[..., 0], keep_states),
         iterations=outcome.iterations,
@@ -234,12 +257,12 @@ def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, mess
     return torch.cat(parts, 1)[:, torch.cat([lost, good]).argsort()]
 
 
-def _finished_by_loop(problem: Problem, outcome: Outcome) -> Outcome:
+def _finished_by_loop(problem: Problem, window: Window, outcome: Outcome) -> Outcome:
     """Keep the finished steps of the samples that failed and take their others one at a time."""
     failed = [row for row, result in enumerate(outcome.results) if result.failed]
     who, length = torch.tensor(failed, device=problem.device), problem.length
     exact, states = outcome.exact_steps[who], outcome.states
-    with full_precision(problem.device):
+    with window.settings(problem.device):
         step = partial(problem.step, who=who)
         states[:, who] = loop_on(step, problem.initial.detach()[who], states[:, who], exact, length)
     spent = torch.zeros_like(outcome.evaluations)
@@ -260,13 +283,13 @@ def _finished_by_loop(problem: Problem, outcome: Outcome) -> Outcome:
     )
 
 
-def _is_far_off(problem: Problem, outcome: Outcome, tolerance: float) -> bool:
+def _is_far_off(problem: Problem, outcome: Outcome, window: Window) -> bool:
     """Whether rounding leaves far more of a sample than the tolerance, or than the network's precision, where that is coarser."""
     rows = [row for row, result in enumerate(outcome.results) if result is Result.PRECISION_FLOOR]
     if not rows:
         return False
-    with full_precision(problem.device):
-        eps = problem.eps
+    with window.settings(problem.device):
+        eps, tolerance = problem.eps, window.tolerance_for(problem)
     coarse = eps if eps > torch.finfo(problem.dtype).eps else 0.0
     sizes = outcome.states[-1, rows, :, 0].abs().amax(-1)
     return bool((outcome.least[rows] >= _FAR * (coarse * sizes).clamp_min(tolerance)).any())
@@ -274,7 +297,7 @@ def _is_far_off(problem: Problem, outcome: Outcome, tolerance: float) -> bool:
 
 def _describe(problem: Problem, outcome: Outcome) -> str:
     worst = worst_of(outcome.results)
-    if worst is Result.CONVERGED:
+    if worst in (Result.CONVERGED, Result.LOOP):
         return worst.value
     row, at, count = worst_rows(outcome.results, outcome.exact_steps)
     share = f"sample {row}; {count} of {len(outcome.results)} samples"

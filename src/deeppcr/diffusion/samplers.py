@@ -12,6 +12,9 @@ x0 is affine in sample and output: exact, though not affine any more.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..runtime import full_precision
 from .schedule import Schedule
 
 Prediction = Literal["epsilon", "v", "x0", "flow"]
@@ -169,6 +173,14 @@ class Coefficients:
                 put(each, 1, 1) for each in (steps.clip.sample, steps.clip.output, steps.clip.weight)
             )
 
+    def taken(self, index: Tensor) -> Coefficients:
+        """Those of the steps in ``index`` alone, by themselves: what follows looks nothing up."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(other, name, value[index])
+        return other
+
     @property
     def slope(self) -> Tensor:
         """[L, 1, 1, K]: of the states in the outputs, where nothing is clipped."""
@@ -307,8 +319,14 @@ def _check_clip(clip: float | None) -> None:
 
 
 def multiply(one: Tensor, other: Tensor) -> Tensor:
-    """``one @ other`` in their own precision, also under autocast, which is the network's affair."""
-    if not torch.is_autocast_enabled(one.device.type):
+    """``one @ other`` in their own precision: TF32 and autocast are the network's affair."""
+    with exactly(one.device):
         return one @ other
-    with torch.autocast(one.device.type, enabled=False):
-        return one @ other
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """Products inside are what their dtypes say, whatever is set for the network."""
+    cast = torch.is_autocast_enabled(device.type)
+    with full_precision(device), torch.autocast(device.type, enabled=False) if cast else nullcontext():
+        yield

@@ -29,8 +29,8 @@ from .replay import Recording
 _MOST_KEPT, _MOST_BYTES = 16, 2**31
 #: Kinds of solves that are remembered.
 _MOST_SEEN = 1024
-#: Prepared runs of samplers that are kept. Each may have gigabytes, in the graphs of its network.
-_MOST_PREPARED = 8
+#: Prepared runs of samplers that are kept, and bytes of buffers in all of them.
+_MOST_PREPARED, _MOST_PREPARED_BYTES = 24, 2**33
 #: Recordings that differ only in what the step closes over, and have not been replayed since.
 _MOST_IDLE = 4
 #: So many solves in a row that had to be handed over, and their kind is no longer captured.
@@ -226,17 +226,19 @@ def _surroundings(sequence: Sequence) -> Hashable:
     layout = sequence.layout
     leaves, spec = pytree.tree_flatten(sequence.xs)
     xs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves if leaf is not None]
-    autocast = torch.is_autocast_enabled(layout.device.type) and torch.get_autocast_dtype(layout.device.type)
+    return (layout, sequence.length, spec, *xs), (torch.is_inference_mode_enabled(), *arithmetic(layout.device))
+
+
+def arithmetic(device: torch.device) -> tuple:
+    """Settings of the process that choose how numbers are multiplied on a device."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     settings = [getattr(where, name) for where, name in _ARITHMETIC]
-    return (
-        (layout, sequence.length, spec, *xs),
-        (autocast, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), *settings),
-    )
+    return (autocast, torch.are_deterministic_algorithms_enabled(), *settings)
 
 
 captured_solves = CapturedSolves()
 #: What ``deeppcr.diffusion`` keeps from run to run, with the graphs of its iterations. A run takes it and puts it back.
-prepared_samplers = Bounded(_MOST_PREPARED)
+prepared_samplers = Bounded(_MOST_PREPARED, _MOST_PREPARED_BYTES)
 
 
 def forget_graphs() -> None:

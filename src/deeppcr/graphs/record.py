@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from ..sequence.trace import Watch
+from ..sequence.trace import Watch, without_cast_cache
 
 T = TypeVar("T")
 #: PyTorch captures one graph at a time.
@@ -49,6 +50,53 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         finally:  # a capture that fails does not always leave its stream
             torch.cuda.set_stream(outer)
             outer.wait_stream(stream)
+
+
+class Scratch:
+    """A stream and a pool of memory on a device for graphs that keep nothing there: their results lie in buffers elsewhere.
+
+    So all of them work on the same memory, which is as large as the largest needs it; and one thread at a time has its turn.
+    What the first calls of a function leave to the stream, the next ones take again.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self._lock = device, threading.RLock()
+        self._stream = torch.cuda.Stream(device)
+        self._pool, self._graphs = torch.cuda.graph_pool_handle(), weakref.WeakSet()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is replayed inside has the memory for itself."""
+        with self._lock, torch.cuda.device(self.device):
+            try:
+                yield
+            finally:
+                torch.cuda.current_stream().synchronize()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function where it can be recorded after that."""
+        with on_stream(self._stream):
+            function()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What does again what ``function`` does, which was called before; it returns nothing."""
+        if not self._graphs:  # a pool ends with the last of its graphs
+            self._pool = torch.cuda.graph_pool_handle()
+        with without_cast_cache(self.device.type):
+            replay, _ = capture(function, self._stream, self._pool)
+        self._graphs.add(replay.__self__)  # type: ignore[attr-defined]
+        return replay
+
+
+_scratch: dict[torch.device, Scratch] = {}
+
+
+def scratch_of(device: torch.device) -> Scratch:
+    """The one of a device."""
+    with RECORDING:
+        if device not in _scratch:
+            _scratch[device] = Scratch(device)
+        return _scratch[device]
 
 
 @contextmanager

@@ -202,6 +202,7 @@ class Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self.convolves = False  # whether one of them was a convolution, which has a precision of its own
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -210,6 +211,7 @@ class Products(TorchDispatchMode):
             factors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
             if len(factors) > 1:
                 self.dtypes.add(first.dtype)
+                self.convolves |= "conv" in func.name()
         return found
 
 

@@ -16,7 +16,8 @@ from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, GaussianPrior, Noise, Schedule, Window, sample
 from deeppcr.diffusion.coupling import Coupling
 from deeppcr.diffusion.samplers import Steps
-from deeppcr.diffusion.window import iteration, window
+from deeppcr.diffusion.window import iteration
+from deeppcr.diffusion.window import prepared as window
 from deeppcr.diffusion.window.iteration import NOISE, Iteration
 from deeppcr.diffusion.window.iteration import _least_squares as least_squares
 from kernel_support import Launches, pairwise, thorough

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...graphs.record import capture, on_stream
+from ...graphs.cache import prepared_samplers
+from ...graphs.record import scratch_of
+from ...runtime import is_out_of_memory
 
 
 class Replayed:
@@ -24,10 +27,17 @@ class Replayed:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.scratch = scratch_of(device)
         self.refusal: str | None = None
         self._graphs: dict[tuple, Callable[[], None]] = {}
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around what is replayed: other runs wait meanwhile."""
+        return self.scratch.turn()
+
+    def knows(self, function: Callable[..., None], *key: Any) -> bool:
+        """Whether it is replayed from now on."""
+        return (function.__name__, *key) in self._graphs
 
     def __call__(self, function: Callable[..., None], *key: Any) -> None:
         name, call = (function.__name__, *key), partial(function, *key)
@@ -36,9 +46,26 @@ class Replayed:
         elif self.refusal is not None:
             call()
         else:
-            with on_stream(self._stream):
-                call()
+            self.scratch.call(call)
             try:
-                self._graphs[name], _ = capture(call, self._stream, self._pool)
+                self._graphs[name] = self.record(call)
             except RuntimeError as error:  # the host waits somewhere in the denoiser, say
+                if is_out_of_memory(error):
+                    raise
                 self.refusal = str(error).strip().split("\n")[0][:120]
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Where memory runs out, what is kept of other runs makes room."""
+        try:
+            return self.scratch.record(call)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        make_room()
+        return self.scratch.record(call)
+
+
+def make_room() -> None:
+    """Let go of all that is kept of runs that are over, and give its memory back to the device."""
+    prepared_samplers.clear()
+    torch.cuda.empty_cache()

@@ -57,6 +57,13 @@ class Iteration:
         eps: relative precision of states and network; and of the network while it is imprecise
     """
 
+    #: of what a network of half precision makes of the states, a step may leave with this many times as much
+    margin = 2.0
+    #: whether systems are solved by PyTorch's own operations (``Coupling``)
+    plain = False
+    #: what the plan says of it
+    in_words: str | None = None
+
     def __init__(
         self,
         coefficients: Coefficients,

@@ -1,0 +1,256 @@
+"""Sampling with a network of real size, by default and by the loop in a CUDA graph, in the same precision. Compared first, then timed.
+
+    python benchmarks/real_diffusion.py --data FOLDER_OF_CIFAR-10 --train 120 --out FILE
+    python benchmarks/real_diffusion.py ... --parts table,others,small,first,guidance,compiled
+
+Trains diffusers' UNet of google/ddpm-cifar10-32 (35.7 million parameters, 3 x 32 x 32) for so many seconds, or loads it from
+--model. Every line says how far the sample is from that of the loop, and how far the loop is from itself where every row comes
+beside others: networks round other row counts in other ways. A line whose error is beyond its limit is marked, and not to be quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deeppcr
+from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, parallelize, sample
+from deeppcr_paper import ddpm
+from deeppcr_paper.models import AtSteps, ResidualMLP, UNet
+from deeppcr_paper.pictures import cifar10
+from deeppcr_paper.timing import clocked, machine
+
+SCHEDULE = Schedule.linear(1000)
+LOOP = deeppcr.Loop(by="graph")
+#: The largest error that counts, by precision; in half precision what the loop shows against itself, twice.
+LIMITS = {"float32": 1e-3, "tf32": 4e-3, "bfloat16": None}
+
+
+class Bench:
+    """One device, one list of lines."""
+
+    def __init__(self, device: torch.device, out: Path | None, budget: float):
+        self.device, self.out, self.lines = device, out, []
+        self.deadline = time.monotonic() + budget
+
+    def precision(self, name: str) -> Any:
+        wanted = "tf32" if name == "tf32" else "ieee"
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = wanted
+        return torch.autocast("cuda", torch.bfloat16) if name == "bfloat16" else nullcontext()
+
+    @torch.no_grad()
+    def line(
+        self,
+        name: str,
+        precision: str,
+        call: Callable[..., Any],
+        *,
+        limit: float | None = None,
+        itself: Callable[[], Tensor] | None = None,
+        repeats: int = 3,
+        eager: bool = False,
+    ) -> None:
+        """``call(solver)`` samples: by the loop in a graph, then by default."""
+        if time.monotonic() > self.deadline:
+            print(f"{name:44} left out: no time is left", flush=True)
+            return
+        try:
+            with self.precision(precision):
+                self._line(name, precision, call, limit, itself, repeats, eager)
+        except Exception as error:  # one line that fails leaves the others
+            traceback.print_exc()
+            self.lines.append({"name": name, "precision": precision, "failed": str(error)})
+        self.write()
+
+    def _line(self, name, precision, call, limit, itself, repeats, eager) -> None:
+        line: dict[str, Any] = {"name": name, "precision": precision}
+        if eager:
+            _, line["eager"] = clocked(lambda: call(deeppcr.Loop()), self.device)
+        _, line["first"] = clocked(lambda: call(None), self.device)
+        reference = call(LOOP)
+        loops = [clocked(lambda: call(LOOP), self.device)[1] for _ in range(repeats)]
+        for _ in range(2):  # what was seen in the first run may change what is chosen
+            call(None)
+        found = [clocked(lambda: call(None), self.device) for _ in range(max(repeats, 3))]
+        samples = found[-1][0]
+        error = max((each.final - reference.final).abs().max().item() for each, _ in found)
+        line["itself"] = None if itself is None else (itself() - reference.final).abs().max().item()
+        allowed = limit or LIMITS[precision] or 2 * (line["itself"] or 0.0)
+        length = int(samples.exact_steps.max())
+        line |= {
+            "loop": median(loops),
+            "found": median(each for _, each in found),
+            "seconds": [each for _, each in found],
+            "error": error,
+            "allowed": allowed,
+            "good": error <= allowed,
+            "result": samples.result.name,
+            "iterations": int(samples.iterations.max()),
+            "rows": float(samples.evaluations.double().mean()) / max(length, 1),
+            "notes": samples.plan.notes,
+            "reserved": torch.cuda.memory_reserved() / 2**30,
+        }
+        line["gain"] = line["loop"] / line["found"]
+        self.lines.append(line)
+        size = next((note.split()[1] for note in samples.plan.notes if note.startswith("window: ")), "loop")
+        print(
+            f"{name:44}{precision:9}loop {1e3 * line['loop']:8.1f}  found {1e3 * line['found']:8.1f}  {line['gain']:5.2f}x  W {size:5}"
+            f"its {line['iterations']:4}  rows {line['rows']:5.2f}  error {error:.1e} ({allowed:.0e})  first {1e3 * line['first']:7.0f}"
+            + (f" of eager {1e3 * line['eager']:.0f}" if eager else "")
+            + (f"  itself {line['itself']:.1e}" if line["itself"] is not None else "")
+            + f"  {line['result']}  {line['reserved']:.1f} GiB"
+            + ("" if line["good"] else "  NOT WITHIN ITS LIMIT"),
+            flush=True,
+        )
+
+    def write(self) -> None:
+        if self.out is not None:
+            record = {"machine": machine(self.device), "lines": self.lines, "about": getattr(self, "about", {})}
+            self.out.write_text(json.dumps(record, indent=1))
+
+
+def sampler(network: Callable, step: Any, length: int, shape: tuple[int, ...], device: torch.device, **more: Any):
+    """``call(solver)``, with noise of its own."""
+    generator = torch.Generator(device).manual_seed(0)
+    noise = Noise.draw(shape, steps=length if isinstance(step, DDPM) else None, generator=generator)
+    schedule = SCHEDULE.take(length) if length < 1000 else SCHEDULE
+
+    def call(solver: Any) -> Any:
+        given = {} if solver is None else {"solver": solver}
+        return sample(network, schedule, noise, step=step, **given, **more)
+
+    return call
+
+
+def beside_others(network: Callable, rows: int) -> Callable:
+    """The network, with every row in a call of so many of it."""
+
+    def repeated(z: Tensor, t: Tensor) -> Tensor:
+        return network(z.repeat(rows, 1, 1, 1), t.repeat(rows))[: len(z)]
+
+    return repeated
+
+
+def by_scheduler(network: Callable, name: str, length: int, shape: tuple[int, ...], device: torch.device):
+    import diffusers
+
+    kind = {"Euler": diffusers.EulerDiscreteScheduler, "DPM++": diffusers.DPMSolverMultistepScheduler}[name]
+    scheduler = kind(num_train_timesteps=1000, beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+    scheduler.set_timesteps(length, device=device)
+    loop = parallelize(scheduler, network)
+    latents = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    latents = latents * scheduler.init_noise_sigma
+    return lambda solver: loop(latents, **({} if solver is None else {"solver": solver}))
+
+
+def table(bench: Bench, net: Callable, device: torch.device) -> None:
+    """What is asked for: the window against the loop, one sample."""
+    one = (1, 3, 32, 32)
+    wide = beside_others(net, 32)
+    for step, length, precisions in (
+        (DDIM(), 50, ("tf32", "bfloat16", "float32")),
+        (DDIM(), 100, ("tf32", "bfloat16", "float32")),
+        (DDPM(), 1000, ("tf32", "float32", "bfloat16")),
+    ):
+        name = f"{type(step).__name__} {length}, one sample"
+        for precision in precisions:
+            other = sampler(wide, step, length, one, device)
+            itself = (lambda other=other: other(LOOP).final) if precision == "bfloat16" else None
+            slow = length == 1000
+            bench.line(
+                name,
+                precision,
+                sampler(net, step, length, one, device),
+                itself=itself,
+                repeats=1 if slow else 3,
+                eager=length == 50,
+            )
+
+
+def others(bench: Bench, net: Callable, device: torch.device) -> None:
+    """Never slower: samplers, batches and lengths, with defaults."""
+    for batch, length, name in (
+        (1, 20, "DDIM"), (1, 20, "DPM++"), (1, 50, "Euler"), (1, 50, "DPM++"), (1, 250, "DDPM"), (1, 250, "Euler"),
+        (2, 50, "DDIM"), (4, 20, "DDIM"), (4, 50, "DDIM"), (4, 250, "DDPM"), (16, 50, "DDIM"), (16, 20, "DPM++"), (64, 20, "DDIM"), (64, 50, "Euler"),
+    ):  # fmt: skip
+        shape = (batch, 3, 32, 32)
+        if name in ("Euler", "DPM++"):
+            call = by_scheduler(net, name, length, shape, device)
+        else:
+            call = sampler(net, {"DDIM": DDIM(), "DDPM": DDPM()}[name], length, shape, device)
+        bench.line(f"{name} {length}, {batch} samples", "tf32", call, repeats=3, eager=length == 20)
+
+
+def small(bench: Bench, device: torch.device) -> None:
+    """The paper's networks, untrained but of its sizes."""
+    torch.manual_seed(0)
+    for length in (1000, 50):
+        schedule = SCHEDULE.take(length) if length < 1000 else SCHEDULE
+        for name, network, shape in (
+            ("residual MLP", ResidualMLP(64, hidden=2048), (64,)),
+            ("UNet 16 x 16", UNet(1, base=16), (1, 16, 16)),
+        ):
+            denoiser = AtSteps(network.to(device), schedule.alphas_bar).to(device).eval().requires_grad_(False)
+            for batch in (1, 64):
+                call = sampler(denoiser, DDPM(), length, (batch, *shape), device)
+                bench.line(f"{name}, DDPM {length}, {batch} samples", "float32", call, repeats=3)
+
+
+def guidance(bench: Bench, net: Callable, device: torch.device) -> None:
+    """Two halves of a call; the network is told nothing, so that they are alike."""
+
+    def told(z: Tensor, t: Tensor, classes: Tensor) -> Tensor:
+        return net(z, t)
+
+    more = {"classes": torch.zeros(1, dtype=torch.long, device=device), "guidance": 2.0, "unconditional": 1}
+    bench.line("DDIM 50, guidance", "tf32", sampler(told, DDIM(), 50, (1, 3, 32, 32), device, **more))
+
+
+def compiled(bench: Bench, net: ddpm.Denoiser, device: torch.device) -> None:
+    fast = torch.compile(net)
+    for length in (50, 100):
+        bench.line(f"DDIM {length}, compiled", "tf32", sampler(fast, DDIM(), length, (1, 3, 32, 32), device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a folder with CIFAR-10")
+    parser.add_argument("--train", type=float, default=120.0, help="seconds")
+    parser.add_argument("--model", type=Path, default=None, help="where the network is kept")
+    parser.add_argument("--parts", default="table,others,small,guidance")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds; what has no time left is left out")
+    parser.add_argument("--out", type=Path, default=None)
+    chosen = parser.parse_args()
+    device = torch.device("cuda")
+    begun = time.monotonic()
+    torch.manual_seed(0)
+    net = ddpm.unet(32, 3, 128).to(device)
+    images = cifar10(chosen.data).train.to(device)
+    torch.backends.cudnn.benchmark = True
+    about = ddpm.trained(net, images, chosen.train, batch=128, rate=2e-4, seed=0, path=chosen.model)
+    torch.backends.cudnn.benchmark = False
+    print("network:", about, flush=True)
+    bench = Bench(device, chosen.out, chosen.budget - (time.monotonic() - begun))
+    bench.about = about
+    for part in chosen.parts.split(","):
+        if part == "small":
+            small(bench, device)
+        else:
+            {"table": table, "others": others, "guidance": guidance, "compiled": compiled}[part](bench, net, device)
+    print(
+        f"reserved at the end {torch.cuda.memory_reserved() / 2**30:.1f} GiB, at most {torch.cuda.max_memory_reserved() / 2**30:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
