@@ -23,10 +23,12 @@ from .solution import ConvergenceWarning
 from .tolerance import Tolerance
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
-_DENSE_WIDTH = 32
-_MAX_SWEEPS = 60
+DENSE_WIDTH = 32
+MAX_SWEEPS = 60
 #: What a product of a step is taken to round, relative to its largest terms; of half precision see where it is used.
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
+#: By so much of itself an adjoint may be off, before somebody is to blame; of half precision see where it is used.
+ALLOWED = {torch.float64: 1e-7, torch.float32: 2e-3}
 #: Directions in which rounding is sent back through all steps: a single one may be one that they do not let through.
 _PROBES = 3
 #: A state that is off what its step gives by more than this part of it may be wrong in its signs.
@@ -185,7 +187,7 @@ class Adjoint(Linearised):
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
                 return known.where(finite, self.walk(gradients))
-            direct = self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH
+            direct = self.jacobian.true or self.sequence.layout.width <= DENSE_WIDTH
             if not seen and not direct:
                 raise RuntimeError(
                     "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
@@ -287,7 +289,7 @@ class Adjoint(Linearised):
         adjoint, missing = torch.zeros_like(gradients), gradients
         tolerance = 10 * torch.finfo(gradients.dtype).eps
         size_before = None
-        for _ in range(_MAX_SWEEPS):
+        for _ in range(MAX_SWEEPS):
             change = solve_coupled(couplings, missing, reverse=True, solver=self.linear)
             if not torch.isfinite(change).all():
                 break
@@ -327,7 +329,7 @@ class Adjoint(Linearised):
 
     def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
         """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""
-        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self.arithmetic, 0.2)
+        allowed = ALLOWED.get(self.arithmetic, 0.2)
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number

@@ -103,6 +103,21 @@ class Ranks:
         dist.all_reduce(heard, op=operation, group=self.group)
         return self._back(heard, tensor)
 
+    def spread(self, tensor: Tensor, rank: int) -> Tensor:
+        """What one rank has, on all of them; of the same shape everywhere."""
+        if self.count == 1:
+            return tensor.clone()
+        heard = self._out(tensor).clone()
+        dist.broadcast(heard, group=self.group, group_src=self._place(rank))
+        return self._back(heard, tensor)
+
+    def told_by(self, rank: int, text: str) -> str:
+        """What one rank says, on all of them."""
+        said: list[Any] = [text]
+        if self.count > 1:
+            dist.broadcast_object_list(said, group=self.group, group_src=self._place(rank))
+        return said[0]
+
     # What is heard of the ranks before.
 
     def before(self, tensor: Tensor, combine: Combine) -> Tensor | None:

@@ -1,0 +1,437 @@
+"""Newton's iteration on a sequence whose chunks are spread over ranks.
+
+An iteration linearises at the last states, solves for the update, and tells the other ranks what came out: one prefix of affine maps and one
+packed message. By the latter all ranks know the same and decide alike. What an iteration finds is also a look at the one before: a row is
+done when its residual was within the tolerance, and what true Jacobians made of it, too. That last update is made, and not counted.
+
+Shapes: N chunks on this rank (n of them from chunk ``first`` on), B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BACK, small_change
+from ..convergence import NEGLIGIBLE, Progress, error_left, still_to_come
+from ..guess import Guess
+from ..iteration import ANY_ROUNDING, FAR, GAP, Outcome, first_ends
+from ..linear import Blocks, LinearSolver
+from ..newton import Newton
+from ..sequence.evaluate import StepError
+from ..solution import Plan, Result
+from ..tolerance import ROUNDED, Bounds
+from .part import Part, nearest
+
+
+class Shared(Progress):
+    """The status of every row, the same on all ranks; chunks are counted through all of them."""
+
+    def __init__(self, part: Part, newton: Newton, chunk: int):
+        counts, before = part.cut(chunk)
+        super().__init__(
+            part.layout,
+            part.total,
+            chunk,
+            tolerance=newton.tolerance(part.layout.dtype),
+            quadratic=newton.quadratic,
+            stop=newton.stop,
+            max_iterations=newton.max_iterations,
+            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
+            chunks=before[-1],
+        )
+        self.part, self.before = part, before[part.ranks.rank]
+        own = torch.arange(counts[part.ranks.rank], device=part.layout.device)
+        self.index = own.unsqueeze(1) + self.before
+
+    @property
+    def exact_steps(self) -> Tensor:
+        trusted = self.codes < Result.UNCERTIFIED.severity
+        return torch.where(trusted, self.length, self.part.steps_before(self.prefix, self.chunk))
+
+    def leading(self, fine: Tensor, first: int = 0) -> Tensor:
+        """On this rank alone: how many chunks of the whole come before the first that is not ``fine``."""
+        if not len(fine):
+            return torch.full_like(self.prefix, self.chunks)
+        return super().leading(fine, first)
+
+    def joined_at(self, joined: Tensor) -> None:
+        """Exact are only the first ``joined`` [B] chunks; who claimed more loses the claim."""
+        self.prefix = torch.minimum(self.prefix, joined)
+        if self.stop.promises:
+            lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
+            self.codes = torch.where(lost, Result.NOT_CONVERGED.severity, self.codes)
+
+    def heard(self, found: dict[str, Tensor], *, counts: bool) -> Tensor:
+        """After an iteration, and what all ranks said of it; returns which rows are done by it alone, [B].
+
+        Args:
+            counts: False for a look after the last iteration, at what it left
+        """
+        self.finish(found["lost"] > 0, Result.NON_FINITE)
+        worst, off, looked = found["worst"], found["off"], self.count > 0 and self.stop.fixed is None
+        if self._first_residual is None:
+            self._first_residual = found["residual"].to(self.layout.dtype)
+        done = torch.zeros_like(self.active)
+        if looked:
+            size = found["residual"].to(self.layout.dtype)[None, :, None]
+            done = self.active & self.stop.residual_suffices(size, self._first_residual)
+            if not self.stop.by_residual:
+                done &= (off <= 1) & (error_left(worst, worst, self.updates[-1]) <= 1) & self.quadratic
+        self.finish(done, Result.CONVERGED)
+        if not counts:
+            return done
+        self.count += 1
+        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
+        if self.active.any() or not self.updates:
+            self.updates.append(torch.where(done, 0, worst))
+        grown = torch.maximum(self.prefix + 1, -found["unsettled"].long()).clamp(max=self.chunks)
+        self.prefix = torch.where(self.active, grown, self.prefix)
+        if self.stop.fixed is not None:
+            return done
+        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
+        if self.stop.promises:
+            if not self.quadratic:
+                self.finish((self._estimate(found) <= 1) & (off <= 1), Result.CONVERGED)
+            self.stuck = self.find_stuck(worst, off, found["large"] == 0)
+        prefix = torch.where(self.active, self.prefix, self.chunks)
+        self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
+        return done
+
+    def _estimate(self, found: dict[str, Tensor]) -> Tensor:
+        """[B]: the error that is left, in units of the tolerance, if updates go on falling as they did: see ``Progress``."""
+        largest = found["largest"].to(self.layout.dtype)
+        before, factor_before = self._last
+        factor = still_to_come(largest, before)
+        self._last = (largest, factor)
+        scaled = found["creeping"] * torch.maximum(factor, factor_before).double()
+        return torch.maximum(found["harmless"], torch.where(found["creeping"] > 0, scaled, 0).amax(-1))
+
+    def rates(self, delta: Tensor, bounds: Bounds) -> dict[str, Tensor]:
+        """What ``_estimate`` has to know of an update [n, B, D] by approximate Jacobians."""
+        size = delta.abs()
+        unit = torch.maximum(bounds.allowed, ROUNDED * bounds.rounding)
+        ratio = torch.where(size == 0, 0, size / unit).double().nan_to_num(math.inf, math.inf)
+        harmless = size <= torch.maximum(bounds.allowed / self.chunks, ROUNDED * bounds.rounding)
+        return {
+            "largest": _largest(size),
+            "creeping": _largest(torch.where(harmless, 0, ratio)),
+            "harmless": _largest(torch.where(harmless, ratio, 0)).amax(-1),
+        }
+
+
+class Iteration:
+    """One run on all ranks, of which each has its own unknowns.
+
+    Attributes:
+        ends: [N, B, D], the states after this rank's chunks; always finite
+        entry: [B, D], the state that this rank starts from
+        peak: [B, D], how large each number of a state was before this rank's part
+    """
+
+    def __init__(self, newton: Newton, part: Part, guess: Guess, chunk: int, plan: Plan):
+        self.newton, self.part, self.chunk, self.plan = newton, part, chunk, plan
+        self.progress = Shared(part, newton, chunk)
+        self.first = 0
+        self.blocks: Blocks | None = None  # of no step: what structure they have on all ranks
+        self.reasons: tuple[str, ...] = ()
+        # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank.
+        self.values = self.unit = None
+        self.ends = part.empty()
+        with part.trouble.kept():
+            if part.sequence is not None:
+                self.ends = first_ends(part.sequence, guess, chunk).detach().clone()
+        self.meet()
+
+    def meet(self, **measures: Tensor) -> dict[str, Tensor]:
+        self.entry, self.peak, found = self.part.meet(self.ends, *measures.values())
+        self.after = None
+        if self.progress.tolerance.local:  # the size around a step is that of the one after it, too
+            held = self.ends[:1] if len(self.ends) else self.part.empty().new_zeros(1, *self.entry.shape)
+            ahead = self.part.ranks.reversed().before(
+                torch.cat([held.flatten(), held.new_full((1,), len(self.ends))]), nearest
+            )
+            self.after = None if ahead is None or not ahead[-1] else ahead[:-1].view_as(self.entry)
+        return dict(zip(measures, found, strict=True))
+
+    def starts(self) -> Tensor:
+        return torch.cat([self.entry.unsqueeze(0), self.ends[:-1]])[self.first :] if len(self.ends) else self.ends
+
+    def bounds(self, products=None, *, all_of_them: bool = False) -> Bounds:
+        first = 0 if all_of_them else self.first
+        tolerance, states = self.progress.tolerance, self.ends
+        if not len(states):
+            return Bounds(tolerance, states, states)
+        if not tolerance.local:
+            scale = tolerance.scale(states, self.peak)
+        elif self.after is None:
+            scale = tolerance.scale(states, self.entry)
+        else:
+            scale = tolerance.scale(torch.cat([states, self.after.unsqueeze(0)]), self.entry)[:-1]
+        if products is not None and not self.newton.quadratic:
+            products = ANY_ROUNDING
+        return self.progress.bounds(states, self.entry, first, products, scale)
+
+    @torch.no_grad()
+    def run(self) -> Outcome:
+        progress, tested = self.progress, self.newton.stop.fixed is None
+        while True:
+            counts = not tested or progress.count < progress.limit
+            self.iterate(counts)
+            if not counts or not progress.active.any() or (not tested and progress.count >= progress.limit):
+                break
+            if tested and self.newton.stop.promises and bool(progress.stuck.any()):
+                self.end_stuck()
+            hopeless = progress.why_hopeless() if tested else None
+            if hopeless:
+                self.reasons = (*self.reasons, hopeless)
+                self.plan.note(hopeless)
+            least = int(progress.prefix[progress.active].min()) if progress.active.any() else progress.chunks
+            if hopeless or least >= progress.chunks:
+                break
+            self.first = min(max(least - progress.before, 0), len(self.ends))
+        if not tested:
+            progress.finish(progress.active, Result.ITERATIONS_DONE)
+        elif not self.newton.quadratic and self.newton.stop.promises:
+            self.certify()
+        return self.outcome()
+
+    def linearise(self) -> tuple[Tensor, Blocks]:
+        """The chunks' ends as they come out, and the Jacobians; of a rank without chunks, or in trouble, none that do anything."""
+        sequence, starts, blocks = self.part.sequence, self.starts(), None
+        values = self.ends[self.first :]
+        if sequence is not None and len(starts):
+            with self.part.trouble.kept():
+                try:
+                    values, blocks = self.newton.jacobian.linearise(sequence, starts, self.chunk, self.first)
+                except Exception as error:
+                    self._locate(error, starts)
+                    raise
+        if self.blocks is None:
+            self.blocks = self.part.agree_on(blocks)
+        if blocks is None:
+            shape = self.blocks.data.shape[1:]
+            blocks = type(self.blocks)(self.blocks.data.new_zeros(len(values), *shape))
+        if self.newton.shrink != 1.0:
+            blocks = type(blocks)(blocks.data * self.newton.shrink)
+        return values, blocks
+
+    def _locate(self, error: Exception, starts: Tensor) -> None:
+        """Add to an error of the step which one raised it, where steps are evaluated one by one: of those evaluated at once none did."""
+        part, sequence = self.part, self.part.sequence
+        assert sequence is not None
+        where = f"steps {part.offset + 1} to {part.offset + part.length}"
+        if "loop" in sequence.evaluation and self.chunk == 1:
+            for index, state in enumerate(starts, self.first):
+                try:
+                    sequence.step(index, state)
+                except Exception:
+                    where = f"step {part.offset + index + 1}"
+                    break
+        error.args = (f"{error} ({where})",)
+
+    def iterate(self, counts: bool) -> None:
+        """One iteration; ``counts``: False for a look after the last."""
+        progress, ends = self.progress, self.ends[self.first :]
+        values, blocks = self.linearise()
+        frozen, next_exact = progress.frozen(self.first)
+        # From an exact start a value that is not finite is the sequence's own; elsewhere the iterate has strayed: the chain is cut there.
+        finite = torch.isfinite(values).all(-1) | frozen
+        lost = (~finite & next_exact).any(0)
+        if not finite.all():
+            blocks = blocks.where(finite & ~frozen)
+        residual = torch.where((finite & ~frozen).unsqueeze(-1), values - ends, 0)
+        delta = self.part.solve(blocks, residual, self.newton.linear, choose=self.choose)
+
+        moved = ends + delta
+        moved = torch.where(torch.isfinite(moved).all(-1, keepdim=True), moved, values)
+        moved = torch.where(next_exact.unsqueeze(-1), values, moved)  # exact, whatever else happens
+        usable = torch.isfinite(moved).all(-1) & ~frozen
+        moved = torch.where(usable.unsqueeze(-1), moved, ends)
+        came_out = torch.where(finite.unsqueeze(-1), values, ends)
+        thrown = self._thrown(residual)
+        before, self.ends = self.ends, torch.cat([self.ends[: self.first], moved])
+        bounds = self.bounds(blocks.apply)
+        update = torch.where(frozen, 0, bounds.ratio(delta))
+        off = torch.where(finite, bounds.ratio(residual), math.inf)
+        settled = frozen | (bounds.settles(delta) & finite & bounds.settles(residual))
+        if not self.newton.quadratic:  # of approximate Jacobians an update says nothing of the error in a chunk
+            settled = frozen & progress.active
+        small = bounds.relative(delta) <= math.sqrt(progress.eps) if len(delta) else torch.ones_like(progress.active)
+        if not self.newton.quadratic and len(delta):
+            small = bounds.is_rounding(delta)
+        measures = {
+            "worst": _largest(update),
+            "off": _largest(off),
+            "residual": _largest(residual.abs().nan_to_num(math.inf, math.inf)).amax(-1),
+            "unsettled": -progress.leading(settled, self.first),
+            "large": ~small,
+            "lost": lost,
+            "unit": _largest(came_out.abs()),
+            "thrown": -progress.leading(~thrown[1], self.first),
+        }
+        if not self.newton.quadratic:
+            measures |= progress.rates(delta, bounds)
+        found = self.meet(**measures)
+        progress.heard(found, counts=counts)
+        called = (-found["thrown"] < progress.chunks) & progress.active
+        if called.any():
+            self.call_back(before, called, thrown[0], -found["thrown"])
+        self.values, self.unit = torch.cat([before[: self.first], came_out]), found["unit"].to(self.ends.dtype)
+
+    def _thrown(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, B]: which states the last update threw far away, and of which of them the step says that they do not belong there."""
+        ends = self.ends[self.first :]
+        none = torch.zeros(ends.shape[:2], dtype=torch.bool, device=ends.device)
+        if self.values is None or self.unit is None or not len(ends):
+            return none, none
+        unit, values = self.unit.clamp(min=torch.finfo(ends.dtype).tiny), self.values[self.first :]
+        size = (ends / unit).abs().amax(-1)
+        far = (size > FAR * (values / unit).abs().amax(-1)) & self.progress.active
+        return far, far & ((residual / unit).abs().amax(-1) > 0.1 * size)
+
+    def call_back(self, before: Tensor, rows: Tensor, far: Tensor, wrong: Tensor) -> None:
+        """In these rows [B] the last update threw states far away from the first ``wrong`` [B] on: they get their step values back, and
+        what was found from there is not used, but for what is exact."""
+        progress, last = self.progress, before[self.first :]
+        if self.values is not None and len(last):
+            index = progress.index[self.first :]
+            back = torch.where((far & (index >= wrong)).unsqueeze(-1), self.values[self.first :], last)
+            called = (rows & (index >= progress.prefix)).unsqueeze(-1)
+            self.ends = torch.cat([before[: self.first], torch.where(called, back, self.ends[self.first :])])
+        self.meet()
+
+    def choose(self, couplings: Blocks) -> LinearSolver:
+        linear, why = self.newton.linear.choose(couplings)
+        self.plan.linear = f"{linear} ({why})" if why else str(linear)
+        return linear
+
+    # Is it the solution?
+
+    def end_stuck(self) -> None:
+        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's."""
+        progress = self.progress
+        if self.newton.quadratic:
+            values, blocks = self.linearise()
+            true = self.has_derivative(values, blocks.apply)
+            if (progress.stuck & ~true).any():
+                self.reasons = (FALSE_DERIVATIVE,)
+                progress.finish(progress.stuck & ~true, Result.NOT_CONVERGED)
+        progress.finish(progress.stuck, Result.PRECISION_FLOOR)
+
+    def has_derivative(self, values: Tensor, push) -> Tensor:
+        """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say: see ``certificate``."""
+        starts, rtol, part = self.starts(), self.progress.tolerance.rtol, self.part
+        sums = [torch.zeros_like(self.entry, dtype=torch.float64) for _ in range(4)]
+        if part.sequence is not None and len(starts):
+            with part.trouble.kept():
+                change = small_change(starts, rtol)
+                changed = part.sequence.roll_out(starts + change, self.chunk, self.first)[0] - values
+                foreseen = push(change)
+                sums = [each.abs().sum(0).double() for each in (changed - foreseen, changed, foreseen)]
+                sums.append(values.abs().amax(0).double())
+        part.ranks.agree(part.trouble.error)
+        off, seen, told, _ = part.ranks.total(torch.stack(sums)) / self.progress.chunks
+        largest = part.ranks.maximum(sums[3])
+        noise = max(NOISE * self.progress.eps, ANOTHER * rtol)
+        return (off <= ANOTHER * torch.maximum(seen, told) + noise * largest).all(-1)
+
+    def certify(self) -> None:
+        """What approximate Jacobians found, seen by the true ones: see ``certificate.certify``."""
+        progress, part, self.first = self.progress, self.part, 0
+        claimed = progress.codes <= Result.PRECISION_FLOOR.severity
+        claimed &= progress.iterations < progress.chunks
+        if not claimed.any():
+            return
+        values, blocks = self.linearise()
+        residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
+
+        def push(tangents: Tensor) -> Tensor:
+            if part.sequence is None:
+                return tangents
+            return part.sequence.push_out(self.starts(), tangents.unsqueeze(1), self.chunk)[1].squeeze(1)
+
+        cannot = False
+        with part.trouble.kept():
+            try:
+                push(torch.zeros_like(self.ends))
+            except StepError:
+                cannot = True
+        if any(each for (each,) in part.ranks.agree(part.trouble.error, cannot)):
+            progress.withdraw(claimed, Result.UNCERTIFIED)
+            self._not_certified("the step cannot be differentiated")
+            return
+        bounds = self.bounds(push, all_of_them=True)
+        error, known = self._error(push, bounds.rounding, residual, blocks)
+        true = self.has_derivative(values, push)
+        ratio, rounded = bounds.ratio(error), (error.abs() > 100 * bounds.rounding).any(-1)
+        _, _, (worst, beyond) = part.meet(self.ends, _largest(ratio), _largest(rounded.double()))
+        small, is_rounding = worst <= torch.where(true & known, TAKEN_BACK, 1), beyond == 0
+        progress.withdraw(claimed & ~small & is_rounding, Result.PRECISION_FLOOR)
+        floor = progress.codes == Result.PRECISION_FLOOR.severity
+        small |= floor & is_rounding
+        lost = claimed & (~small | (floor & ~true))
+        progress.withdraw(lost)
+        progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
+        if (claimed & ~lost & ~true).any():
+            self._not_certified(FALSE_DERIVATIVE)
+        if (claimed & ~lost & true & ~known).any():
+            self._not_certified("products with the true Jacobians did not converge")
+        self.ends = torch.where((claimed & ~lost & true & known).unsqueeze(-1), self.ends + error, self.ends)
+        self.meet()
+
+    def _not_certified(self, why: str) -> None:
+        self.reasons = (*self.reasons, why)
+        self.plan.note(f"not certified: {why}")
+
+    def _error(self, push, rounding: Tensor, residual: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """The error of the ends to first order, and which rows it is known of, [B]: ``certificate.error_by_products`` over ranks."""
+        error, missing, largest = torch.zeros_like(residual), residual, torch.zeros_like(self.entry)
+        rounds, eps, part = self.progress.limit, self.progress.eps, self.part
+        while True:
+            change = part.solve(blocks, missing, self.newton.linear)
+            error = error + change
+            size, allowed = change.abs(), ROUNDINGS * torch.maximum(rounding, eps * error.abs())
+            creeping = torch.where(size <= NEGLIGIBLE * allowed, 0, size / allowed).nan_to_num(math.inf, math.inf)
+            entry, _, found = part.meet(error, _largest(size).nan_to_num(math.inf, math.inf), _largest(creeping))
+            before, largest = largest, found[0].to(error.dtype)
+            falling = found[1] * still_to_come(largest, before).double() <= 1
+            known = ((found[1] == 0) | falling).all(-1)
+            rounds -= 1
+            if rounds == 0 or known.all() or not torch.isfinite(largest).all():
+                return error, known
+            if part.is_first:
+                entry = torch.zeros_like(entry)
+            if len(error):
+                with part.trouble.kept():
+                    missing = residual + push(torch.cat([entry.unsqueeze(0), error[:-1]])) - error
+
+    # What came out.
+
+    def outcome(self) -> Outcome:
+        progress, part, self.first = self.progress, self.part, 0
+        states, gap = self.ends, torch.zeros(self.ends.shape[:2], device=self.ends.device)
+        if self.chunk > 1 and part.sequence is not None:
+            with part.trouble.kept():
+                rolled, states = part.sequence.roll_out(self.starts(), self.chunk)
+                gap = self.bounds(ANY_ROUNDING).ratio(rolled - self.ends)
+        # The last chunk of a rank may round otherwise than the iteration saw, and so where the next one starts is said anew.
+        self.entry, self.peak, (joined,) = part.meet(states, -progress.leading(gap <= GAP))
+        if self.chunk > 1:
+            progress.joined_at(-joined.long())
+        none = torch.zeros(0, part.layout.rows, device=states.device)
+        return Outcome(
+            states=states,
+            results=progress.results,
+            iterations=progress.iterations,
+            exact_steps=progress.exact_steps,
+            updates=torch.stack(progress.updates) if progress.updates else none,
+            reasons=self.reasons,
+        )
+
+
+def _largest(each: Tensor) -> Tensor:
+    """Over this rank's chunks, of which there may be none: [n, ...] to [...]."""
+    return each.amax(0) if len(each) else each.new_zeros(each.shape[1:])
