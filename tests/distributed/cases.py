@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+import deeppcr
 from deeppcr import distributed, linear
 from linear.test_refine import butterworth
 
@@ -83,3 +87,104 @@ def refused(mesh, wrong):
             linear.Scalar(torch.zeros(3)) if odd else linear.Diagonal(torch.zeros(3, 2)), rhs, mesh=mesh
         )
     return linear.solve(linear.Diagonal(torch.zeros(3, 5 if odd else 2)), rhs, mesh=mesh)
+
+
+# Loops.
+
+
+def loop(name: str, length: int, dtype=torch.float64):
+    """A step, its initial state, its inputs and what it closes over."""
+    torch.manual_seed(length)
+    draw = partial(torch.randn, dtype=dtype)
+    if name == "mlp":
+        bias = draw(5).requires_grad_()
+        return lambda z, w: torch.tanh(z @ w.mT + bias), draw(3, 5), 1.2 * draw(length, 5, 5) / 5**0.5, [bias]
+    if name == "gru":
+        cell = torch.nn.GRUCell(3, 4, dtype=dtype)
+        return deeppcr.rowwise(lambda h, x: cell(x, h)), draw(2, 4), draw(length, 2, 3), [*cell.parameters()]
+    if name == "lstm":
+        cell = torch.nn.LSTMCell(3, 4, dtype=dtype)
+        step = deeppcr.rowwise(lambda state, x: cell(x, state))
+        return step, (draw(2, 4), draw(2, 4)), draw(length, 2, 3), [*cell.parameters()]
+    if name == "elementwise":
+        gain = draw(6).requires_grad_()
+        return lambda z, x: torch.sin(gain * z + x), draw(2, 6), draw(length, 2, 6), [gain]
+    if name == "rk4":
+        friction = torch.tensor(0.1, dtype=dtype, requires_grad=True)
+
+        def field(z, u):
+            return torch.stack([z[1], u - friction * z[1] - torch.sin(z[0])])
+
+        def step(z, u, h=0.05):
+            a = field(z, u)
+            b = field(z + h / 2 * a, u)
+            c = field(z + h / 2 * b, u)
+            return z + h / 6 * (a + 2 * b + 2 * c + field(z + h * c, u))
+
+        return step, draw(2), 0.1 * draw(length), [friction]
+    if name == "complex":
+        turn = torch.polar(torch.full((4,), 0.9, dtype=dtype), draw(4)).requires_grad_()
+        start, xs = torch.complex(draw(2, 4), draw(2, 4)), torch.complex(draw(length, 2, 4), draw(length, 2, 4))
+        return lambda z, x: turn * z / (1 + z.abs()) + x, start, xs, [turn]
+    raise KeyError(name)
+
+
+SOLVERS = {
+    "newton": deeppcr.Newton(),
+    "paper": deeppcr.Newton(chunk=1),
+    "long chunks": deeppcr.Newton(chunk=7),
+    "diagonal": deeppcr.Newton(jacobian=deeppcr.DiagonalJacobian()),
+    "local": deeppcr.Newton(scale="local"),
+    "shrunk": deeppcr.Newton(shrink=0.9),
+    "hutchinson": deeppcr.Newton(jacobian=deeppcr.HutchinsonJacobian(samples=4)),
+    "jacobi": deeppcr.Jacobi(),
+    "paper's test": deeppcr.Newton(stop=deeppcr.PaperTest(1e-12, 0)),
+    "fixed": deeppcr.Newton(stop=deeppcr.FixedIterations(8)),
+    "loop": deeppcr.Loop(),
+    "usual": None,
+}
+
+
+def leaves_of(nest):
+    return pytree.tree_leaves(nest)
+
+
+def solved(mesh, name, lengths, solver="newton", final=True, **options):
+    """States, gradients of this rank's inputs, and of what is shared; and what is said of the whole."""
+    step, z0, xs, shared = loop(name, sum(lengths))
+    z0 = pytree.tree_map(lambda leaf: leaf.requires_grad_(), z0)
+    if mesh is not None:
+        xs = cut(xs, mesh, lengths)
+        options["mesh"] = mesh
+    else:
+        xs.requires_grad_()
+    solution = deeppcr.solve(step, z0, xs, solver=SOLVERS[solver], **options)
+    begin = sum(lengths[: mesh.get_local_rank()]) if mesh is not None else 0
+    loss = 0
+    for leaf in leaves_of(solution.states):
+        numbers = torch.arange(begin + 1, begin + 1 + len(leaf), dtype=torch.float64)
+        weights = torch.cos(numbers).view(-1, *(1,) * (leaf.ndim - 1))
+        loss = loss + (weights * leaf.abs().square()).sum()
+    if final:  # on one rank only: the last state of the whole is on all
+        here = 1.0 if mesh is None or mesh.get_local_rank() == 0 else 0.0
+        loss = loss + here * sum(leaf.abs().sum() for leaf in leaves_of(solution.final))
+    shared = [*leaves_of(z0), *shared]
+    of_xs, *of_shared = torch.autograd.grad(loss, [xs, *shared], allow_unused=True, materialize_grads=True)
+    return {
+        "states": [leaf.detach() for leaf in leaves_of(solution.states)],
+        "final": [leaf.detach() for leaf in leaves_of(solution.final)],
+        "xs": of_xs,
+        "shared": of_shared,
+        **said_of(solution),
+    }
+
+
+def said_of(solution):
+    return {
+        "result": solution.result.name,
+        "iterations": solution.iterations,
+        "residual": solution.residual,
+        "exact": solution.exact_steps,
+        "known": solution.known_steps,
+        "message": solution.message,
+    }

@@ -81,15 +81,15 @@ class Team:
         assert pipe.poll(PATIENCE), "a rank did not answer"
         return pipe.recv()
 
-    def run(self, size: int, module: str, name: str, **arguments: Any) -> list[Any]:
+    def run(self, size: int, module: str, case: str, /, **arguments: Any) -> list[Any]:
         """What each of ``size`` ranks returns, or Raised."""
         for pipe in self.pipes[:size]:
-            pipe.send((size, module, name, arguments))
+            pipe.send((size, module, case, arguments))
         return [self._heard(pipe) for pipe in self.pipes[:size]]
 
-    def results(self, size: int, module: str, name: str, **arguments: Any) -> list[Any]:
+    def results(self, size: int, module: str, case: str, /, **arguments: Any) -> list[Any]:
         """The same, where nobody is to raise."""
-        found = self.run(size, module, name, **arguments)
+        found = self.run(size, module, case, **arguments)
         for rank, each in enumerate(found):
             assert not isinstance(each, Raised), f"rank {rank}: {each.trace}"
         return found

@@ -143,6 +143,7 @@ class Iteration:
         with part.trouble.kept():
             if part.sequence is not None:
                 self.ends = first_ends(part.sequence, guess, chunk).detach().clone()
+        self.guess, self.rolled_on = self.ends, False
         self.meet()
 
     def meet(self, **measures: Tensor) -> dict[str, Tensor]:
@@ -185,11 +186,12 @@ class Iteration:
             if tested and self.newton.stop.promises and bool(progress.stuck.any()):
                 self.end_stuck()
             hopeless = progress.why_hopeless() if tested else None
-            if hopeless:
+            if hopeless and not self.roll_on():
                 self.reasons = (*self.reasons, hopeless)
                 self.plan.note(hopeless)
+                break
             least = int(progress.prefix[progress.active].min()) if progress.active.any() else progress.chunks
-            if hopeless or least >= progress.chunks:
+            if least >= progress.chunks:
                 break
             self.first = min(max(least - progress.before, 0), len(self.ends))
         if not tested:
@@ -302,6 +304,57 @@ class Iteration:
             called = (rows & (index >= progress.prefix)).unsqueeze(-1)
             self.ends = torch.cat([before[: self.first], torch.where(called, back, self.ends[self.first :])])
         self.meet()
+
+    def roll_on(self) -> bool:
+        """Where Newton is hopeless from the guess, roll the chunks out from it, again and again: see ``deeppcr.iteration.Iteration``.
+
+        Each time the ranks tell each other where they ended.
+
+        Returns:
+            whether the iteration is worth going on with
+        """
+        progress, ends = self.progress, self.ends
+        left = progress.chunks - int(progress.prefix[progress.active].min())
+        to_the_end = 2 * progress.count + left <= progress.chunks // 2
+        if not progress.compare_with_loop or (self.rolled_on and not to_the_end):
+            return False
+        self.rolled_on = True
+        most = left if to_the_end else left // 2
+        frozen, _ = progress.frozen(0)
+        self.ends = torch.where(frozen.unsqueeze(-1), ends, self.guess)
+        self.meet()
+        residuals: list[Tensor] = []  # [B] each, in units of the tolerance
+        while len(residuals) < most and (to_the_end or progress.falls(residuals)):
+            last = values = self.ends[self.first :]
+            with self.part.trouble.kept():
+                if self.part.sequence is not None and len(last):
+                    values = self.part.sequence.roll_out(self.starts(), self.chunk, self.first)[0]
+            finite = torch.isfinite(values).all(-1)
+            off = torch.where(frozen[self.first :], 0, self.bounds().ratio(values - last))
+            moved = torch.where((finite & ~frozen[self.first :]).unsqueeze(-1), values, last)
+            self.ends = torch.cat([self.ends[: self.first], moved])
+            residuals.append(self.meet(off=_largest(off))["off"])
+        return self._keep_what_came_near(ends, residuals)
+
+    def _keep_what_came_near(self, ends: Tensor, residuals: list[Tensor]) -> bool:
+        """After the chunks were rolled out: rows that are no nearer get their ``ends`` [N, B, D] back, but for what is exact now."""
+        progress, times = self.progress, len(residuals)
+        if times:
+            finite = torch.isfinite(torch.stack(residuals)).all(0)
+            near = progress.active & finite & progress.came_near(residuals[0], residuals[-1])
+            self.plan.note(
+                f"after {progress.count} iterations the chunks were rolled out {times} times from the guess: "
+                f"{int(near.sum())} of {int(progress.active.sum())} rows came near"
+            )
+            progress.advance(finite, times)
+            exact = progress.index < progress.prefix
+            self.ends = torch.where((near | exact).unsqueeze(-1), self.ends, ends)
+            worth = progress.is_early or bool(near.any()) or not progress.active.any()
+        else:
+            self.ends, worth = ends, progress.is_early
+        self.values = self.unit = None  # of other states
+        self.meet()
+        return worth
 
     def choose(self, couplings: Blocks) -> LinearSolver:
         linear, why = self.newton.linear.choose(couplings)
