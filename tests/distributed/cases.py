@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import torch
@@ -188,3 +189,109 @@ def said_of(solution):
         "known": solution.known_steps,
         "message": solution.message,
     }
+
+
+# What goes wrong.
+
+
+def broken(mesh, lengths, what, on_failure="loop", solver="newton"):
+    """A loop of which something goes wrong at step 8 of the whole."""
+    torch.manual_seed(0)
+    xs = torch.randn(sum(lengths), 2, 3, dtype=torch.float64)
+    z0 = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def step(z, x):
+        return torch.tanh(0.5 * z + x)
+
+    if what == "non-finite":
+        xs[7, 1, 2] = torch.nan
+    if what == "overflow":
+        step = lambda z, x: z * z + x  # noqa: E731
+        xs[7:] = 1e200
+    if what == "raises":
+        xs[7] = 77.0
+
+        def step(z, x):
+            if float(x.abs().max()) > 70:  # of steps that are evaluated one by one alone
+                raise ArithmeticError("77 is no input")
+            return torch.tanh(0.5 * z + x)
+
+    if what == "backward":
+        xs[7] = 77.0
+        step = _NoBackward.step
+    if what == "logistic":
+        z0 = torch.full((2, 3), 0.3, dtype=torch.float64, requires_grad=True)
+        step = lambda z, x: 3.99 * z * (1 - z) + 0 * x  # noqa: E731
+    options = {}
+    if mesh is not None:
+        xs, options["mesh"] = distributed.shard(xs, mesh, lengths=lengths), mesh
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        solution = deeppcr.solve(step, z0, xs, solver=SOLVERS[solver], on_failure=on_failure, **options)
+    states = solution.states
+    gradient = None
+    if what not in ("non-finite", "overflow") and not solution.result.failed:
+        (gradient,) = torch.autograd.grad(states.sum(), z0)
+    said = said_of(solution) | {"description": solution.description}
+    told = sorted({each.category.__name__ for each in caught if each.category is deeppcr.ConvergenceWarning})
+    return said | {"states": states.detach(), "z0": gradient, "warned": told}
+
+
+class _NoBackward(torch.autograd.Function):
+    """Raises in its backward pass at one step, when all steps are evaluated at once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z, x):
+        return torch.tanh(0.5 * z + x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, x, output = ctx.saved_tensors
+        if not torch._C._are_functorch_transforms_active() and x.max() > 70:
+            raise ArithmeticError("no derivative at 77")
+        pulled = gradient * (1 - output**2)
+        return 0.5 * pulled, pulled
+
+    @staticmethod
+    def jvp(ctx, z, x):
+        return z
+
+    @staticmethod
+    def step(z, x):
+        return _NoBackward.apply(z, x)
+
+
+def refused_solve(mesh, what):
+    rank, xs, z0, options = mesh.get_local_rank(), torch.zeros(3, 2), torch.zeros(2), {}
+    if what == "z0 differs":
+        z0 = z0 + rank
+    if what == "shape differs":
+        z0 = torch.zeros(2 + rank)
+        xs = torch.zeros(3, 2 + rank)
+    if what == "no steps":
+        xs = xs[:0]
+    if what == "unrolled":
+        options["gradient"] = deeppcr.Unrolled()
+    if what == "kept":
+        options["keep"] = "last"
+    if what == "graph":
+        options["solver"] = deeppcr.Loop(by="graph")
+    if what == "guess" and rank == 1:
+        options["guess"] = torch.zeros(7, 2)
+    if what == "step" and rank == 1:
+        xs = torch.zeros(3, 5)
+    if what == "mesh":
+        mesh = "sequence"
+    return deeppcr.solve(lambda z, x: z + x, z0, xs, mesh=mesh, **options)
+
+
+def endless(mesh):
+    """Solves until somebody ends it."""
+    while True:
+        solved(mesh, "rk4", [50, 50])

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +94,14 @@ class Team:
         for rank, each in enumerate(found):
             assert not isinstance(each, Raised), f"rank {rank}: {each.trace}"
         return found
+
+    def run_and_kill(self, killed: int, size: int, module: str, case: str, /, **arguments: Any) -> Any:
+        """What the first of the other ranks says when one of them is killed while it works."""
+        for pipe in self.pipes[:size]:
+            pipe.send((size, module, case, arguments))
+        time.sleep(2)
+        self.processes[killed].kill()
+        return self._heard(self.pipes[0 if killed else 1])
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):

@@ -185,6 +185,8 @@ class Iteration:
                 break
             if tested and self.newton.stop.promises and bool(progress.stuck.any()):
                 self.end_stuck()
+                if not progress.active.any():
+                    break
             hopeless = progress.why_hopeless() if tested else None
             if hopeless and not self.roll_on():
                 self.reasons = (*self.reasons, hopeless)
