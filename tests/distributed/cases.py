@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deeppcr
 from deeppcr import distributed, linear
@@ -295,3 +301,131 @@ def endless(mesh):
     """Solves until somebody ends it."""
     while True:
         solved(mesh, "rk4", [50, 50])
+
+
+# What is said, and how tensors are cut.
+
+
+@contextmanager
+def counted():
+    """Messages that this rank takes part in, and the bytes that it hands over in them, by kind."""
+    said: dict[str, list[int]] = {}
+
+    def watch(name, sent):
+        given = getattr(dist, name)
+
+        def call(*args, **options):
+            said.setdefault(name, []).append(sent(*args))
+            return given(*args, **options)
+
+        return mock.patch.object(dist, name, call)
+
+    def size(tensor, *_):
+        return tensor.numel() * tensor.element_size()
+
+    with ExitStack() as stack:
+        for name in ("all_reduce", "broadcast", "send", "recv"):
+            stack.enter_context(watch(name, size))
+        stack.enter_context(watch("all_gather", lambda _, tensor: size(tensor)))
+        stack.enter_context(
+            watch("batch_isend_irecv", lambda messages: sum(size(m.tensor) for m in messages if m.op is dist.isend))
+        )
+        stack.enter_context(watch("all_gather_object", lambda *_: 0))
+        yield said
+
+
+@contextmanager
+def in_rounds(few=1):
+    """As among more ranks than gather everything."""
+    with mock.patch("deeppcr.distributed.ranks.FEW", few), mock.patch("deeppcr.linear.sharded.FEW", few):
+        yield
+
+
+def solved_in_rounds(mesh, **arguments):
+    with in_rounds():
+        return solved(mesh, **arguments)
+
+
+def linear_in_rounds(mesh, **arguments):
+    with in_rounds():
+        return linear_solve(mesh, **arguments)
+
+
+def traffic(mesh, length, width=3, rows=2, solver="newton", rounds=False):
+    """Of a solve and of its backward pass; and how many iterations it took."""
+    torch.manual_seed(0)
+    weight = 0.8 * torch.randn(width, width, dtype=torch.float64) / width**0.5
+    xs = torch.sin(torch.arange(length * rows * width, dtype=torch.float64)).view(length, rows, width)
+    xs = distributed.shard(xs, mesh).clone().requires_grad_()
+    z0 = torch.zeros(rows, width, dtype=torch.float64)
+    with in_rounds() if rounds else nullcontext():
+        with counted() as forward:
+            newton = deeppcr.Newton(stop=deeppcr.FixedIterations(4), chunk=1) if solver == "fixed" else SOLVERS[solver]
+            solution = deeppcr.solve(lambda z, x: torch.tanh(z @ weight.mT + x), z0, xs, solver=newton, mesh=mesh)
+        with counted() as backward:
+            solution.states.sum().backward()
+    return forward, backward, int(solution.iterations.max())
+
+
+def memory(mesh, length, width=16):
+    """Bytes of tensors that live at most while a solve runs, beyond those before it."""
+    torch.manual_seed(0)
+    xs = distributed.shard(torch.randn(length, 1, width), mesh).clone()
+    z0 = torch.zeros(1, width)
+    weight = torch.randn(width, width) / width
+    gc.collect()
+    with Peak() as peak:
+        deeppcr.solve(lambda z, x: torch.tanh(z @ weight.mT + x), z0, xs, solver=deeppcr.Newton(chunk=1), mesh=mesh)
+    return peak.most
+
+
+class Peak(TorchDispatchMode):
+    """How much memory the storages that operations return hold at most at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.most, self.alive = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self.held:
+                    size, key = storage.nbytes(), storage._cdata
+                    self.held[key] = size
+                    self.alive += size
+                    weakref.finalize(storage, self._gone, key)
+        self.most = max(self.most, self.alive)
+        return found
+
+    def _gone(self, key):
+        self.alive -= self.held.pop(key, 0)
+
+
+def cut_and_put_together(mesh, size, lengths=None, dim=0):
+    """A tensor cut up, put together, and what a loss of each rank says of it."""
+    torch.manual_seed(0)
+    shape = [3, 4]
+    shape[dim] = size
+    whole = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    part = distributed.shard(whole, mesh, dim, lengths=lengths)
+    (of_whole,) = torch.autograd.grad(part.square().sum(), whole, retain_graph=True)
+    leaf = part.detach().requires_grad_()
+    together = distributed.gather(leaf, mesh, dim)
+    weight = 1.0 + mesh.get_local_rank()
+    (of_part,) = torch.autograd.grad((weight * together.square()).sum(), leaf)
+    return part.detach(), together.detach(), of_whole, of_part
+
+
+def with_dtensors(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    whole = torch.arange(14.0).view(7, 2)
+    given = distribute_tensor(whole, mesh, [Replicate()])
+    part = distributed.shard(given, mesh)
+    together = distributed.gather(part, mesh)
+    assert isinstance(part, DTensor)
+    assert part.placements == (Shard(0),)
+    assert together.placements == (Replicate(),)
+    return torch.equal(together.to_local(), whole)
