@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deeppcr
+import deeppcr.nn
 from deeppcr import distributed, linear
 from linear.test_refine import butterworth
 
@@ -429,3 +430,56 @@ def with_dtensors(mesh):
     assert part.placements == (Shard(0),)
     assert together.placements == (Replicate(),)
     return torch.equal(together.to_local(), whole)
+
+
+# Networks.
+
+
+def network(name, **options):
+    torch.manual_seed(0)
+    kind = getattr(deeppcr.nn, name)
+    return kind(3, 4, dtype=torch.float64, **options)
+
+
+def recurrent(mesh, name, lengths, mode=None, hx=True, reset=False, **options):
+    """Outputs, last states and gradients of a network over ranks, or in one process."""
+    made, total = network(name, **options), sum(lengths)
+    input = torch.randn(total, 2, 3, dtype=torch.float64)
+    count = len(made._all_weights)
+    starts = tuple(torch.randn(count, 2, 4, dtype=torch.float64).requires_grad_() for _ in made._widths())
+    resets = torch.rand(total, 2) < 0.2 if reset else None
+    given = {"mode": mode or "parallel"}
+    if mesh is not None:
+        input, given["mesh"] = cut(input, mesh, lengths), mesh
+        resets = distributed.shard(resets, mesh, lengths=lengths) if reset else None
+    else:
+        input.requires_grad_()
+    x, dim = (input.transpose(0, 1), 1) if made.batch_first else (input, 0)
+    if reset:
+        given["reset"] = resets.T if made.batch_first else resets
+    output, last = made(x, (starts[0] if len(starts) == 1 else starts) if hx else None, **given)
+    output = output.movedim(dim, 0)
+    begin = sum(lengths[: mesh.get_local_rank()]) if mesh is not None else 0
+    weights = torch.cos(torch.arange(begin, begin + len(output), dtype=torch.float64))
+    loss = (weights[:, None, None] * output.square()).sum()
+    here = 1.0 if mesh is None or mesh.get_local_rank() == 0 else 0.0
+    loss = loss + here * sum(leaf.sum() for leaf in leaves_of(last))
+    shared = [*made.parameters(), *(starts if hx else [])]
+    of_input, *of_shared = torch.autograd.grad(loss, [input, *shared], allow_unused=True, materialize_grads=True)
+    return {
+        "states": [output.detach()],
+        "final": [leaf.detach() for leaf in leaves_of(last)],
+        "xs": of_input,
+        "shared": of_shared,
+        "results": [each.result.name for each in made.solutions],
+    }
+
+
+def refused_network(mesh, what):
+    made = network("GRU", bidirectional=what == "reset")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    if what == "packed":
+        return made(torch.nn.utils.rnn.pack_sequence([x[:, 0]]), mesh=mesh)
+    if what == "reset":
+        return made(x, reset=torch.zeros(5, 2, dtype=torch.bool), mesh=mesh)
+    return made(x[..., :2] if mesh.get_local_rank() == 1 else x, mesh=mesh)

@@ -37,8 +37,11 @@ class AdjointOver:
     def __init__(self, part: Part, states: Tensor, entry: Tensor, jacobian: Jacobian, linear: LinearSolver):
         self.part, self.jacobian, self.linear = part, jacobian, linear
         self.local: Adjoint | None = None
-        self.values = part.empty().requires_grad_()
-        if part.sequence is not None:
+        if part.sequence is None:
+            # Whoever asks for gradients on a rank without steps has to come by here as on the others, which wait for it.
+            self.values = part.empty().requires_grad_() + sum(leaf.sum().real.to(states) for leaf in part.inputs)
+        else:
+            self.values = part.empty()
             with part.trouble.kept():
                 sequence = copy.copy(part.sequence)
                 sequence.initial = part.initial if part.is_first else entry.detach().requires_grad_()

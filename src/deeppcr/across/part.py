@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
 from ..linear import BlockDiagonal, Blocks, Dense, Diagonal, LinearSolver, Scalar
@@ -50,6 +51,8 @@ class Part:
             if own:
                 self.sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
             facts = _facts_of(self.layout, self.initial)
+        # Of inputs of no step, too, who asks for their gradient has to come by here: see AdjointOver.
+        self.inputs = [leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         sequence = self.sequence
         needs = torch.is_grad_enabled() and sequence is not None and sequence.needs_gradients
         history = 1 if sequence is None else sequence.history
