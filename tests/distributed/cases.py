@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deeppcr
 import deeppcr.nn
 from deeppcr import distributed, linear
+from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, Window, sample
 from linear.test_refine import butterworth
 
 STRUCTURES = {
@@ -483,3 +484,46 @@ def refused_network(mesh, what):
     if what == "reset":
         return made(x, reset=torch.zeros(5, 2, dtype=torch.bool), mesh=mesh)
     return made(x[..., :2] if mesh.get_local_rank() == 1 else x, mesh=mesh)
+
+
+# Diffusion.
+
+
+def denoised(mesh, step="ddim", length=60, samples=2, width=40, guided=False, solver=None, shared_loss=True, wrong=None):
+    """Samples of a small network, and the gradients of a loss."""
+    torch.manual_seed(0)
+    draw = partial(torch.randn, dtype=torch.float64)
+    weights = [(draw(width, width) / width**0.5).requires_grad_() for _ in range(2)]
+    labels = draw(3, width)
+
+    def denoiser(z, t, classes=None):
+        if wrong == "raises" and mesh.get_local_rank() == 1 and len(z) > 8:
+            raise ArithmeticError("no such noise")
+        hidden = torch.tanh(z @ weights[0] + torch.cos(t / 30.0).unsqueeze(-1).to(z))
+        return hidden @ weights[1] + (0 if classes is None else labels[classes])
+
+    sampler = {"ddim": DDIM(), "ddpm": DDPM()}[step]
+    initial, steps = draw(samples, width), draw(length, samples, width)
+    if wrong == "noise" and mesh.get_local_rank() == 1:
+        initial = initial + 1
+    initial.requires_grad_()
+    noise = Noise(initial, steps) if step == "ddpm" else initial
+    options = {"classes": torch.arange(samples) % 3, "guidance": 1.5, "unconditional": 0} if guided else {}
+    if mesh is not None:
+        options["mesh"] = mesh
+    solver = Window(size=32) if solver is None else solver
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = sample(denoiser, Schedule.linear(length), noise, step=sampler, solver=solver, **options)
+    of_noise, *of_weights = torch.autograd.grad(
+        found.final.square().sum(), [initial, *weights], allow_unused=True, materialize_grads=True
+    )
+    return {
+        "final": found.final.detach(),
+        "iterations": found.iterations,
+        "residual": found.residual,
+        "results": [each.name for each in found.results],
+        "evaluations": found.evaluations,
+        "noise": of_noise,
+        "weights": of_weights,
+    }

@@ -110,6 +110,7 @@ class Window:
 
     def size_for(self, problem: Problem) -> int:
         length, rows = problem.length, _FILLING.get(problem.device.type, 1024)
+        rows *= 1 if problem.ranks is None else problem.ranks.count
         return min(length, self.size or max(-(-rows // problem.samples), -(-length // 8)))
 
     def most_iterations(self, length: int, size: int) -> int:
@@ -209,7 +210,7 @@ class Prepared:
     """
 
     def __init__(self, window: Window, problem: Problem, prior: Prior):
-        self.prior = prior
+        self.prior, self.ranks = prior, problem.ranks
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(dtype)
         self.coupling = Coupling(prior, steps, problem.width, device, dtype)
@@ -362,7 +363,13 @@ class Prepared:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
         with full_precision(self.device):
             self.iteration.run(self.in_precision(rough), count, not rough)
+            self.decide_alike()
             self.iteration.show()
+
+    def decide_alike(self) -> None:
+        """Where rows are spread over ranks, all go on with as many as the first does: sums may round otherwise on another device."""
+        if self.ranks is not None:
+            self.iteration.counters.copy_(self.ranks.spread(self.iteration.counters, 0))
 
     def finish(self) -> None:
         """What is to be known of the states: the last residuals, and what rounding leaves."""
@@ -380,6 +387,7 @@ class Prepared:
         iteration.uncertain.copy_(self.least > self.tolerance)
         iteration.uncertain.masked_fill_(~torch.isfinite(self.least), _UNKNOWN)
         iteration.returned.copy_(iteration.went_back)
+        self.decide_alike()
         iteration.show()
 
     def outcome(self, problem: Problem) -> Outcome:
