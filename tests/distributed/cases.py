@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -527,3 +529,51 @@ def denoised(mesh, step="ddim", length=60, samples=2, width=40, guided=False, so
         "noise": of_noise,
         "weights": of_weights,
     }
+
+
+# Training.
+
+
+class Model(torch.nn.Module):
+    """A learned start, a projection, a loop over ranks and a readout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru = deeppcr.nn.GRU(3, 4, dtype=torch.float64, mode="parallel")
+        self.start = torch.nn.Parameter(torch.randn(1, 1, 4, dtype=torch.float64))
+        self.out = torch.nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x, mesh=None):
+        output, _ = self.gru(x, self.start.expand(-1, x.shape[1], -1), mesh=mesh)
+        return self.out(output)
+
+
+def data(length, rows):
+    torch.manual_seed(1)
+    return torch.randn(length, rows, 3, dtype=torch.float64), torch.randn(length, rows, 2, dtype=torch.float64)
+
+
+def trained(mesh, how, length=22, rows=4, steps=3):
+    """Parameters after some steps of training; ``how``: "alone", "ddp" or "fsdp"; over half of the ranks for rows, and two for steps."""
+    model, (x, y) = Model(), data(length, rows)
+    scale, sequence = 1.0, None
+    if how != "alone":
+        grid = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("data", "sequence"))
+        sequence = grid["sequence"]
+        x, y = (distributed.shard(each, grid["data"], 1) for each in (x, y))
+        x, y = (distributed.shard(each, sequence, 0, lengths=[9, length - 9]) for each in (x, y))
+        if how == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            flat = init_device_mesh("cpu", (mesh.size(),))
+            for part in (model.gru, model.out, model):
+                fully_shard(part, mesh=flat)
+        scale = float(mesh.size())  # they average what is to be summed up
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x, mesh=sequence) - y).square().sum() / (length * rows)
+        (scale * loss).backward()
+        optimizer.step()
+    return [(each.full_tensor() if hasattr(each, "full_tensor") else each).detach() for each in model.parameters()]
