@@ -12,10 +12,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from start import say, start
 from torch import Tensor
 
 import deeppcr
-from start import say, start
 
 
 def oscillator(friction: Tensor, h: float = 0.02):

@@ -1,6 +1,6 @@
 """Images from noise with the window of steps spread over ranks: each has the denoiser, and evaluates its share of the rows of every call.
 
-    torchrun --nproc-per-node=4 examples/distributed/sampling.py
+torchrun --nproc-per-node=4 examples/distributed/sampling.py
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from start import say, start
 from torch import Tensor, nn
 
 import deeppcr
 from deeppcr.diffusion import DDIM, Schedule, Window, sample
-from start import say, start
 
 
 class Denoiser(nn.Module):

@@ -491,7 +491,9 @@ def refused_network(mesh, what):
 # Diffusion.
 
 
-def denoised(mesh, step="ddim", length=60, samples=2, width=40, guided=False, solver=None, shared_loss=True, wrong=None):
+def denoised(
+    mesh, step="ddim", length=60, samples=2, width=40, guided=False, solver=None, shared_loss=True, wrong=None
+):
     """Samples of a small network, and the gradients of a loss."""
     torch.manual_seed(0)
     draw = partial(torch.randn, dtype=torch.float64)

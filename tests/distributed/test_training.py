@@ -12,7 +12,10 @@ from distributed.team import Team
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_training(size):
-    team, expected = Team(size, (size,)), cases.trained(None, "alone")  # a mesh of rows and steps takes all ranks of a world
+    team, expected = (
+        Team(size, (size,)),
+        cases.trained(None, "alone"),
+    )  # a mesh of rows and steps takes all ranks of a world
     try:
         for how in ("ddp", "fsdp"):
             for each in team.results(size, "distributed.cases", "trained", how=how):

@@ -131,7 +131,7 @@ class Iteration:
         peak: [B, D], how large each number of a state was before this rank's part
     """
 
-    def __init__(self, newton: Newton, part: Part, guess: Guess, chunk: int, plan: Plan):
+    def __init__(self, newton: Newton, part: Part, guess: Guess | None, chunk: int, plan: Plan):
         self.newton, self.part, self.chunk, self.plan = newton, part, chunk, plan
         self.progress = Shared(part, newton, chunk)
         self.first = 0
@@ -141,7 +141,7 @@ class Iteration:
         self.values = self.unit = None
         self.ends = part.empty()
         with part.trouble.kept():
-            if part.sequence is not None:
+            if part.sequence is not None and guess is not None:
                 self.ends = first_ends(part.sequence, guess, chunk).detach().clone()
         self.guess, self.rolled_on = self.ends, False
         self.meet()

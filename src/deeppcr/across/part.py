@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,12 @@ class Part:
         self.sequence: Sequence | None = None
         own, facts = 0, (0, 0)
         with self.trouble.kept():
-            several = step if isinstance(step, (list, tuple, nn.ModuleList)) else None
-            own = find_length(several, xs, length, least=0)
+            several = isinstance(step, (list, tuple, nn.ModuleList))
+            own = find_length(step if several else None, xs, length, least=0)
             self.layout = Layout.of(z0, batch_dims)
             self.initial = self.layout.pack(z0)
             if own:
-                self.sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+                self.sequence = Sequence(cast(Any, step), z0, xs, length=length, batch_dims=batch_dims)
             facts = _facts_of(self.layout, self.initial)
         # Of inputs of no step, too, who asks for their gradient has to come by here: see AdjointOver.
         self.inputs = [leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -31,13 +31,17 @@ def spread(denoiser: Callable, ranks: Ranks) -> Callable:
         if few or ranks.count == 1 or in_functorch():
             return denoiser(rows, *more)
         trouble, found = Trouble(), rows[:0]
-        own, *about = pytree.tree_map_only(Tensor, lambda each: _Slice.apply(each, ranks, begin, end, size), (rows, *more))
+        own, *about = pytree.tree_map_only(
+            Tensor, lambda each: _Slice.apply(each, ranks, begin, end, size), (rows, *more)
+        )
         if end > begin:
             with trouble.kept():
                 found = denoiser(own, *about)
                 if not isinstance(found, Tensor) or found.shape != own.shape:
                     came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-                    raise ValueError(f"denoiser: must return the shape of its input, {tuple(own.shape)}, returned {came}")
+                    raise ValueError(
+                        f"denoiser: must return the shape of its input, {tuple(own.shape)}, returned {came}"
+                    )
         if trouble.error is not None:
             found = own
         return _Join.apply(found.to(rows.dtype), own, ranks, trouble, begin, len(rows), size)  # type: ignore[return-value]
@@ -55,7 +59,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grad_outputs):
+    def backward(ctx, *grad_outputs):  # type: ignore[override]
         return _together(grad_outputs[0], ctx.ranks, ctx.size)[: ctx.total], None, None, None, None
 
 
@@ -75,7 +79,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grad_outputs):
+    def backward(ctx, *grad_outputs):  # type: ignore[override]
         own = grad_outputs[0][ctx.begin : ctx.begin + ctx.count]
         # Also where no output depends on rows, or there are none: ``_Slice`` is to come by on all ranks, which speak there.
         return own, torch.zeros_like(own), None, None, None, None, None

@@ -3,7 +3,7 @@
 The engine is ``torch.distributed``: a rank is a process of a process group, told by a one-dimensional ``DeviceMesh``.
 """
 
-from .ranks import RankError, Ranks
-from .shard import gather, shard
+from .cut import gather, shard
+from .ranks import RankError
 
-__all__ = ["RankError", "Ranks", "gather", "shard"]
+__all__ = ["RankError", "gather", "shard"]

@@ -133,7 +133,9 @@ class Recurrent(nn.Module):
         expected = [[len(self._all_weights), *rows, width] for width in self._widths()]
         leaves = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
         if hx is not None and [list(leaf.shape) for leaf in leaves] != expected:
-            raise ValueError(f"hx: expected {expected[0] if count == 1 else expected}, got {[list(e.shape) for e in leaves]}")
+            raise ValueError(
+                f"hx: expected {expected[0] if count == 1 else expected}, got {[list(e.shape) for e in leaves]}"
+            )
 
     def _check_reset(self, reset: Any, input: Any) -> None:
         if isinstance(input, PackedSequence):

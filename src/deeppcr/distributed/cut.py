@@ -24,9 +24,12 @@ def shard(tensor: Tensor, mesh: Any, dim: int = 0, *, lengths: Sequence[int] | N
         dim: along which it is cut
         lengths: of the parts, where they are to be others; they may be 0, and add up to the size along ``dim``
 
-    Of seven steps the second of three ranks has two, tensor([3, 4]):
-
-        deeppcr.distributed.shard(torch.arange(7), mesh["sequence"])
+    >>> import torch, torch.distributed as dist, deeppcr
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets up more of them
+    >>> deeppcr.distributed.shard(torch.arange(7), init_device_mesh("cpu", (1,)))
+    tensor([0, 1, 2, 3, 4, 5, 6])
+    >>> dist.destroy_process_group()
     """
     if _is_dtensor(tensor):
         return _redistributed(tensor, mesh, dim)
@@ -50,6 +53,13 @@ def gather(tensor: Tensor, mesh: Any, dim: int = 0) -> Tensor:
     Args:
         tensor: this rank's part; its size along ``dim`` may differ, and be 0. A DTensor on this mesh is redistributed, and stays one
         mesh: a one-dimensional DeviceMesh
+
+    >>> import torch, torch.distributed as dist, deeppcr
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> deeppcr.distributed.gather(torch.arange(7), init_device_mesh("cpu", (1,)))
+    tensor([0, 1, 2, 3, 4, 5, 6])
+    >>> dist.destroy_process_group()
     """
     if _is_dtensor(tensor):
         return _redistributed(tensor, mesh, None)
@@ -72,7 +82,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grad_outputs):
+    def backward(ctx, *grad_outputs):  # type: ignore[override]
         ranks, lengths = ctx.ranks, ctx.lengths
         begin = sum(lengths[: ranks.rank])
         return ranks.total(grad_outputs[0])[begin : begin + lengths[ranks.rank]], None, None
