@@ -39,6 +39,11 @@ _LEFT = 4
 _REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
 #: What is missing in a step may change the loss by so many tolerances of what its state does.
 _MATTERS = 100
+#: Why a solve that converged may not be differentiated where it is.
+UNDETERMINED = (
+    "gave up on states that have died out below the tolerance: the derivative of the step depends on their signs (as that of a "
+    'ReLU does), which a tolerance says nothing of; Newton(scale="local") asks for digits of every state'
+)
 #: Derivatives that differ by more than this part of them are not the same.
 _OTHER = 0.01
 
@@ -137,22 +142,56 @@ class Adjoint(Linearised):
             tolerance: of a state
             trusted: [B], rows that claim to be right
         """
-        layout, values = self.sequence.layout, self.values.detach()
         length, rows = states.shape[:2]
         whole = torch.full((rows,), length, device=states.device)
         if not values_can_be_read(states):
             return whole
         allowed = tolerance.allowed(states, self.sequence.initial.detach())
-        # Of each component: the largest that it is.
-        unit = values.abs().amax(0).clamp(min=torch.finfo(states.dtype).tiny)
-        # [L, B, leaves] each
-        sizes, off, tolerated = (layout.norms(each / unit) for each in (values, values - states, allowed))
-        eps = torch.finfo(self.arithmetic).eps
-        digits = max(_LOST, 100 * eps)  # of half precision there are not that many
-        lost = (off > digits * sizes).any(-1, keepdim=True) & trusted.unsqueeze(-1)
+        unit = self.values.detach().abs().amax(0)
+        lost = self.lost(states, unit) & trusted
         if not lost.any():
             return whole
-        suspect = lost.cummax(0).values & (digits * sizes <= tolerated)
+        other = self.kinked(states, unit, allowed, lost.cummax(0).values, tolerance.rtol)
+        return torch.where(other, self.rounded(states, unit), whole)
+
+    def _off(self, states: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, B, leaves]: how large values are, and how far off states, in units [B, D] of the largest that each component is."""
+        layout, values = self.sequence.layout, self.values.detach()
+        unit = unit.clamp(min=torch.finfo(states.dtype).tiny)
+        return layout.norms(values / unit), layout.norms((values - states) / unit)
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(self.arithmetic).eps
+
+    @property
+    def _digits(self) -> float:
+        return max(_LOST, 100 * self._eps)  # of half precision there are not that many
+
+    def lost(self, states: Tensor, unit: Tensor) -> Tensor:
+        """[L, B]: which states are not to four digits what their steps give."""
+        sizes, off = self._off(states, unit)
+        return (off > self._digits * sizes).any(-1)
+
+    def rounded(self, states: Tensor, unit: Tensor) -> Tensor:
+        """How many leading states, [B], are off by rounding alone. From there the loop is to go on: what is off in the last digits may
+        have grown since."""
+        sizes, off = self._off(states, unit)
+        fine = (off <= _LEFT * self._eps * sizes).all(-1)
+        return torch.where(fine.all(0), len(fine), fine.long().argmin(0))
+
+    def kinked(self, states: Tensor, unit: Tensor, allowed: Tensor, lost: Tensor, rtol: float) -> Tensor:
+        """[B]: whether derivatives of steps depend on what is not known of their states.
+
+        Args:
+            unit: [B, D], the largest that each component is
+            allowed: [L, B, D], how far states may be off
+            lost: [L, B], from where on states are not to four digits what their steps give
+        """
+        layout, none = self.sequence.layout, torch.zeros(states.shape[1], dtype=torch.bool, device=states.device)
+        sizes, _ = self._off(states, unit)
+        tolerated = layout.norms(allowed / unit.clamp(min=torch.finfo(states.dtype).tiny))
+        suspect = lost.unsqueeze(-1) & (self._digits * sizes <= tolerated)
         unknown = allowed * layout.spread(suspect)
         generator = torch.Generator().manual_seed(0)
         probe, one, two = (
@@ -164,15 +203,13 @@ class Adjoint(Linearised):
                 with torch.enable_grad():
                     moved = Linearised(self.sequence, states + unknown * side)
             except _REFUSALS:
-                return whole
+                return none
             found.append(moved.pull(probe))  # [L - 1, B, D]
         here, there = found
         largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
-        same = max(_OTHER, 10 * eps, 10 * tolerance.rtol)  # a large move shows in smooth derivatives, too
+        same = max(_OTHER, 10 * self._eps, 10 * rtol)  # a large move shows in smooth derivatives, too
         other = (here - there).abs().amax(-1) > same * largest  # what is no number there is not compared
-        # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
-        rounded = (off <= _LEFT * eps * sizes).all(-1)
-        return torch.where((suspect.any(-1)[:-1] & other).any(0), rounded.long().argmin(0), whole)
+        return (suspect.any(-1)[:-1] & other).any(0)
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""

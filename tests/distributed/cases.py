@@ -7,6 +7,7 @@ import warnings
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -579,3 +580,69 @@ def trained(mesh, how, length=22, rows=4, steps=3):
         (scale * loss).backward()
         optimizer.step()
     return [(each.full_tensor() if hasattr(each, "full_tensor") else each).detach() for each in model.parameters()]
+
+
+# Kernels.
+
+
+def fused(mesh, kind, lengths):
+    """The second solve of a kind, whose chunks are rolled out by kernels, interpreted; without a mesh, the loop."""
+    torch.manual_seed(0)
+    width = {"elementwise": 5, "narrow": 3, "tile": 12}[kind]
+    weight = (0.8 * torch.randn(width, width) / width**0.5).requires_grad_()
+    gain = (0.8 * torch.rand(width)).requires_grad_()
+    shared = gain if kind == "elementwise" else weight
+    xs, z0 = torch.randn(sum(lengths), 2, width), torch.randn(2, width).requires_grad_()
+
+    def step(z, x):
+        return torch.tanh((gain * z if kind == "elementwise" else z @ weight.mT) + x)
+
+    if mesh is None:
+        xs, solver = xs.requires_grad_(), deeppcr.Loop()
+        solution = deeppcr.solve(step, z0, xs, solver=solver)
+    else:
+        xs = cut(xs, mesh, lengths)
+        with mock.patch("deeppcr.runtime.KERNEL_DEVICES", {"cpu"}):
+            for _ in range(2):
+                solution = deeppcr.solve(step, z0, xs, solver=deeppcr.Newton(chunk=4), mesh=mesh)
+    begin = sum(lengths[: mesh.get_local_rank()]) if mesh is not None else 0
+    weights = torch.cos(torch.arange(begin, begin + len(xs), dtype=torch.float32))[:, None, None]
+    of_xs, *of_shared = torch.autograd.grad(
+        (weights * solution.states).sum(), [xs, z0, shared], allow_unused=True, materialize_grads=True
+    )
+    return {
+        "states": [solution.states.detach()],
+        "final": [solution.final.detach()],
+        "xs": of_xs,
+        "shared": of_shared,
+        "notes": solution.plan.notes,
+        "result": solution.result.name,
+    }
+
+
+def written_at_once(mesh, folder):
+    """All ranks write the same source of kernels to a fresh folder at the same moment, and import it."""
+    from deeppcr.fuse import compiled
+
+    source = deeppcr.fuse.source(lambda z: torch.sin(z) * 0.5, torch.zeros(3))
+    with mock.patch.object(compiled, "_folder", return_value=Path(folder)):
+        compiled.module_of.cache_clear()
+        dist.barrier(mesh.get_group())
+        module = compiled.module_of(source + f"# {folder}\n")
+    return hasattr(module, "roll"), Path(module.__file__).read_text() == source + f"# {folder}\n"
+
+
+def vanishing(mesh, lengths):
+    """A ReLU network whose states die out: below the tolerance their signs are not known, and its derivative is all about signs."""
+    torch.manual_seed(0)
+    weights = (torch.randn(sum(lengths), 16, 16) / 4).requires_grad_()
+    z0, options = torch.randn(4, 16), {}
+    own = weights
+    if mesh is not None:
+        own, options["mesh"] = distributed.shard(weights, mesh, lengths=lengths), mesh
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        solver = deeppcr.Newton() if mesh is not None else deeppcr.Loop()
+        solution = deeppcr.solve(lambda z, w: torch.relu(z) @ w.mT, z0, own, solver=solver, **options)
+    (gradient,) = torch.autograd.grad(solution.states.square().sum() + solution.states.sum(), weights)
+    return gradient, solution.result.name, [str(each.message) for each in caught]

@@ -43,6 +43,18 @@ def test_chaos_is_left_to_the_loop_from_rank_to_rank(team):
     assert len({each["description"] for each in found}) == 1
 
 
+def test_states_that_do_not_determine_the_derivatives_of_their_steps(team):
+    lengths = [20, 0, 44]
+    found, (expected, _, _) = (
+        team.results(3, "distributed.cases", "vanishing", lengths=lengths),
+        cases.vanishing(None, lengths),
+    )
+    gradients, results, warned = zip(*found, strict=True)
+    assert set(results) == {"FINISHED_BY_LOOP"}
+    assert all("have died out below the tolerance" in " ".join(each) for each in warned)
+    assert (sum(gradients) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_on_failure(team):
     raised = broken(team, "logistic", LONG, on_failure="raise")
     assert {each.kind for each in raised} == {"ConvergenceError"}

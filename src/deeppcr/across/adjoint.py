@@ -204,7 +204,7 @@ class AdjointOver:
 
         start = torch.zeros(*part.initial.shape[:1], part.initial.shape[1] + 1, device=gradients.device)
         part.ranks.reversed().relay(start.double(), work)
-        part.ranks.agree(part.trouble.error)
+        part.ranks.agree(part.trouble.take())
         return found
 
     def _checked(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class AdjointOver:
                 handed = adjoint[:-1] - gradients[:-1]
                 jacobian = local._true_jacobian() if self.true else None
                 local.refuse(adjoint, handed, jacobian, jacobians_count=self.jacobian.given)
-        part.ranks.agree(part.trouble.error)
+        part.ranks.agree(part.trouble.take())
         return adjoint
 
 

@@ -23,6 +23,7 @@ from ..newton import Newton
 from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
 from ..tolerance import ROUNDED, Bounds
+from .kernels import Kernels
 from .part import Part, nearest
 
 
@@ -129,10 +130,19 @@ class Iteration:
         ends: [N, B, D], the states after this rank's chunks; always finite
         entry: [B, D], the state that this rank starts from
         peak: [B, D], how large each number of a state was before this rank's part
+        sizes: [B, D], in the end: of all states of all ranks
     """
 
-    def __init__(self, newton: Newton, part: Part, guess: Guess | None, chunk: int, plan: Plan):
-        self.newton, self.part, self.chunk, self.plan = newton, part, chunk, plan
+    def __init__(
+        self,
+        newton: Newton,
+        part: Part,
+        guess: Guess | None,
+        chunk: int,
+        plan: Plan,
+        kernels: Kernels | None = None,
+    ):
+        self.newton, self.part, self.chunk, self.plan, self.kernels = newton, part, chunk, plan, kernels
         self.progress = Shared(part, newton, chunk)
         self.first = 0
         self.blocks: Blocks | None = None  # of no step: what structure they have on all ranks
@@ -209,7 +219,11 @@ class Iteration:
         if sequence is not None and len(starts):
             with self.part.trouble.kept():
                 try:
-                    values, blocks = self.newton.jacobian.linearise(sequence, starts, self.chunk, self.first)
+                    found = None if self.kernels is None else self.kernels.linearise(starts, self.chunk, self.first)
+                    if found is None:
+                        self.kernels = None
+                        found = self.newton.jacobian.linearise(sequence, starts, self.chunk, self.first)
+                    values, blocks = found
                 except Exception as error:
                     self._locate(error, starts)
                     raise
@@ -330,7 +344,7 @@ class Iteration:
             last = values = self.ends[self.first :]
             with self.part.trouble.kept():
                 if self.part.sequence is not None and len(last):
-                    values = self.part.sequence.roll_out(self.starts(), self.chunk, self.first)[0]
+                    values = (self.kernels or self.part.sequence).roll_out(self.starts(), self.chunk, self.first)[0]
             finite = torch.isfinite(values).all(-1)
             off = torch.where(frozen[self.first :], 0, self.bounds().ratio(values - last))
             moved = torch.where((finite & ~frozen[self.first :]).unsqueeze(-1), values, last)
@@ -387,7 +401,7 @@ class Iteration:
                 foreseen = push(change)
                 sums = [each.abs().sum(0).double() for each in (changed - foreseen, changed, foreseen)]
                 sums.append(values.abs().amax(0).double())
-        part.ranks.agree(part.trouble.error)
+        part.ranks.agree(part.trouble.take())
         off, seen, told, _ = part.ranks.total(torch.stack(sums)) / self.progress.chunks
         largest = part.ranks.maximum(sums[3])
         noise = max(NOISE * self.progress.eps, ANOTHER * rtol)
@@ -414,7 +428,7 @@ class Iteration:
                 push(torch.zeros_like(self.ends))
             except StepError:
                 cannot = True
-        if any(each for (each,) in part.ranks.agree(part.trouble.error, cannot)):
+        if any(each for (each,) in part.ranks.agree(part.trouble.take(), cannot)):
             progress.withdraw(claimed, Result.UNCERTIFIED)
             self._not_certified("the step cannot be differentiated")
             return
@@ -470,10 +484,12 @@ class Iteration:
         states, gap = self.ends, torch.zeros(self.ends.shape[:2], device=self.ends.device)
         if self.chunk > 1 and part.sequence is not None:
             with part.trouble.kept():
-                rolled, states = part.sequence.roll_out(self.starts(), self.chunk)
+                rolled, states = (self.kernels or part.sequence).roll_out(self.starts(), self.chunk)
                 gap = self.bounds(ANY_ROUNDING).ratio(rolled - self.ends)
         # The last chunk of a rank may round otherwise than the iteration saw, and so where the next one starts is said anew.
-        self.entry, self.peak, (joined,) = part.meet(states, -progress.leading(gap <= GAP))
+        gaps = -progress.leading(gap <= GAP)
+        self.entry, self.peak, (joined, sizes) = part.meet(states, gaps, _largest(states.abs()))
+        self.sizes = sizes.to(states.dtype)
         if self.chunk > 1:
             progress.joined_at(-joined.long())
         none = torch.zeros(0, part.layout.rows, device=states.device)

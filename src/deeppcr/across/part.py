@@ -56,7 +56,7 @@ class Part:
         sequence = self.sequence
         needs = torch.is_grad_enabled() and sequence is not None and sequence.needs_gradients
         history = 1 if sequence is None else sequence.history
-        told = ranks.agree(self.trouble.error, own, needs, history, *facts)
+        told = ranks.agree(self.trouble.take(), own, needs, history, *facts)
         lengths, needing, histories, kinds, sums = zip(*told, strict=True)
         if len(set(kinds)) > 1:
             raise ValueError("z0: must be the same on every rank, and its structure, shapes or dtypes differ")
@@ -110,7 +110,7 @@ class Part:
         if blocks is not None and self.trouble.error is None:
             core = [*blocks.data.shape[2:], 0, 0, 0][:3]
             facts = [_STRUCTURES.index(type(blocks)), *core]
-        told = {each for each in self.ranks.agree(self.trouble.error, *facts) if each[0] >= 0}
+        told = {each for each in self.ranks.agree(self.trouble.take(), *facts) if each[0] >= 0}
         if len(told) > 1:
             raise ValueError("jacobian: the blocks have another structure or width on some ranks than on others")
         kind, *core = told.pop()
@@ -170,13 +170,14 @@ class Part:
         self, ranks: Ranks, told: Tensor, combine: Callable[[Tensor, Tensor], Tensor], measures: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, list[Tensor]]:
         """``Ranks.exchange``, in float64; raises on all ranks where one is in trouble."""
-        said = [torch.full((1,), float(self.trouble.error is not None), device=told.device), *measures]
+        error = self.trouble.take()
+        said = [torch.full((1,), float(error is not None), device=told.device), *measures]
         flat = torch.cat([each.detach().reshape(-1).double() for each in said])
         before, heard = ranks.exchange(told.detach().double(), combine, flat)
         sizes = [each.numel() for each in said]
         failed, *found = (part.view(each.shape) for part, each in zip(heard.split(sizes), said, strict=True))
         if failed.item():
-            self.ranks.fail(self.trouble.error)
+            self.ranks.fail(error)
         return before, found
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..gradient import Gradient, Implicit, refuse_gradients
+from ..gradient import UNDETERMINED, Gradient, Implicit, refuse_gradients
 from ..guess import Guess, as_guess
 from ..iteration import Outcome
+from ..jacobian import DiagonalJacobian
 from ..newton import Loop, Newton
 from ..runtime import is_capturing
 from ..sequence.words import in_words
@@ -34,8 +35,10 @@ from ..solution import (
     worst_rows,
 )
 from ..tolerance import misses
+from ..ways import without_claim
 from .adjoint import AdjointOver
 from .iteration import Iteration
+from .kernels import Kernels
 from .part import Part
 
 
@@ -56,15 +59,18 @@ def solve_over(
     with part.trouble.kept():
         _refuse(part, solver, gradient)
         start = as_guess(guess, z0, xs) if part.sequence is not None else None
-    ranks.agree(part.trouble.error)
+    ranks.agree(part.trouble.take())
     plan.note(
         f"over {ranks.count} ranks: steps {part.offset + 1} to {part.offset + part.length} of {part.total} on this one"
     )
     with _watched(part):
         if isinstance(solver, Loop):
             return _Solve(part, Newton(), plan).by_loop()
-        assert isinstance(start, Guess) or part.sequence is None
-        return _Solve(part, solver, plan).in_parallel(start, on_failure)
+        kernels: Kernels | str = "no steps"
+        with part.trouble.kept():
+            if part.sequence is not None:
+                kernels = Kernels.of(solver, step, z0, xs, length, batch_dims)
+        return _Solve(part, solver, plan).in_parallel(start, on_failure, kernels)
 
 
 def _refuse(part: Part, solver: Newton | Loop, gradient: Gradient) -> None:
@@ -85,7 +91,7 @@ def _watched(part: Part) -> Iterator[None]:
     if part.sequence is not None:
         with part.trouble.kept():
             part.sequence.stop_watching()
-    part.ranks.agree(part.trouble.error)
+    part.ranks.agree(part.trouble.take())
 
 
 @dataclass(frozen=True)
@@ -112,12 +118,13 @@ class _Solve:
         self.part, self.newton, self.plan = part, newton, plan
         self.tolerance = newton.tolerance(part.layout.dtype)
 
-    def in_parallel(self, guess: Guess | None, on_failure: str) -> Solution:
-        part, newton = self.part, self.newton
-        iteration = Iteration(newton, part, guess, self._chunk(), self.plan)
+    def in_parallel(self, guess: Guess | None, on_failure: str, kernels: Kernels | str) -> Solution:
+        part, found = self.part, self._agree_on_chunks(kernels)
+        newton = self.newton
+        iteration = Iteration(newton, part, guess, self.plan.chunk, self.plan, found)
         outcome = iteration.run()
         self.plan.derivative = newton.jacobian.name or (part.sequence.derivative if part.sequence else "none")
-        judged = self._judge(outcome, iteration.entry, iteration.peak)
+        judged = self._judge(outcome, iteration.entry, iteration.peak, iteration.sizes)
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
             judged = settle(judged, on_failure, self._finished_by_loop, self._describe, stacklevel=5)
         failed = on_failure == "return" and any(result.failed for result in judged.results)
@@ -138,23 +145,42 @@ class _Solve:
             warnings.warn(self._describe(judged), ConvergenceWarning, stacklevel=5)
         return self._solution(judged, failed=False, promised=None)
 
-    def _chunk(self) -> int:
-        """The same on all ranks, and large enough for the memory of each."""
-        part, newton = self.part, self.newton
-        chunk = fitting = newton.usual_chunk(part.total, part.history, self.plan)
+    def _agree_on_chunks(self, kernels: Kernels | str) -> Kernels | None:
+        """How many steps a chunk has: the same on all ranks, and so many that blocks fit the memory of each. Chunks are rolled out by the
+        kernels of the step where all ranks that have steps have them.
+
+        Args:
+            kernels: of this rank, or why there are none
+        """
+        part, newton, plan = self.part, self.newton, self.plan
+        chunk = fitting = newton.usual_chunk(part.total, part.history, plan)
         with part.trouble.kept():
             if part.sequence is not None and newton.chunk == "auto" and newton.quadratic:
                 fitting = newton.jacobian.fit_chunk(part.sequence, chunk)
-        self.plan.chunk = max(chunk, *(each for (each,) in part.ranks.agree(part.trouble.error, fitting)))
-        return self.plan.chunk
+        facts = (0, 0, 0) if isinstance(kernels, str) else (1, kernels.elementwise, kernels.chunk)
+        told = part.ranks.agree(part.trouble.take(), fitting, *facts)
+        have, elementwise, wanted = zip(
+            *(each[1:] for each, length in zip(told, part.lengths, strict=True) if length), strict=True
+        )
+        plan.chunk = max(chunk, *(each[0] for each in told))
+        if not all(have) or len(set(elementwise)) > 1:
+            plan.note(f"not by kernels: {kernels if isinstance(kernels, str) else 'another rank has none'}")
+            return None
+        plan.note("chunks are rolled out by kernels, and joined over ranks")
+        if newton.chunk == "auto":
+            plan.chunk = max(wanted)
+        if elementwise[0]:  # kernels see that by themselves; gradients are to know it, too
+            self.newton = replace(newton, jacobian=DiagonalJacobian())
+        return None if isinstance(kernels, str) else kernels
 
     # What the steps themselves say.
 
-    def _judge(self, outcome: Outcome, entry: Tensor, peak: Tensor) -> _Judged:
+    def _judge(self, outcome: Outcome, entry: Tensor, peak: Tensor, sizes: Tensor, *, looped: bool = False) -> _Judged:
         """One evaluation of all steps, with a graph where a gradient may be asked for.
 
         Args:
-            entry, peak: [B, D], the state that this rank starts from, and the size of what came before
+            entry, peak, sizes: [B, D], the state that this rank starts from, the size of what came before, and of all states of all ranks
+            looped: they are the loop's own, and its derivatives are taken where it is
         """
         part, states, adjoint = self.part, outcome.states, None
         values = states
@@ -165,20 +191,50 @@ class _Solve:
             with part.trouble.kept(), torch.no_grad():
                 previous = torch.cat([entry.unsqueeze(0), states[:-1]])
                 values = part.sequence.values(previous, range(part.length))
-        with torch.no_grad():
-            residual = broken = torch.zeros(part.layout.rows, dtype=part.layout.dtype, device=states.device)
-            known = torch.zeros(part.layout.rows, len(part.layout.sizes), device=states.device)
+        before = (
+            entry if self.tolerance.local else peak
+        )  # what a tolerance is relative to, beside the states themselves
+        rows = torch.zeros(part.layout.rows, dtype=part.layout.dtype, device=states.device)
+        residual = broken = lost = rows
+        known = rows.new_zeros(part.layout.rows, len(part.layout.sizes))
+        with torch.no_grad(), part.trouble.kept():
             if part.sequence is not None and part.trouble.error is None:
-                # To a tolerance that is local the size of what came before is that of the last state.
-                off, allowed = misses(values, states, entry if self.tolerance.local else peak, self.tolerance)
+                off, allowed = misses(values, states, before, self.tolerance)
                 residual = off.amax((0, -1)).nan_to_num(torch.inf)
                 broken = ~(off <= allowed).all(-1).all(0)
-                known = self._known(states, entry if self.tolerance.local else peak)
-            _, found = part.say(part.ranks, residual.new_zeros(1), lambda first, then: then, (residual, broken, known))
-        residual, broken, known = found
-        if self.newton.stop.promises:
-            outcome = _without_claim(outcome, broken > 0)
+                known = self._known(states, before)
+                if adjoint is not None and adjoint.local is not None and self.newton.stop.promises and not looped:
+                    lost = adjoint.local.lost(states, sizes).any(0)
+        lost_before, (residual, broken, known, lost_anywhere) = part.say(
+            part.ranks, lost.to(rows.dtype), torch.maximum, (residual, broken, known, lost)
+        )
+        if self.newton.stop.promises and not looped:
+            outcome = without_claim(outcome, broken > 0, torch.zeros_like(outcome.exact_steps))
+        if lost_anywhere.any() and adjoint is not None:
+            outcome = self._determined(outcome, adjoint, sizes, before, lost_before)
         return _Judged(outcome, residual.to(states.dtype), known.amin(-1).long(), adjoint)
+
+    def _determined(
+        self, outcome: Outcome, adjoint: AdjointOver, sizes: Tensor, before: Tensor, lost_before: Tensor | None
+    ) -> Outcome:
+        """Rows whose states do not determine the derivatives of their steps lose their claim: see ``Adjoint.determined``."""
+        part, states, local = self.part, outcome.states, adjoint.local
+        trusted = torch.tensor([not each.failed for each in outcome.results], device=states.device)
+        other, first = torch.zeros_like(trusted), torch.full_like(outcome.exact_steps, part.total)
+        with torch.no_grad(), part.trouble.kept():
+            if local is not None:
+                lost = local.lost(states, sizes).cummax(0).values
+                lost = (lost if lost_before is None else lost | (lost_before > 0)) & trusted
+                allowed = self.tolerance.allowed(states, before)
+                other = local.kinked(states, sizes, allowed, lost, self.tolerance.rtol)
+                rounded = local.rounded(states, sizes)
+                first = torch.where(rounded < part.length, part.offset + rounded, part.total)
+        _, (other, first) = part.say(part.ranks, other.double(), torch.maximum, (other, -first))
+        gone = (other > 0) & trusted
+        if not gone.any():
+            return outcome
+        self.plan.note(UNDETERMINED)
+        return without_claim(outcome, gone, torch.minimum(-first.long(), outcome.exact_steps), UNDETERMINED)
 
     def _known(self, states: Tensor, before: Tensor) -> Tensor:
         """[B, leaves]: after how many steps of the whole the last state ends that has digits the tolerance vouches for."""
@@ -225,8 +281,9 @@ class _Solve:
             part.ranks.relay(start, work)
             at = first_not_finite(states) if len(states) else torch.full_like(exact, -1)
             at = torch.where(at >= 0, at + part.offset, part.total)
-            peak_states = states.nan_to_num(0.0, 0.0, 0.0)
-            _, peak, (first,) = part.meet(peak_states, -at)
+            told = states.nan_to_num(0.0, 0.0, 0.0)
+            sizes = told.abs().amax(0) if len(told) else torch.zeros_like(entry)
+            _, peak, (first, sizes) = part.meet(told, -at, sizes)
         at = -first.long()
         results = [
             each if not bad else Result.NON_FINITE if index < part.total else result
@@ -236,7 +293,7 @@ class _Solve:
         if result is Result.LOOP:
             exact = torch.where(at < part.total, at, part.total)
         outcome = replace(outcome, states=states, results=results, exact_steps=exact)
-        judged = self._judge(outcome, entry, peak)
+        judged = self._judge(outcome, entry, peak, sizes.to(entry.dtype), looped=True)
         if result is Result.LOOP:
             return replace(judged, outcome=outcome, residual=torch.zeros_like(judged.residual), known=exact)
         return replace(judged, outcome=outcome)
@@ -290,11 +347,3 @@ class _Solve:
             tolerance=promised,
             dropped=Dropped(1, part.total, layout.unpack(final), known.reshape(batch)),
         )
-
-
-def _without_claim(outcome: Outcome, lost: Tensor) -> Outcome:
-    """Rows [B] that claimed to be right, and are not, lose that claim."""
-    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
-    pairs = zip(lost.tolist(), outcome.results, strict=True)
-    results = [Result.NOT_CONVERGED if bad else result for bad, result in pairs]
-    return replace(outcome, results=results, exact_steps=torch.where(lost, 0, outcome.exact_steps))

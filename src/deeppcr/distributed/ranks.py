@@ -256,6 +256,11 @@ class Trouble:
 
     error: Exception | None = None
 
+    def take(self) -> Exception | None:
+        """The error, which others are about to hear of."""
+        error, self.error = self.error, None
+        return error
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What is raised inside waits; of several the first."""
