@@ -240,26 +240,34 @@ class Adjoint(Linearised):
                 self.refuse(adjoint, adjoint[:-1] - gradients[:-1], jacobian, jacobians_count=self.jacobian.given)
             return adjoint
 
-    def warn_of_lost_digits(self, adjoint: Tensor) -> None:
+    def warn_of_lost_digits(self, adjoint: Tensor, matters: Tensor | None = None, offset: int = 0) -> None:
         """Say so where the gradients rest on digits of states that a tolerance does not vouch for.
 
         The adjoint times what is missing in every step is what that changes of the loss. It is to be little beside what
         a change of the states by their own size does. It is not where a signal dies out and is normalised afterwards.
+
+        Args:
+            matters: [B], what such a change of any state does, where these are not all of them; ``offset`` steps come before
         """
         if self.promised is None or not values_can_be_read(adjoint):
             return
         missing = (adjoint * (self.values.detach() - self.states)).abs().amax(-1)  # [L, B]
-        lost = missing > _MATTERS * self.promised * (adjoint * self.states).abs().amax(-1).amax(0)
+        matters = self.matters(adjoint) if matters is None else matters
+        lost = missing > _MATTERS * self.promised * matters
         lost &= torch.isfinite(missing)
         if lost.any():
             index, row = (int(i) for i in lost.nonzero()[0])
             warnings.warn(
-                f"the gradient is not the loop's: it depends on digits of the state at step {index + 1} (row {row}) that are below the "
+                f"the gradient is not the loop's: it depends on digits of the state at step {offset + index + 1} (row {row}) that are below the "
                 'tolerance, as where a signal dies out and is normalised afterwards. Newton(scale="local") asks for them, or use '
                 "solver=deeppcr.Loop()",
                 ConvergenceWarning,
                 stacklevel=2,
             )
+
+    def matters(self, adjoint: Tensor) -> Tensor:
+        """[B]: what a change of a state by its own size does to the loss, at most."""
+        return (adjoint * self.states).abs().amax(-1).amax(0)
 
     def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""

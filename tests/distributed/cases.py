@@ -134,6 +134,12 @@ def loop(name: str, length: int, dtype=torch.float64):
             return z + h / 6 * (a + 2 * b + 2 * c + field(z + h * c, u))
 
         return step, draw(2), 0.1 * draw(length), [friction]
+    if name == "dying":  # far below its largest size, which another rank has seen
+        rate = torch.tensor(0.5, dtype=dtype, requires_grad=True)
+        return lambda z, x: rate * torch.sin(z) + 0 * x, 1 + draw(2, 3).abs(), draw(length, 2, 3), [rate]
+    if name == "detached":  # its derivative is not that of its values
+        gain = torch.tensor(0.1, dtype=dtype, requires_grad=True)
+        return lambda z, x: 0.5 * z.detach() + gain * torch.sin(z) + x, 1 + draw(2, 3), draw(length, 2, 3), [gain]
     if name == "complex":
         turn = torch.polar(torch.full((4,), 0.9, dtype=dtype), draw(4)).requires_grad_()
         start, xs = torch.complex(draw(2, 4), draw(2, 4)), torch.complex(draw(length, 2, 4), draw(length, 2, 4))
@@ -150,6 +156,7 @@ SOLVERS = {
     "shrunk": deeppcr.Newton(shrink=0.9),
     "hutchinson": deeppcr.Newton(jacobian=deeppcr.HutchinsonJacobian(samples=4)),
     "jacobi": deeppcr.Jacobi(),
+    "scalar": deeppcr.Newton(jacobian=deeppcr.ScalarJacobian(0.9)),
     "paper's test": deeppcr.Newton(stop=deeppcr.PaperTest(1e-12, 0)),
     "fixed": deeppcr.Newton(stop=deeppcr.FixedIterations(8)),
     "loop": deeppcr.Loop(),
@@ -189,6 +196,16 @@ def solved(mesh, name, lengths, solver="newton", final=True, **options):
         "shared": of_shared,
         **said_of(solution),
     }
+
+
+def said(mesh, name, lengths, solver):
+    """What is said of the whole, where no gradient is asked for."""
+    step, z0, xs, _ = loop(name, sum(lengths))
+    options = {} if mesh is None else {"mesh": mesh}
+    xs = xs if mesh is None else distributed.shard(xs, mesh, lengths=lengths)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return said_of(deeppcr.solve(step, z0, xs, solver=SOLVERS[solver], on_failure="return", **options))
 
 
 def said_of(solution):

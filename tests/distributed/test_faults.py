@@ -34,6 +34,19 @@ def test_a_value_that_is_not_finite(team, what, solver):
     torch.testing.assert_close(states, expected["states"], rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
+def test_a_value_that_is_not_finite_where_the_loop_does_not_finish(team):
+    found, expected = (
+        broken(team, "non-finite", on_failure="return"),
+        cases.broken(None, LENGTHS, "non-finite", on_failure="return"),
+    )
+    assert {each["result"] for each in found} == {expected["result"]} == {"NON_FINITE"}
+    assert all(torch.equal(each["exact"], expected["exact"]) for each in found)
+    raised = broken(team, "non-finite", on_failure="raise")
+    assert {each.kind for each in raised} == {"ConvergenceError"}
+    assert len({each.message for each in raised}) == 1
+    assert "step 8 produced a value that is not finite; xs holds NaN there" in raised[0].message
+
+
 def test_chaos_is_left_to_the_loop_from_rank_to_rank(team):
     found, expected = broken(team, "logistic", LONG), cases.broken(None, LONG, "logistic", solver="loop")
     assert {each["result"] for each in found} == {"FINISHED_BY_LOOP"}

@@ -63,6 +63,23 @@ def test_iterations_are_those_of_one_process(team):
     assert_said_alike(found, cases.solved(None, "mlp", [40, 24, 36]), "iterations")
 
 
+def test_tolerances_are_relative_to_what_was_seen_on_any_rank_before(team):
+    """A signal that dies out is known to the tolerance of its largest size; what is known of it is what one process says."""
+    lengths = [8, 0, 80]
+    found, expected = team.results(3, "distributed.cases", "solved", name="dying", lengths=lengths), None
+    expected = cases.solved(None, "dying", lengths)
+    assert int(expected["known"].max()) < 60
+    assert_said_alike(found, expected, "known", "message", "result", "iterations")
+
+
+def test_what_approximate_jacobians_find_is_certified(team):
+    """Or not: of a step whose derivative is not that of its values nothing is known but what each iteration made exact."""
+    found = team.results(3, "distributed.cases", "said", name="detached", lengths=[20, 0, 20], solver="scalar")
+    expected = cases.said(None, "detached", [20, 0, 20], solver="scalar")
+    assert expected["result"] == "UNCERTIFIED"
+    assert_said_alike(found, expected, "result", "exact", "iterations")
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_cuts(team, data):

@@ -49,6 +49,12 @@ class AdjointOver:
                 self.local = Adjoint(sequence, states, jacobian, linear)
                 self.values = self.local.values
         self.true = jacobian.true or part.layout.width <= DENSE_WIDTH
+        self.matters: Tensor | None = None  # of the last sweep: see Adjoint.warn_of_lost_digits
+
+    def promise(self, rtol: float) -> None:
+        """The states are said to be within this relative tolerance."""
+        if self.local is not None:
+            self.local.promised = rtol
 
     def attach(self, states: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """The states of this rank, and the last of all, differentiable."""
@@ -69,6 +75,8 @@ class AdjointOver:
             adjoint, held = self._by_sweeps(good) if finite.any() else (good, True)
             if not held:
                 adjoint = self._checked(self._walk(good), good)
+            elif self.local is not None and self.matters is not None:
+                self.local.warn_of_lost_digits(adjoint, self.matters, part.offset)
             return adjoint if finite.all() else adjoint.where(finite, self._walk(gradients))
 
     # All steps at once.
@@ -97,7 +105,7 @@ class AdjointOver:
             last = adjoint
             adjoint = adjoint + change
             missing, found = self._defect(adjoint, gradients, change, last)
-            excess, size, scale = found
+            excess, size, scale, self.matters = found
             if self.true and sweep:
                 if (excess <= 1).all():
                     # Of products in half precision a correction is as coarse as what it corrects.
@@ -150,14 +158,14 @@ class AdjointOver:
 
     def _defect(self, adjoint: Tensor, gradients: Tensor, change: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l`` by the steps' own products; of each row, on all ranks: by how much more than
-        rounding can explain the last change went, how large it was, and how large the adjoint is."""
+        rounding can explain the last change went, how large it was, how large the adjoint is, and what matters to the loss."""
         part, local = self.part, self.local
         pulled, handed = adjoint[:0], torch.zeros_like(part.initial)
         if local is not None:
             with part.trouble.kept():
                 pulled, handed = self._pulled(adjoint)
         allowed = ALLOWED.get(local.arithmetic if local else adjoint.dtype, 0.2)
-        excess = size = scale = torch.zeros_like(adjoint[:0].sum((0, 2)))
+        excess = size = scale = matters = torch.zeros_like(adjoint[:0].sum((0, 2)))
         if len(adjoint):
             around = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
             around[:-1] = torch.maximum(around[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
@@ -165,7 +173,9 @@ class AdjointOver:
             step = change.abs().amax(-1)
             excess = (step / (allowed * around + underflow)).nan_to_num(math.inf, math.inf).amax(0)
             size, scale = step.nan_to_num(math.inf, math.inf).amax(0), adjoint.abs().amax((0, -1)).nan_to_num(math.inf)
-        arriving, found = part.hand_back(handed, excess, size, scale)
+            if local is not None:
+                matters = local.matters(adjoint).nan_to_num(math.inf)
+        arriving, found = part.hand_back(handed, excess, size, scale, matters)
         if not len(adjoint):
             return gradients, found
         return gradients - adjoint + torch.cat([pulled, arriving.unsqueeze(0)]), found

@@ -126,6 +126,8 @@ class _Solve:
         self.plan.derivative = newton.jacobian.name or (part.sequence.derivative if part.sequence else "none")
         judged = self._judge(outcome, iteration.entry, iteration.peak, iteration.sizes)
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
+            if on_failure != "loop":
+                judged = replace(judged, outcome=self._located(judged.outcome, iteration.entry))
             judged = settle(judged, on_failure, self._finished_by_loop, self._describe, stacklevel=5)
         failed = on_failure == "return" and any(result.failed for result in judged.results)
         return self._solution(judged, failed=failed, promised=newton.promised(part.layout.dtype))
@@ -210,6 +212,8 @@ class _Solve:
         )
         if self.newton.stop.promises and not looped:
             outcome = without_claim(outcome, broken > 0, torch.zeros_like(outcome.exact_steps))
+        if adjoint is not None and self.newton.stop.promises and not looped:
+            adjoint.promise(self.tolerance.rtol)
         if lost_anywhere.any() and adjoint is not None:
             outcome = self._determined(outcome, adjoint, sizes, before, lost_before)
         return _Judged(outcome, residual.to(states.dtype), known.amin(-1).long(), adjoint)
@@ -297,6 +301,24 @@ class _Solve:
         if result is Result.LOOP:
             return replace(judged, outcome=outcome, residual=torch.zeros_like(judged.residual), known=exact)
         return replace(judged, outcome=outcome)
+
+    def _located(self, outcome: Outcome, entry: Tensor) -> Outcome:
+        """Newton knows in which chunk a value stopped being finite; the steps of that chunk tell which it was."""
+        part = self.part
+        rows = torch.tensor([each is Result.NON_FINITE for each in outcome.results], device=part.layout.device)
+        if not rows.any():
+            return outcome
+        at = torch.full_like(outcome.exact_steps, part.total)
+        here = rows & (outcome.exact_steps >= part.offset) & (outcome.exact_steps < part.offset + part.length)
+        with torch.no_grad(), part.trouble.kept():
+            if part.sequence is not None and here.any():
+                own = torch.where(here, outcome.exact_steps - part.offset, part.length)
+                stop = min(int(own[here].max()) + self.plan.chunk, part.length)
+                found = first_not_finite(loop_on(part.sequence.step, entry, outcome.states, own, stop))
+                at = torch.where(here & (found >= 0), part.offset + found, at)
+        _, (first,) = part.say(part.ranks, at.new_zeros(1), torch.maximum, (-at,))
+        at = -first.long()
+        return replace(outcome, exact_steps=torch.where(rows & (at < part.total), at, outcome.exact_steps))
 
     def _describe(self, judged: _Judged) -> str:
         """The worst result in words, the same on all ranks; where a step is to blame, by the rank that holds it."""

@@ -225,12 +225,8 @@ class Ranks:
     # How messages travel.
 
     def _device_types(self) -> list[str]:
-        """Of devices whose tensors the group takes; first the one that it is made for."""
-        config = dist.get_backend_config(self.group)
-        pairs = [each.split(":") for each in config.split(",")] if ":" in config else [["cpu", config]]
-        # Gloo takes tensors of accelerators in some of its operations only.
-        native = [device for device, backend in pairs if backend != "gloo" or device == "cpu"]
-        return sorted(native, key=lambda device: device == "cpu" and "cuda" in native) or ["cpu"]
+        """Of devices whose tensors the group takes; the host's first, which need not be waited for."""
+        return device_types_of(dist.get_backend_config(self.group))
 
     def _out(self, tensor: Tensor) -> Tensor:
         """A tensor as the group takes it: real, contiguous, on a device of its own."""
@@ -242,6 +238,16 @@ class Ranks:
     def _back(self, heard: Tensor, like: Tensor) -> Tensor:
         heard = heard.to(like.device)
         return torch.view_as_complex(heard) if like.is_complex() else heard
+
+
+def device_types_of(config: str) -> list[str]:
+    """Of devices whose tensors a group takes, given its backends: by gloo, those of accelerators travel by the host.
+
+    >>> device_types_of("cpu:gloo,cuda:gloo"), device_types_of("cuda:nccl"), device_types_of("cpu:gloo,cuda:nccl")
+    (['cpu'], ['cuda'], ['cpu', 'cuda'])
+    """
+    pairs = [each.split(":") for each in config.split(",") if ":" in each]
+    return sorted({device for device, backend in pairs if backend != "gloo" or device == "cpu"}) or ["cpu"]
 
 
 class Trouble:
