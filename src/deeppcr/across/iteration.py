@@ -149,6 +149,7 @@ class Iteration:
         self.reasons: tuple[str, ...] = ()
         # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank.
         self.values = self.unit = None
+        self.far = False  # whether some state of some rank may have been thrown far away
         self.ends = part.empty()
         with part.trouble.kept():
             if part.sequence is not None and guess is not None:
@@ -252,8 +253,11 @@ class Iteration:
 
     def iterate(self, counts: bool) -> None:
         """One iteration; ``counts``: False for a look after the last."""
-        progress, ends = self.progress, self.ends[self.first :]
+        progress = self.progress
         values, blocks = self.linearise()
+        if self.far:
+            values, blocks = self.call_back(values, blocks)
+        ends = self.ends[self.first :]
         frozen, next_exact = progress.frozen(self.first)
         # From an exact start a value that is not finite is the sequence's own; elsewhere the iterate has strayed: the chain is cut there.
         finite = torch.isfinite(values).all(-1) | frozen
@@ -269,7 +273,7 @@ class Iteration:
         usable = torch.isfinite(moved).all(-1) & ~frozen
         moved = torch.where(usable.unsqueeze(-1), moved, ends)
         came_out = torch.where(finite.unsqueeze(-1), values, ends)
-        thrown = self._thrown(residual)
+        unit = _largest(came_out.abs()) if self.unit is None else self.unit
         before, self.ends = self.ends, torch.cat([self.ends[: self.first], moved])
         bounds = self.bounds(blocks.apply)
         update = torch.where(frozen, 0, bounds.ratio(delta))
@@ -288,38 +292,45 @@ class Iteration:
             "large": ~small,
             "lost": lost,
             "unit": _largest(came_out.abs()),
-            "thrown": -progress.leading(~thrown[1], self.first),
+            "far": self._far(moved, came_out, unit).any(0) if len(moved) else torch.zeros_like(progress.active),
         }
         if not self.newton.quadratic:
             measures |= progress.rates(delta, bounds)
         found = self.meet(**measures)
         progress.heard(found, counts=counts)
-        called = (-found["thrown"] < progress.chunks) & progress.active
-        if called.any():
-            self.call_back(before, called, thrown[0], -found["thrown"])
+        self.far = bool(((found["far"] > 0) & progress.active).any())
         self.values, self.unit = torch.cat([before[: self.first], came_out]), found["unit"].to(self.ends.dtype)
 
-    def _thrown(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, B]: which states the last update threw far away, and of which of them the step says that they do not belong there."""
-        ends = self.ends[self.first :]
-        none = torch.zeros(ends.shape[:2], dtype=torch.bool, device=ends.device)
-        if self.values is None or self.unit is None or not len(ends):
-            return none, none
-        unit, values = self.unit.clamp(min=torch.finfo(ends.dtype).tiny), self.values[self.first :]
-        size = (ends / unit).abs().amax(-1)
-        far = (size > FAR * (values / unit).abs().amax(-1)) & self.progress.active
-        return far, far & ((residual / unit).abs().amax(-1) > 0.1 * size)
+    def _far(self, ends: Tensor, values: Tensor, unit: Tensor) -> Tensor:
+        """[n, B]: which states an update threw far away from what came out before it, every component in a unit [B, D] of its own."""
+        unit = unit.clamp(min=torch.finfo(ends.dtype).tiny)
+        sizes = ((each / unit).abs().amax(-1) for each in (ends, values))
+        return (next(sizes) > FAR * next(sizes)) & self.progress.active
 
-    def call_back(self, before: Tensor, rows: Tensor, far: Tensor, wrong: Tensor) -> None:
-        """In these rows [B] the last update threw states far away from the first ``wrong`` [B] on: they get their step values back, and
-        what was found from there is not used, but for what is exact."""
-        progress, last = self.progress, before[self.first :]
-        if self.values is not None and len(last):
-            index = progress.index[self.first :]
-            back = torch.where((far & (index >= wrong)).unsqueeze(-1), self.values[self.first :], last)
-            called = (rows & (index >= progress.prefix)).unsqueeze(-1)
-            self.ends = torch.cat([before[: self.first], torch.where(called, back, self.ends[self.first :])])
+    def call_back(self, values: Tensor, blocks: Blocks) -> tuple[Tensor, Blocks]:
+        """States that the last update threw far away, to where the step says they do not belong, get their step values back, and so do
+        those that follow: see ``deeppcr.iteration.Iteration``. Ranks ask each other only where some state is far away.
+
+        Args:
+            values, blocks: at the states as they are
+
+        Returns:
+            at the states as they are then
+        """
+        progress, ends = self.progress, self.ends[self.first :]
+        assert self.values is not None
+        assert self.unit is not None
+        last, unit = self.values[self.first :], self.unit.clamp(min=torch.finfo(ends.dtype).tiny)
+        far = self._far(ends, last, unit)
+        off = ((values - ends) / unit).abs().amax(-1) > 0.1 * (ends / unit).abs().amax(-1)
+        told = -progress.leading(~(far & off), self.first)
+        _, (wrong,) = self.part.say(self.part.ranks, ends.new_zeros(1), torch.maximum, (told,))
+        if not ((-wrong < progress.chunks) & progress.active).any():
+            return values, blocks
+        thrown = far & (progress.index[self.first :] >= -wrong)
+        self.ends = torch.cat([self.ends[: self.first], torch.where(thrown.unsqueeze(-1), last, ends)])
         self.meet()
+        return self.linearise()
 
     def roll_on(self) -> bool:
         """Where Newton is hopeless from the guess, roll the chunks out from it, again and again: see ``deeppcr.iteration.Iteration``.
@@ -368,7 +379,7 @@ class Iteration:
             worth = progress.is_early or bool(near.any()) or not progress.active.any()
         else:
             self.ends, worth = ends, progress.is_early
-        self.values = self.unit = None  # of other states
+        self.values, self.unit, self.far = None, None, False  # of other states
         self.meet()
         return worth
 
