@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import deeppcr
-from distributed import cases
+from distributed import more_cases
 
 OPTIONS = [
     {},
     {"step": "ddpm", "samples": 1},
-    {"guided": True, "samples": 3},
+    pytest.param({"guided": True, "samples": 3}, marks=pytest.mark.thorough),
     {"width": 8, "length": 40},
     {"length": 2, "samples": 1},
     {"solver": deeppcr.Loop(), "samples": 5},
@@ -21,8 +21,8 @@ OPTIONS = [
 @pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_samples(team, options, size):
-    found = team.results(size, "distributed.cases", "denoised", **options)
-    expected = cases.denoised(None, **options)
+    found = team.results(size, "distributed.more_cases", "denoised", **options)
+    expected = more_cases.denoised(None, **options)
     for each in found:
         torch.testing.assert_close(each["final"], expected["final"], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(each["noise"], expected["noise"], rtol=1e-9, atol=1e-9)
@@ -43,7 +43,7 @@ def test_samples(team, options, size):
     ids=str,
 )
 def test_what_is_refused(team, options, kind, words):
-    raised = team.run(3, "distributed.cases", "denoised", **options)
+    raised = team.run(3, "distributed.more_cases", "denoised", **options)
     assert {each.kind for each in raised} == {kind}, raised
     assert len({each.message for each in raised}) == 1
     assert words in raised[0].message

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from distributed import cases
+from distributed import cases, more_cases
 from distributed.team import Raised, Team
 
 LENGTHS = [6, 0, 30]
@@ -59,8 +59,8 @@ def test_chaos_is_left_to_the_loop_from_rank_to_rank(team):
 def test_states_that_do_not_determine_the_derivatives_of_their_steps(team):
     lengths = [20, 0, 44]
     found, (expected, _, _) = (
-        team.results(3, "distributed.cases", "vanishing", lengths=lengths),
-        cases.vanishing(None, lengths),
+        team.results(3, "distributed.more_cases", "vanishing", lengths=lengths),
+        more_cases.vanishing(None, lengths),
     )
     gradients, results, warned = zip(*found, strict=True)
     assert set(results) == {"FINISHED_BY_LOOP"}

@@ -13,7 +13,7 @@ from distributed.test_solve import CUTS, assert_same
 
 
 def traffic(team, length, **options):
-    (first, *others) = team.results(3, "distributed.cases", "traffic", length=length, **options)
+    (first, *others) = team.results(3, "distributed.more_cases", "traffic", length=length, **options)
     if not options.get("rounds"):  # in which the last rank tells nobody
         assert all(each == first for each in others)
     return first
@@ -54,34 +54,34 @@ def test_many_ranks_speak_in_rounds(team):
 
 @pytest.mark.parametrize("name", ["mlp", "lstm"])
 def test_rounds_give_the_same(team, name):
-    found = team.results(3, "distributed.cases", "solved_in_rounds", name=name, lengths=CUTS[3])
+    found = team.results(3, "distributed.more_cases", "solved_in_rounds", name=name, lengths=CUTS[3])
     assert_same(found, cases.solved(None, name, CUTS[3]))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_rounds_give_the_same_systems(team, reverse):
     settings = {"kind": "dense", "reverse": reverse}
-    found = team.results(3, "distributed.cases", "linear_in_rounds", lengths=LINEAR_CUTS[3], **settings)
+    found = team.results(3, "distributed.more_cases", "linear_in_rounds", lengths=LINEAR_CUTS[3], **settings)
     assert_same_system(found, of_one(length=9, **settings))
 
 
 @pytest.mark.thorough
 def test_rounds_of_eight(team):
     for name in ("mlp", "gru"):
-        found = team.results(8, "distributed.cases", "solved_in_rounds", name=name, lengths=CUTS[8])
+        found = team.results(8, "distributed.more_cases", "solved_in_rounds", name=name, lengths=CUTS[8])
         assert_same(found, cases.solved(None, name, CUTS[8]))
 
 
 def test_memory_of_a_rank_falls_with_their_number(team):
-    alone, *_ = team.results(1, "distributed.cases", "memory", length=1500)
-    shared = team.results(3, "distributed.cases", "memory", length=1500)
+    alone, *_ = team.results(1, "distributed.more_cases", "memory", length=1500)
+    shared = team.results(3, "distributed.more_cases", "memory", length=1500)
     assert all(each < alone / 2.4 for each in shared)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("size", "lengths"), [(7, None), (2, None), (7, [0, 5, 2])])
 def test_shard_and_gather(team, size, lengths, dim):
-    found = team.results(3, "distributed.cases", "cut_and_put_together", size=size, lengths=lengths, dim=dim)
+    found = team.results(3, "distributed.more_cases", "cut_and_put_together", size=size, lengths=lengths, dim=dim)
     parts, wholes, of_wholes, of_parts = zip(*found, strict=True)
     whole = torch.cat(parts, dim)
     assert whole.shape[dim] == size
@@ -93,4 +93,4 @@ def test_shard_and_gather(team, size, lengths, dim):
 
 
 def test_dtensors_stay_dtensors(team):
-    assert team.results(2, "distributed.cases", "with_dtensors") == [True, True]
+    assert team.results(2, "distributed.more_cases", "with_dtensors") == [True, True]

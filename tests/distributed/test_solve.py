@@ -47,7 +47,14 @@ def test_loops(team, name, size):
     assert_said_alike(found, expected, "result", "exact", "known", "message")
 
 
-@pytest.mark.parametrize("solver", [each for each in cases.SOLVERS if each != "newton"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(each, marks=pytest.mark.thorough) if each in ("paper", "usual", "fixed", "scalar") else each
+        for each in cases.SOLVERS
+        if each != "newton"
+    ],
+)
 def test_solvers(team, solver):
     name = "elementwise" if solver in ("diagonal", "hutchinson", "jacobi") else "mlp"
     found = team.results(3, "distributed.cases", "solved", name=name, lengths=CUTS[3], solver=solver)

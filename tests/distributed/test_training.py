@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed import cases
+from distributed import more_cases
 from distributed.team import Team
 
 
@@ -14,11 +14,11 @@ from distributed.team import Team
 def test_training(size):
     team, expected = (
         Team(size, (size,)),
-        cases.trained(None, "alone"),
+        more_cases.trained(None, "alone"),
     )  # a mesh of rows and steps takes all ranks of a world
     try:
         for how in ("ddp", "fsdp"):
-            for each in team.results(size, "distributed.cases", "trained", how=how):
+            for each in team.results(size, "distributed.more_cases", "trained", how=how):
                 torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-10)
     finally:
         team.close()

@@ -10,120 +10,24 @@ Shapes: N chunks on this rank (n of them from chunk ``first`` on), B rows, D the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BACK, small_change
-from ..convergence import NEGLIGIBLE, Progress, error_left, still_to_come
 from ..guess import Guess
 from ..iteration import ANY_ROUNDING, FAR, GAP, Outcome, first_ends
 from ..linear import Blocks, LinearSolver
 from ..newton import Newton
-from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
-from ..tolerance import ROUNDED, Bounds
+from ..tolerance import Bounds
+from .certificate import Certified
 from .kernels import Kernels
 from .part import Part, nearest
+from .progress import Shared, largest_of
 
 
-class Shared(Progress):
-    """The status of every row, the same on all ranks; chunks are counted through all of them."""
-
-    def __init__(self, part: Part, newton: Newton, chunk: int):
-        counts, before = part.cut(chunk)
-        super().__init__(
-            part.layout,
-            part.total,
-            chunk,
-            tolerance=newton.tolerance(part.layout.dtype),
-            quadratic=newton.quadratic,
-            stop=newton.stop,
-            max_iterations=newton.max_iterations,
-            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
-            chunks=before[-1],
-        )
-        self.part, self.before = part, before[part.ranks.rank]
-        own = torch.arange(counts[part.ranks.rank], device=part.layout.device)
-        self.index = own.unsqueeze(1) + self.before
-
-    @property
-    def exact_steps(self) -> Tensor:
-        trusted = self.codes < Result.UNCERTIFIED.severity
-        return torch.where(trusted, self.length, self.part.steps_before(self.prefix, self.chunk))
-
-    def leading(self, fine: Tensor, first: int = 0) -> Tensor:
-        """On this rank alone: how many chunks of the whole come before the first that is not ``fine``."""
-        if not len(fine):
-            return torch.full_like(self.prefix, self.chunks)
-        return super().leading(fine, first)
-
-    def joined_at(self, joined: Tensor) -> None:
-        """Exact are only the first ``joined`` [B] chunks; who claimed more loses the claim."""
-        self.prefix = torch.minimum(self.prefix, joined)
-        if self.stop.promises:
-            lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
-            self.codes = torch.where(lost, Result.NOT_CONVERGED.severity, self.codes)
-
-    def heard(self, found: dict[str, Tensor], *, counts: bool) -> Tensor:
-        """After an iteration, and what all ranks said of it; returns which rows are done by it alone, [B].
-
-        Args:
-            counts: False for a look after the last iteration, at what it left
-        """
-        self.finish(found["lost"] > 0, Result.NON_FINITE)
-        worst, off, looked = found["worst"], found["off"], self.count > 0 and self.stop.fixed is None
-        if self._first_residual is None:
-            self._first_residual = found["residual"].to(self.layout.dtype)
-        done = torch.zeros_like(self.active)
-        if looked:
-            size = found["residual"].to(self.layout.dtype)[None, :, None]
-            done = self.active & self.stop.residual_suffices(size, self._first_residual)
-            if not self.stop.by_residual:
-                done &= (off <= 1) & (error_left(worst, worst, self.updates[-1]) <= 1) & self.quadratic
-        self.finish(done, Result.CONVERGED)
-        if not counts:
-            return done
-        self.count += 1
-        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
-        if self.active.any() or not self.updates:
-            self.updates.append(torch.where(done, 0, worst))
-        grown = torch.maximum(self.prefix + 1, -found["unsettled"].long()).clamp(max=self.chunks)
-        self.prefix = torch.where(self.active, grown, self.prefix)
-        if self.stop.fixed is not None:
-            return done
-        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
-        if self.stop.promises:
-            if not self.quadratic:
-                self.finish((self._estimate(found) <= 1) & (off <= 1), Result.CONVERGED)
-            self.stuck = self.find_stuck(worst, off, found["large"] == 0)
-        prefix = torch.where(self.active, self.prefix, self.chunks)
-        self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
-        return done
-
-    def _estimate(self, found: dict[str, Tensor]) -> Tensor:
-        """[B]: the error that is left, in units of the tolerance, if updates go on falling as they did: see ``Progress``."""
-        largest = found["largest"].to(self.layout.dtype)
-        before, factor_before = self._last
-        factor = still_to_come(largest, before)
-        self._last = (largest, factor)
-        scaled = found["creeping"] * torch.maximum(factor, factor_before).double()
-        return torch.maximum(found["harmless"], torch.where(found["creeping"] > 0, scaled, 0).amax(-1))
-
-    def rates(self, delta: Tensor, bounds: Bounds) -> dict[str, Tensor]:
-        """What ``_estimate`` has to know of an update [n, B, D] by approximate Jacobians."""
-        size = delta.abs()
-        unit = torch.maximum(bounds.allowed, ROUNDED * bounds.rounding)
-        ratio = torch.where(size == 0, 0, size / unit).double().nan_to_num(math.inf, math.inf)
-        harmless = size <= torch.maximum(bounds.allowed / self.chunks, ROUNDED * bounds.rounding)
-        return {
-            "largest": _largest(size),
-            "creeping": _largest(torch.where(harmless, 0, ratio)),
-            "harmless": _largest(torch.where(harmless, ratio, 0)).amax(-1),
-        }
-
-
-class Iteration:
+class Iteration(Certified):
     """One run on all ranks, of which each has its own unknowns.
 
     Attributes:
@@ -171,7 +75,7 @@ class Iteration:
     def starts(self) -> Tensor:
         return torch.cat([self.entry.unsqueeze(0), self.ends[:-1]])[self.first :] if len(self.ends) else self.ends
 
-    def bounds(self, products=None, *, all_of_them: bool = False) -> Bounds:
+    def bounds(self, products: Callable[[Tensor], Tensor] | None = None, *, all_of_them: bool = False) -> Bounds:
         first = 0 if all_of_them else self.first
         tolerance, states = self.progress.tolerance, self.ends
         if not len(states):
@@ -273,7 +177,7 @@ class Iteration:
         usable = torch.isfinite(moved).all(-1) & ~frozen
         moved = torch.where(usable.unsqueeze(-1), moved, ends)
         came_out = torch.where(finite.unsqueeze(-1), values, ends)
-        unit = _largest(came_out.abs()) if self.unit is None else self.unit
+        unit = largest_of(came_out.abs()) if self.unit is None else self.unit
         before, self.ends = self.ends, torch.cat([self.ends[: self.first], moved])
         bounds = self.bounds(blocks.apply)
         update = torch.where(frozen, 0, bounds.ratio(delta))
@@ -285,13 +189,13 @@ class Iteration:
         if not self.newton.quadratic and len(delta):
             small = bounds.is_rounding(delta)
         measures = {
-            "worst": _largest(update),
-            "off": _largest(off),
-            "residual": _largest(residual.abs().nan_to_num(math.inf, math.inf)).amax(-1),
+            "worst": largest_of(update),
+            "off": largest_of(off),
+            "residual": largest_of(residual.abs().nan_to_num(math.inf, math.inf)).amax(-1),
             "unsettled": -progress.leading(settled, self.first),
             "large": ~small,
             "lost": lost,
-            "unit": _largest(came_out.abs()),
+            "unit": largest_of(came_out.abs()),
             "far": self._far(moved, came_out, unit).any(0) if len(moved) else torch.zeros_like(progress.active),
         }
         if not self.newton.quadratic:
@@ -360,7 +264,7 @@ class Iteration:
             off = torch.where(frozen[self.first :], 0, self.bounds().ratio(values - last))
             moved = torch.where((finite & ~frozen[self.first :]).unsqueeze(-1), values, last)
             self.ends = torch.cat([self.ends[: self.first], moved])
-            residuals.append(self.meet(off=_largest(off))["off"])
+            residuals.append(self.meet(off=largest_of(off))["off"])
         return self._keep_what_came_near(ends, residuals)
 
     def _keep_what_came_near(self, ends: Tensor, residuals: list[Tensor]) -> bool:
@@ -388,106 +292,6 @@ class Iteration:
         self.plan.linear = f"{linear} ({why})" if why else str(linear)
         return linear
 
-    # Is it the solution?
-
-    def end_stuck(self) -> None:
-        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's."""
-        progress = self.progress
-        if self.newton.quadratic:
-            values, blocks = self.linearise()
-            true = self.has_derivative(values, blocks.apply)
-            if (progress.stuck & ~true).any():
-                self.reasons = (FALSE_DERIVATIVE,)
-                progress.finish(progress.stuck & ~true, Result.NOT_CONVERGED)
-        progress.finish(progress.stuck, Result.PRECISION_FLOOR)
-
-    def has_derivative(self, values: Tensor, push) -> Tensor:
-        """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say: see ``certificate``."""
-        starts, rtol, part = self.starts(), self.progress.tolerance.rtol, self.part
-        sums = [torch.zeros_like(self.entry, dtype=torch.float64) for _ in range(4)]
-        if part.sequence is not None and len(starts):
-            with part.trouble.kept():
-                change = small_change(starts, rtol)
-                changed = part.sequence.roll_out(starts + change, self.chunk, self.first)[0] - values
-                foreseen = push(change)
-                sums = [each.abs().sum(0).double() for each in (changed - foreseen, changed, foreseen)]
-                sums.append(values.abs().amax(0).double())
-        part.ranks.agree(part.trouble.take())
-        off, seen, told, _ = part.ranks.total(torch.stack(sums)) / self.progress.chunks
-        largest = part.ranks.maximum(sums[3])
-        noise = max(NOISE * self.progress.eps, ANOTHER * rtol)
-        return (off <= ANOTHER * torch.maximum(seen, told) + noise * largest).all(-1)
-
-    def certify(self) -> None:
-        """What approximate Jacobians found, seen by the true ones: see ``certificate.certify``."""
-        progress, part, self.first = self.progress, self.part, 0
-        claimed = progress.codes <= Result.PRECISION_FLOOR.severity
-        claimed &= progress.iterations < progress.chunks
-        if not claimed.any():
-            return
-        values, blocks = self.linearise()
-        residual = torch.where(claimed.unsqueeze(-1), values - self.ends, 0)
-
-        def push(tangents: Tensor) -> Tensor:
-            if part.sequence is None:
-                return tangents
-            return part.sequence.push_out(self.starts(), tangents.unsqueeze(1), self.chunk)[1].squeeze(1)
-
-        cannot = False
-        with part.trouble.kept():
-            try:
-                push(torch.zeros_like(self.ends))
-            except StepError:
-                cannot = True
-        if any(each for (each,) in part.ranks.agree(part.trouble.take(), cannot)):
-            progress.withdraw(claimed, Result.UNCERTIFIED)
-            self._not_certified("the step cannot be differentiated")
-            return
-        bounds = self.bounds(push, all_of_them=True)
-        error, known = self._error(push, bounds.rounding, residual, blocks)
-        true = self.has_derivative(values, push)
-        ratio, rounded = bounds.ratio(error), (error.abs() > 100 * bounds.rounding).any(-1)
-        _, _, (worst, beyond) = part.meet(self.ends, _largest(ratio), _largest(rounded.double()))
-        small, is_rounding = worst <= torch.where(true & known, TAKEN_BACK, 1), beyond == 0
-        progress.withdraw(claimed & ~small & is_rounding, Result.PRECISION_FLOOR)
-        floor = progress.codes == Result.PRECISION_FLOOR.severity
-        small |= floor & is_rounding
-        lost = claimed & (~small | (floor & ~true))
-        progress.withdraw(lost)
-        progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
-        if (claimed & ~lost & ~true).any():
-            self._not_certified(FALSE_DERIVATIVE)
-        if (claimed & ~lost & true & ~known).any():
-            self._not_certified("products with the true Jacobians did not converge")
-        self.ends = torch.where((claimed & ~lost & true & known).unsqueeze(-1), self.ends + error, self.ends)
-        self.meet()
-
-    def _not_certified(self, why: str) -> None:
-        self.reasons = (*self.reasons, why)
-        self.plan.note(f"not certified: {why}")
-
-    def _error(self, push, rounding: Tensor, residual: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """The error of the ends to first order, and which rows it is known of, [B]: ``certificate.error_by_products`` over ranks."""
-        error, missing, largest = torch.zeros_like(residual), residual, torch.zeros_like(self.entry)
-        rounds, eps, part = self.progress.limit, self.progress.eps, self.part
-        while True:
-            change = part.solve(blocks, missing, self.newton.linear)
-            error = error + change
-            size, allowed = change.abs(), ROUNDINGS * torch.maximum(rounding, eps * error.abs())
-            creeping = torch.where(size <= NEGLIGIBLE * allowed, 0, size / allowed).nan_to_num(math.inf, math.inf)
-            entry, _, found = part.meet(error, _largest(size).nan_to_num(math.inf, math.inf), _largest(creeping))
-            before, largest = largest, found[0].to(error.dtype)
-            falling = found[1] * still_to_come(largest, before).double() <= 1
-            known = ((found[1] == 0) | falling).all(-1)
-            rounds -= 1
-            if rounds == 0 or known.all() or not torch.isfinite(largest).all():
-                return error, known
-            if part.is_first:
-                entry = torch.zeros_like(entry)
-            if len(error):
-                with part.trouble.kept():
-                    missing = residual + push(torch.cat([entry.unsqueeze(0), error[:-1]])) - error
-
     # What came out.
 
     def outcome(self) -> Outcome:
@@ -499,7 +303,7 @@ class Iteration:
                 gap = self.bounds(ANY_ROUNDING).ratio(rolled - self.ends)
         # The last chunk of a rank may round otherwise than the iteration saw, and so where the next one starts is said anew.
         gaps = -progress.leading(gap <= GAP)
-        self.entry, self.peak, (joined, sizes) = part.meet(states, gaps, _largest(states.abs()))
+        self.entry, self.peak, (joined, sizes) = part.meet(states, gaps, largest_of(states.abs()))
         self.sizes = sizes.to(states.dtype)
         if self.chunk > 1:
             progress.joined_at(-joined.long())
@@ -512,8 +316,3 @@ class Iteration:
             updates=torch.stack(progress.updates) if progress.updates else none,
             reasons=self.reasons,
         )
-
-
-def _largest(each: Tensor) -> Tensor:
-    """Over this rank's chunks, of which there may be none: [n, ...] to [...]."""
-    return each.amax(0) if len(each) else each.new_zeros(each.shape[1:])
