@@ -193,7 +193,7 @@ def test_expected_output_and_exceptions_are_compared():
 
 def public() -> dict[str, object]:
     names = {f"deeppcr.{name}": getattr(deeppcr, name) for name in deeppcr.__all__}
-    for module in (deeppcr.fuse, deeppcr.linear, deeppcr.nn, deeppcr.diffusion):
+    for module in (deeppcr.fuse, deeppcr.linear, deeppcr.nn, deeppcr.diffusion, deeppcr.distributed):
         names |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
     return names
 

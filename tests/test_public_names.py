@@ -9,11 +9,12 @@ NAMES = {
         PCR Auto BatchMean ConvergenceError ConvergenceWarning DenseJacobian DiagonalJacobian Finding FixedIterations
         ForwardSubstitution Fused GivenJacobian Hierarchical HutchinsonJacobian Implicit Jacobi Loop Newton PaperTest Picard Plan
         Prediction Random RepeatInitial Result ScalarJacobian Solution StepError Unrolled UpdateTest Zeros check clear_caches collapse
-        diffusion fuse linear nn predict rowwise scan solve with_history
+        diffusion distributed fuse linear nn predict rowwise scan solve with_history
     """,
     "deeppcr.linear": """
         PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar solve solve_coupled
     """,
+    "deeppcr.distributed": "RankError gather shard",
     "deeppcr.fuse": "source",
     "deeppcr.nn": "DiagonalGRU DiagonalLSTM GRU LSTM MLP RNN ResNet Sequential convert revert",
     "deeppcr.diffusion": """

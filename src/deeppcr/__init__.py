@@ -9,7 +9,7 @@
 torch.Size([1000, 16])
 """
 
-from . import diffusion, fuse, linear, nn
+from . import diffusion, distributed, fuse, linear, nn
 from .caches import clear_caches
 from .check import Finding, check
 from .convergence import FixedIterations, PaperTest, UpdateTest
@@ -63,6 +63,7 @@ __all__ = [
     "clear_caches",
     "collapse",
     "diffusion",
+    "distributed",
     "fuse",
     "linear",
     "nn",

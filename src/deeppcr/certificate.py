@@ -24,13 +24,13 @@ FALSE_DERIVATIVE = (
 )
 
 #: What is left of an error is known when it changes by this many roundings of the state: the loop's own steps round as much.
-_ROUNDINGS = 4
+ROUNDINGS = 4
 #: An error of so many tolerances, known to first order, is small enough to be taken back: what is left of it is of second order.
-_TAKEN_BACK = 10
+TAKEN_BACK = 10
 #: Values that change otherwise than a derivative says, by more than this part of the change, have another derivative.
-_ANOTHER = 0.1
+ANOTHER = 0.1
 #: So many roundings a step may make that computes with larger numbers than its state.
-_NOISE = 100
+NOISE = 100
 
 
 def certify(
@@ -71,7 +71,7 @@ def certify(
     except StepError:
         progress.withdraw(claimed, Result.UNCERTIFIED)
         return ends, ["the step cannot be differentiated"]
-    small = (bounds.ratio(error) <= torch.where(true & known, _TAKEN_BACK, 1)).all(0)
+    small = (bounds.ratio(error) <= torch.where(true & known, TAKEN_BACK, 1)).all(0)
     progress.withdraw(claimed & ~small & bounds.is_rounding(error), Result.PRECISION_FLOOR)
     floor = progress.codes == Result.PRECISION_FLOOR.severity
     small |= floor & bounds.is_rounding(error)
@@ -119,7 +119,7 @@ def error_by_products(
         error = error + change
         size = change.abs()
         before, largest = largest, size.amax(0)
-        allowed = _ROUNDINGS * torch.maximum(rounding, eps * error.abs())
+        allowed = ROUNDINGS * torch.maximum(rounding, eps * error.abs())
         # Of what products themselves round, some of the numbers never fall.
         settled = (size <= NEGLIGIBLE * allowed) | (size * still_to_come(largest, before) <= allowed)
         known = settled.all(-1).all(0)
@@ -164,7 +164,7 @@ def is_foreseen(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) 
         changed: [N, B, D], the values after a ``small_change`` of the states
         foreseen: [N, B, D], the change of the values by the derivative
     """
-    noise = max(_NOISE * torch.finfo(values.dtype).eps, _ANOTHER * rtol)  # of a step in lower precision rtol tells
+    noise = max(NOISE * torch.finfo(values.dtype).eps, ANOTHER * rtol)  # of a step in lower precision rtol tells
     change = changed - values
     off, seen, told = ((each.abs() / len(values)).sum(0) for each in (change - foreseen, change, foreseen))
-    return (off <= _ANOTHER * torch.maximum(seen, told) + noise * values.abs().amax(0)).all(-1)
+    return (off <= ANOTHER * torch.maximum(seen, told) + noise * values.abs().amax(0)).all(-1)

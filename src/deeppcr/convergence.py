@@ -145,6 +145,7 @@ class Progress:
         stop: when a row is done
         max_iterations: not to be exceeded
         compare_with_loop: also give up when the loop would be no slower
+        chunks: how many they are, where some in between are shorter than C
     """
 
     def __init__(
@@ -158,9 +159,10 @@ class Progress:
         stop: StoppingTest,
         max_iterations: int,
         compare_with_loop: bool,
+        chunks: int | None = None,
     ):
         self.layout, self.length, self.chunk = layout, length, chunk
-        self.chunks = -(-length // chunk)
+        self.chunks = -(-length // chunk) if chunks is None else chunks
         self.tolerance, self.quadratic, self.stop = tolerance, quadratic, stop
         self.limit = max_iterations if stop.fixed is None else stop.fixed
         self.compare_with_loop = compare_with_loop
@@ -235,7 +237,12 @@ class Progress:
         return torch.where(fine, self.chunks, self.index[first:]).amin(0)
 
     def bounds(
-        self, states: Tensor, initial: Tensor, first: int = 0, products: Callable[[Tensor], Tensor] | None = None
+        self,
+        states: Tensor,
+        initial: Tensor,
+        first: int = 0,
+        products: Callable[[Tensor], Tensor] | None = None,
+        scale: Tensor | None = None,
     ) -> Bounds:
         """What differences of the chunks from ``first`` on are held against.
 
@@ -244,6 +251,7 @@ class Progress:
             initial: [B, D]
             products: of the Jacobians of the chunks from ``first`` on with vectors [n, B, D]: what rounding their starts changes,
                 rounding leaves there too
+            scale: [N, B, D], the size of every component, where these are not all the states that there are
         """
         states, initial = states.detach(), initial.detach()
         before = torch.cat([initial.unsqueeze(0), states[:-1]])[first:].abs()
@@ -254,11 +262,12 @@ class Progress:
             for signs in self._signs:  # magnitudes of all blocks would take their memory once more
                 rounding = torch.maximum(rounding, products(signs * before).abs())
             rounding = torch.minimum(rounding, most)
-        scale = self.tolerance.scale(states, initial)[first:]
+        if scale is None:
+            scale = self.tolerance.scale(states, initial)
         if self.local is not None:
-            around = replace(self.tolerance, local=True).scale(states, initial)[first:]
+            around = replace(self.tolerance, local=True).scale(states, initial)
             scale = torch.where(self.local.unsqueeze(-1), around, scale)
-        return Bounds(self.tolerance, scale, self.eps * rounding)
+        return Bounds(self.tolerance, scale[first:], self.eps * rounding)
 
     def look_closer(self, rows: Tensor) -> None:
         """From now on these rows [B] are asked for digits of every state, relative to the size around it; progress is measured anew."""
@@ -303,7 +312,8 @@ class Progress:
         if self.stop.promises:
             if not self.quadratic:  # of true Jacobians more is asked than their name: see error_left
                 self.finish(((estimate <= 1) & (off <= 1)).all(0), Result.CONVERGED)
-            self.stuck = self._find_stuck(worst, off.amax(0), delta, bounds)
+            small = bounds.relative(delta) <= math.sqrt(self.eps) if self.quadratic else bounds.is_rounding(delta)
+            self.stuck = self.find_stuck(worst, off.amax(0), small)
         prefix = torch.where(self.active, self.prefix, self.chunks)
         self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
 
@@ -332,19 +342,19 @@ class Progress:
         """The error left after an update [n, B] by the last, true Jacobians, both in units of the tolerance."""
         return error_left(update, update.amax(0), self.updates[-1])
 
-    def _find_stuck(self, worst: Tensor, off: Tensor, delta: Tensor, bounds: Bounds) -> Tensor:
+    def find_stuck(self, worst: Tensor, off: Tensor, small: Tensor) -> Tensor:
         """[B]: rows whose update no longer shrinks although it is so small that it should.
 
         Only rounding is left of them, if the Jacobians are what they are said to be.
+
+        Args:
+            worst, off: [B], the largest update and residual, in units of the tolerance
+            small: [B], whether the update is so small that it may be rounding
         """
         better = worst < 0.5 * self._best
         self._best = torch.where(better, worst, self._best)
         self._since_best = torch.where(better, 0, self._since_best + 1)
-        if self.quadratic:
-            stuck = (self._since_best >= 3) & (bounds.relative(delta) <= math.sqrt(self.eps))
-        else:
-            stuck = (self._since_best >= 10) & bounds.is_rounding(delta)
-        return stuck & (off <= 1) & self.active
+        return (self._since_best >= (3 if self.quadratic else 10)) & small & (off <= 1) & self.active
 
     @property
     def is_early(self) -> bool:

@@ -20,25 +20,23 @@ from .linearised import Linearised
 from .runtime import check_backward, values_can_be_read
 from .sequence import Sequence
 from .solution import ConvergenceWarning
-from .tolerance import Tolerance
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
-_DENSE_WIDTH = 32
-_MAX_SWEEPS = 60
+DENSE_WIDTH = 32
+MAX_SWEEPS = 60
 #: What a product of a step is taken to round, relative to its largest terms; of half precision see where it is used.
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
+#: By so much of itself an adjoint may be off, before somebody is to blame; of half precision see where it is used.
+ALLOWED = {torch.float64: 1e-7, torch.float32: 2e-3}
 #: Directions in which rounding is sent back through all steps: a single one may be one that they do not let through.
 _PROBES = 3
-#: A state that is off what its step gives by more than this part of it may be wrong in its signs.
-_LOST = 1e-4
-#: And by more than this many units of rounding, there is more in it than rounding.
-_LEFT = 4
-#: What a step may raise that checks its numbers, where it is given some that it never sees in the loop.
-_REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
 #: What is missing in a step may change the loss by so many tolerances of what its state does.
 _MATTERS = 100
-#: Derivatives that differ by more than this part of them are not the same.
-_OTHER = 0.01
+#: Why a solve that converged may not be differentiated where it is.
+UNDETERMINED = (
+    "gave up on states that have died out below the tolerance: the derivative of the step depends on their signs (as that of a "
+    'ReLU does), which a tolerance says nothing of; Newton(scale="local") asks for digits of every state'
+)
 
 
 class Gradient:
@@ -122,56 +120,6 @@ class Adjoint(Linearised):
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
 
-    def determined(self, states: Tensor, tolerance: Tolerance, trusted: Tensor) -> Tensor:
-        """How many leading states, [B], the derivatives of the loop can be taken at: mostly all L.
-
-        A tolerance vouches for no digit of a state that is smaller than it, nor for a sign. Where the step has a kink, as a
-        ReLU has, its derivative there may be another one than the loop's, and no residual shows it. So from where a state is
-        not to four digits what its step gives, the small states are moved by what is unknown of them, to either side: the
-        derivatives of a smooth step do not notice.
-
-        Args:
-            states: [L, B, D]
-            tolerance: of a state
-            trusted: [B], rows that claim to be right
-        """
-        layout, values = self.sequence.layout, self.values.detach()
-        length, rows = states.shape[:2]
-        whole = torch.full((rows,), length, device=states.device)
-        if not values_can_be_read(states):
-            return whole
-        allowed = tolerance.allowed(states, self.sequence.initial.detach())
-        # Of each component: the largest that it is.
-        unit = values.abs().amax(0).clamp(min=torch.finfo(states.dtype).tiny)
-        # [L, B, leaves] each
-        sizes, off, tolerated = (layout.norms(each / unit) for each in (values, values - states, allowed))
-        eps = torch.finfo(self.arithmetic).eps
-        digits = max(_LOST, 100 * eps)  # of half precision there are not that many
-        lost = (off > digits * sizes).any(-1, keepdim=True) & trusted.unsqueeze(-1)
-        if not lost.any():
-            return whole
-        suspect = lost.cummax(0).values & (digits * sizes <= tolerated)
-        unknown = allowed * layout.spread(suspect)
-        generator = torch.Generator().manual_seed(0)
-        probe, one, two = (
-            torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)
-        )
-        found = []
-        for side in (one, -one.sign() * two.abs()):
-            try:
-                with torch.enable_grad():
-                    moved = Linearised(self.sequence, states + unknown * side)
-            except _REFUSALS:
-                return whole
-            found.append(moved.pull(probe))  # [L - 1, B, D]
-        here, there = found
-        largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
-        same = max(_OTHER, 10 * eps, 10 * tolerance.rtol)  # a large move shows in smooth derivatives, too
-        other = (here - there).abs().amax(-1) > same * largest  # what is no number there is not compared
-        # The loop is to go on from where more than rounding is left: what is off in the last digits may have grown since.
-        rounded = (off <= _LEFT * eps * sizes).all(-1)
-        return torch.where((suspect.any(-1)[:-1] & other).any(0), rounded.long().argmin(0), whole)
-
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
         if len(gradients) == 1:
@@ -185,7 +133,7 @@ class Adjoint(Linearised):
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
                 return known.where(finite, self.walk(gradients))
-            direct = self.jacobian.true or self.sequence.layout.width <= _DENSE_WIDTH
+            direct = self.jacobian.true or self.sequence.layout.width <= DENSE_WIDTH
             if not seen and not direct:
                 raise RuntimeError(
                     "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
@@ -201,26 +149,34 @@ class Adjoint(Linearised):
                 self.refuse(adjoint, adjoint[:-1] - gradients[:-1], jacobian, jacobians_count=self.jacobian.given)
             return adjoint
 
-    def warn_of_lost_digits(self, adjoint: Tensor) -> None:
+    def warn_of_lost_digits(self, adjoint: Tensor, matters: Tensor | None = None, offset: int = 0) -> None:
         """Say so where the gradients rest on digits of states that a tolerance does not vouch for.
 
         The adjoint times what is missing in every step is what that changes of the loss. It is to be little beside what
         a change of the states by their own size does. It is not where a signal dies out and is normalised afterwards.
+
+        Args:
+            matters: [B], what such a change of any state does, where these are not all of them; ``offset`` steps come before
         """
         if self.promised is None or not values_can_be_read(adjoint):
             return
         missing = (adjoint * (self.values.detach() - self.states)).abs().amax(-1)  # [L, B]
-        lost = missing > _MATTERS * self.promised * (adjoint * self.states).abs().amax(-1).amax(0)
+        matters = self.matters(adjoint) if matters is None else matters
+        lost = missing > _MATTERS * self.promised * matters
         lost &= torch.isfinite(missing)
         if lost.any():
             index, row = (int(i) for i in lost.nonzero()[0])
             warnings.warn(
-                f"the gradient is not the loop's: it depends on digits of the state at step {index + 1} (row {row}) that are below the "
+                f"the gradient is not the loop's: it depends on digits of the state at step {offset + index + 1} (row {row}) that are below the "
                 'tolerance, as where a signal dies out and is normalised afterwards. Newton(scale="local") asks for them, or use '
                 "solver=deeppcr.Loop()",
                 ConvergenceWarning,
                 stacklevel=2,
             )
+
+    def matters(self, adjoint: Tensor) -> Tensor:
+        """[B]: what a change of a state by its own size does to the loss, at most."""
+        return (adjoint * self.states).abs().amax(-1).amax(0)
 
     def defect(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l``, by the step's own vector-Jacobian product."""
@@ -287,7 +243,7 @@ class Adjoint(Linearised):
         adjoint, missing = torch.zeros_like(gradients), gradients
         tolerance = 10 * torch.finfo(gradients.dtype).eps
         size_before = None
-        for _ in range(_MAX_SWEEPS):
+        for _ in range(MAX_SWEEPS):
             change = solve_coupled(couplings, missing, reverse=True, solver=self.linear)
             if not torch.isfinite(change).all():
                 break
@@ -327,7 +283,7 @@ class Adjoint(Linearised):
 
     def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
         """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""
-        allowed = {torch.float64: 1e-7, torch.float32: 2e-3}.get(self.arithmetic, 0.2)
+        allowed = ALLOWED.get(self.arithmetic, 0.2)
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number

@@ -24,13 +24,13 @@ from .solution import Plan, Result
 from .tolerance import Bounds
 
 #: A state is far away when it is this many times larger than its step value was before the update.
-_FAR = 10.0
+FAR = 10.0
 #: So many tolerances a chunk that is evaluated once more may end beside where it was found to end: for steps that round almost as much.
-_GAP = 2
+GAP = 2
 #: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
 _CLOSER_LOOKS = 4
 #: For ``Progress.bounds`` where nobody knows what a step rounds: no more than the largest number beside it does.
-_ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
+ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Iteration:
         products = None if self.blocks is None else self.blocks.apply
         if products is not None and not self.newton.quadratic:
             # They do not tell what a step rounds; what they find is certified by itself.
-            products = _ANY_ROUNDING
+            products = ANY_ROUNDING
         return self.progress.bounds(self.ends, self.sequence.initial, self.first, products)
 
     def evaluate(self) -> Tensor:
@@ -302,7 +302,7 @@ class Iteration:
         # Every component in units of its own: of the largest that it was anywhere.
         unit = self.values.abs().amax(0).clamp(min=torch.finfo(ends.dtype).tiny)
         size = (ends / unit).abs().amax(-1)
-        far = (size > _FAR * (self.values / unit).abs().amax(-1)) & self.progress.active
+        far = (size > FAR * (self.values / unit).abs().amax(-1)) & self.progress.active
         wrong = far & ((residual / unit).abs().amax(-1) > 0.1 * size)
         # What follows a wrong state was thrown with it.
         thrown = far & (self.progress.index[self.first :] >= self.progress.leading(~wrong, self.first))
@@ -388,8 +388,8 @@ class Iteration:
         rolled, states = self.sequence.roll_out(self.starts(), self.chunk)
         # Not always the ends that the iteration saw: as many chunks at once may round otherwise than some of them, and in a
         # chaotic sequence that is seen at the end of a chunk.
-        bounds = self.progress.bounds(self.ends, self.sequence.initial, 0, _ANY_ROUNDING)
-        self.progress.join(bounds.ratio((rolled - self.ends).detach()) <= _GAP)
+        bounds = self.progress.bounds(self.ends, self.sequence.initial, 0, ANY_ROUNDING)
+        self.progress.join(bounds.ratio((rolled - self.ends).detach()) <= GAP)
         return states
 
     def outcome(self) -> Outcome:

@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 
 from .jacobian import Jacobian
+from .runtime import values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.trace import coarser_products
+from .tolerance import Tolerance
 
 #: Units of rounding that two ways to compute the same may differ by.
 _UNITS = 16
 #: So often every state is moved by as much, to see what products make of it.
 _PROBES = 3
+#: A state that is off what its step gives by more than this part of it may be wrong in its signs.
+_LOST = 1e-4
+#: And by more than this many units of rounding, there is more in it than rounding.
+_LEFT = 4
+#: What a step may raise that checks its numbers, where it is given some that it never sees in the loop.
+_REFUSALS = (ValueError, ArithmeticError, LookupError, AssertionError)
+#: Derivatives that differ by more than this part of them are not the same.
+_OTHER = 0.01
 
 
 class GradientOverflow(RuntimeError):
@@ -141,6 +151,88 @@ class Linearised:
         where = wrong(by_jacobians, rounding)
         if where.any() and (jacobians_count or not self._is_right_alone(where, adjoint, rounding)):
             raise _refusal(where, _JACOBIAN)
+
+    def determined(self, states: Tensor, tolerance: Tolerance, trusted: Tensor) -> Tensor:
+        """How many leading states, [B], the derivatives of the loop can be taken at: mostly all L.
+
+        A tolerance vouches for no digit of a state that is smaller than it, nor for a sign. Where the step has a kink, as a
+        ReLU has, its derivative there may be another one than the loop's, and no residual shows it. So from where a state is
+        not to four digits what its step gives, the small states are moved by what is unknown of them, to either side: the
+        derivatives of a smooth step do not notice.
+
+        Args:
+            states: [L, B, D]
+            tolerance: of a state
+            trusted: [B], rows that claim to be right
+        """
+        length, rows = states.shape[:2]
+        whole = torch.full((rows,), length, device=states.device)
+        if not values_can_be_read(states):
+            return whole
+        allowed = tolerance.allowed(states, self.sequence.initial.detach())
+        unit = self.values.detach().abs().amax(0)
+        lost = self.lost(states, unit) & trusted
+        if not lost.any():
+            return whole
+        other = self.kinked(states, unit, allowed, lost.cummax(0).values, tolerance.rtol)
+        return torch.where(other, self.rounded(states, unit), whole)
+
+    def _off(self, states: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, B, leaves]: how large values are, and how far off states, in units [B, D] of the largest that each component is."""
+        layout, values = self.sequence.layout, self.values.detach()
+        unit = unit.clamp(min=torch.finfo(states.dtype).tiny)
+        return layout.norms(values / unit), layout.norms((values - states) / unit)
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(self.arithmetic).eps
+
+    @property
+    def _digits(self) -> float:
+        return max(_LOST, 100 * self._eps)  # of half precision there are not that many
+
+    def lost(self, states: Tensor, unit: Tensor) -> Tensor:
+        """[L, B]: which states are not to four digits what their steps give."""
+        sizes, off = self._off(states, unit)
+        return (off > self._digits * sizes).any(-1)
+
+    def rounded(self, states: Tensor, unit: Tensor) -> Tensor:
+        """How many leading states, [B], are off by rounding alone. From there the loop is to go on: what is off in the last digits may
+        have grown since."""
+        sizes, off = self._off(states, unit)
+        fine = (off <= _LEFT * self._eps * sizes).all(-1)
+        return torch.where(fine.all(0), len(fine), fine.long().argmin(0))
+
+    def kinked(self, states: Tensor, unit: Tensor, allowed: Tensor, lost: Tensor, rtol: float) -> Tensor:
+        """[B]: whether derivatives of steps depend on what is not known of their states.
+
+        Args:
+            unit: [B, D], the largest that each component is
+            allowed: [L, B, D], how far states may be off
+            lost: [L, B], from where on states are not to four digits what their steps give
+        """
+        layout, none = self.sequence.layout, torch.zeros(states.shape[1], dtype=torch.bool, device=states.device)
+        sizes, _ = self._off(states, unit)
+        tolerated = layout.norms(allowed / unit.clamp(min=torch.finfo(states.dtype).tiny))
+        suspect = lost.unsqueeze(-1) & (self._digits * sizes <= tolerated)
+        unknown = allowed * layout.spread(suspect)
+        generator = torch.Generator().manual_seed(0)
+        probe, one, two = (
+            torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)
+        )
+        found = []
+        for side in (one, -one.sign() * two.abs()):
+            try:
+                with torch.enable_grad():
+                    moved = Linearised(self.sequence, states + unknown * side)
+            except _REFUSALS:
+                return none
+            found.append(moved.pull(probe))  # [L - 1, B, D]
+        here, there = found
+        largest = torch.maximum(here.abs().amax(-1), there.abs().amax(-1))
+        same = max(_OTHER, 10 * self._eps, 10 * rtol)  # a large move shows in smooth derivatives, too
+        other = (here - there).abs().amax(-1) > same * largest  # what is no number there is not compared
+        return (suspect.any(-1)[:-1] & other).any(0)
 
     def probe(self) -> Tensor:
         """[L, B, D]: an adjoint of no meaning, to look at products with."""

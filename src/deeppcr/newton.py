@@ -102,19 +102,26 @@ class Newton:
         return self.tolerance(dtype) if self.stop.promises else None
 
     def choose_chunk(self, sequence: Sequence, plan: Plan) -> int:
-        if self.chunk != "auto":
-            return min(self.chunk, sequence.length)
-        if not self.quadratic:
-            plan.note("chunk 1: collapsing steps pays with true Jacobians only")
-            return 1
-        chunk = min(_LARGEST_CHUNK, 2 ** max(0, round(math.log2(math.sqrt(sequence.length) / 2))))
-        chunk = max(1, min(max(chunk, sequence.history), sequence.length))
-        # What the step itself costs nobody knows: dependent steps are counted instead.
-        plan.note(f"chunk {chunk}: about half a square root of {sequence.length} steps, {_LARGEST_CHUNK} at most")
+        chunk = self.usual_chunk(sequence.length, sequence.history, plan)
+        if self.chunk != "auto" or not self.quadratic:
+            return chunk
         fitting = self.jacobian.fit_chunk(sequence, chunk)
         if fitting > chunk:
             plan.note("chunk enlarged until the blocks fit the memory budget")
         return fitting
+
+    def usual_chunk(self, length: int, history: int, plan: Plan) -> int:
+        """Of so many steps, each of which looks back on so many states; memory not considered."""
+        if self.chunk != "auto":
+            return min(self.chunk, length)
+        if not self.quadratic:
+            plan.note("chunk 1: collapsing steps pays with true Jacobians only")
+            return 1
+        chunk = min(_LARGEST_CHUNK, 2 ** max(0, round(math.log2(math.sqrt(length) / 2))))
+        chunk = max(1, min(max(chunk, history), length))
+        # What the step itself costs nobody knows: dependent steps are counted instead.
+        plan.note(f"chunk {chunk}: about half a square root of {length} steps, {_LARGEST_CHUNK} at most")
+        return chunk
 
 
 def Picard(**settings) -> Newton:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .across.solve import solve_over
+from .distributed.ranks import Ranks
 from .fused import Call, solve_fused
 from .gradient import Gradient, Implicit, Unrolled
 from .guess import RepeatInitial, as_guess
@@ -51,6 +53,7 @@ def solve(
     guess: Any = RepeatInitial(),
     gradient: Implicit | Unrolled = Implicit(),
     on_failure: Literal["loop", "raise", "return"] = "loop",
+    mesh: Any = None,
 ) -> Solution:
     """Run ``for x in xs: z = step(z, x)`` in parallel over its steps.
 
@@ -83,6 +86,10 @@ def solve(
             loop of PyTorch, which has them by itself, and refused by name where it is another
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError,
             "return" returns what there is, and a backward pass through it raises
+        mesh: a one-dimensional DeviceMesh over whose ranks the steps are spread (docs/distributed.md): ``xs`` is this rank's part of them,
+            contiguous, as many as it has or none; without xs ``length`` is this rank's. z0 is the same everywhere. Every rank makes the
+            call, and the backward pass; ``states`` are this rank's, all else is said of the whole, ``final`` included. Gradients of
+            what ranks share are this rank's part of the sum
 
     Returns:
         a Solution; ``states`` mirrors z0, each leaf [L, *leaf of z0] (fewer by ``keep``), differentiable in z0, xs and all that step closes over
@@ -111,7 +118,7 @@ def solve(
     # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
     # compiler with the library.)
     run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
-    return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure)
+    return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure, mesh)
 
 
 def _solve(
@@ -126,8 +133,11 @@ def _solve(
     guess: Any,
     gradient: Gradient,
     on_failure: str,
+    mesh: Any,
 ) -> Solution:
     _check_arguments(solver, gradient, on_failure)
+    if mesh is not None:
+        return _over_ranks(mesh, step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure)
     if _has_no_rows(z0, batch_dims):
         every = _every(keep, step, xs, length)
         steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
@@ -146,6 +156,29 @@ def _solve(
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
     return _Planned(call, length).solve().keeping(every)
+
+
+def _over_ranks(
+    mesh: Any,
+    step: Any,
+    z0: Any,
+    xs: Any,
+    length: int | None,
+    batch_dims: int | None,
+    lengths: Tensor | None,
+    keep: str | int,
+    solver: Newton | Loop | None,
+    guess: Any,
+    gradient: Gradient,
+    on_failure: str,
+) -> Solution:
+    ranks = Ranks.of(mesh)
+    for name, given, only in (("keep", keep, "all"), ("lengths", lengths, None)):
+        if given is not only and given != only:
+            raise ValueError(f"{name}: with a mesh there is {only!r} alone, got {given!r}")
+    return solve_over(
+        ranks, step, z0, xs, length, batch_dims, _USUAL if solver is None else solver, guess, gradient, on_failure
+    )
 
 
 def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:

@@ -150,7 +150,7 @@ def _in_units(difference: Tensor, unit: Tensor) -> Tensor:
 
 def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
     """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
-    off, allowed = _misses(values, states, initial, tolerance)
+    off, allowed = misses(values, states, initial, tolerance)
     return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
 
 
@@ -162,7 +162,7 @@ def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolera
     Args:
         initial: [B, D], the size of what came before; rows of it that are not finite stopped there
     """
-    off, allowed = _misses(values, states, initial, tolerance)
+    off, allowed = misses(values, states, initial, tolerance)
     finite, given = torch.isfinite(torch.cat([initial.unsqueeze(0), states])).all(-1), torch.isfinite(values).all(-1)
     begun = finite[:-1].cummin(0).values
     # Beside an infinite state any miss would be allowed.
@@ -170,7 +170,7 @@ def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolera
     return (held | ~begun).all(0)
 
 
-def _misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
     """By how much steps that give ``values`` miss states, and what is allowed: [n, B, D] each."""
     rounding = 1000 * torch.finfo(states.dtype).eps
     allowed = tolerance.scale(states, initial)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from . import iteration
 from .convergence import UpdateTest
 from .fused import Call, covers, solve_fused
-from .gradient import Adjoint, Gradient, Implicit, refuse_gradients
+from .gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
 from .graphs.straight import run_unseen
 from .guess import Guess, RepeatInitial, as_guess
@@ -322,11 +322,11 @@ def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adj
     states, layout = outcome.states.detach(), sequence.layout
     residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
     if solver.stop.promises:
-        outcome = _without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+        outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
     return _Judged(outcome, residual, adjoint)
 
 
-def _without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
+def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
     """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
     lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
     results = [
@@ -349,12 +349,8 @@ def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
     lost = kept & (determined < outcome.states.shape[0])
     if not lost.any():
         return judged
-    reason = (
-        "gave up on states that have died out below the tolerance: the derivative of the step depends on their signs (as that of a "
-        'ReLU does), which a tolerance says nothing of; Newton(scale="local") asks for digits of every state'
-    )
-    plan.note(reason)
-    return replace(judged, outcome=_without_claim(outcome, lost, exact, reason))
+    plan.note(UNDETERMINED)
+    return replace(judged, outcome=without_claim(outcome, lost, exact, UNDETERMINED))
 
 
 def _differentiable(judged: _Judged, gradient: Gradient) -> Outcome:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import Ranks
 from ..runtime import full_precision, has_tangent, multiplies_in_tf32
 from ..sequence.fingerprint import kind_of
 from ..sequence.rows import rows_that_differ, sizes_of
@@ -48,6 +49,7 @@ class Problem:
         initial: [B, D, K], still attached to the caller's graph
         shift: [L, B, D], the noise of the steps times its deviation; None where there is none
         coefficients: of the steps, as tensors
+        ranks: over which the rows of a call are spread; None: they are not
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Problem:
         classes: Any = None,
         guidance: float | None = None,
         unconditional: Any = None,
+        ranks: Ranks | None = None,
     ):
         noise = Noise(noise) if isinstance(noise, Tensor) else noise
         if not isinstance(noise, Noise):
             raise TypeError(f"noise: expected Noise(...) or a tensor [B, *shape], got {type(noise).__name__}")
         noise.check(len(steps), needed=steps.adds_noise)
         initial = noise.initial
-        self.noise, self.steps, self.length = noise, steps, len(steps)
+        self.noise, self.steps, self.length, self.ranks = noise, steps, len(steps), ranks
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
         # Half precision is the network's affair: states add up many small steps.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
+from ..distributed.ranks import Ranks
 from ..gradient import refuse_gradients
 from ..jacobian import Jacobian
 from ..newton import Loop, Newton
@@ -38,6 +39,7 @@ from .problem import Problem
 from .result import Samples
 from .samplers import DDIM, DDPM, Prediction, Sampler, Steps
 from .schedule import Schedule
+from .spread import check_alike, spread
 from .start import as_start
 from .window.prepared import Outcome
 from .window.window import Window, loop_by_graph
@@ -65,6 +67,7 @@ def sample(
     start: Any = None,
     keep_states: bool = False,
     on_failure: Literal["loop", "raise", "return"] = "loop",
+    mesh: Any = None,
 ) -> Samples:
     """Sample from a diffusion model, all denoising steps at once.
 
@@ -89,6 +92,9 @@ def sample(
         on_failure: "loop" finishes the rest one step at a time and warns, "raise" raises ConvergenceError, "return"
             returns what there is, and a backward pass through it raises. Where rounding leaves a hundred times the tolerance
             or more, "raise" raises too; the others warn and keep the sample, since the loop's rounding grows as much
+        mesh: a one-dimensional DeviceMesh over whose ranks the rows of each call of the denoiser are spread. Every rank has the denoiser,
+            is given the same, and gets all samples; a Window is as many times larger by default, and no CUDA graphs are made. For
+            gradients every rank takes the same loss: that of the noise is on all, and of parameters each has its part of the sum
 
     Returns:
         Samples; ``final`` and ``states`` are differentiable in the noise and in all that the denoiser closes over
@@ -102,7 +108,16 @@ def sample(
     check_on_failure(on_failure)
     _refuse_transforms(solver, noise)
     steps = schedule if isinstance(schedule, Steps) else _steps(schedule, step, prediction)
-    problem = Problem(denoiser, steps, noise, classes, guidance, unconditional)
+    ranks = None if mesh is None else Ranks.of(mesh)
+    if ranks is not None:
+        if isinstance(solver, Newton) or (isinstance(solver, Loop) and solver.by != "python"):
+            raise ValueError(f"solver: with a mesh, expected Window(...) or deeppcr.Loop(), got {solver!r}")
+        if isinstance(solver, Window):
+            solver = replace(solver, graphs=False)
+        denoiser = spread(denoiser, ranks)
+    problem = Problem(denoiser, steps, noise, classes, guidance, unconditional, ranks)
+    if ranks is not None:
+        check_alike(ranks, problem.noise.initial, problem.noise.steps)
     if isinstance(solver, Loop):
         problem.check_finite()
         if solver.by == "graph":

@@ -311,6 +311,54 @@ class Run(BoundKernels):
             guess = self.in_parallel(Kind(self.length, chunk, rolls), tolerance, guess, most=passes).states
         return guess
 
+    def roll_out(self, starts: Tensor, chunk: int, first: int = 0, *, product: bool = True) -> tuple[Tensor, Tensor]:
+        """Chunks of steps from ``first`` on, each from a start of its own, with the products of their Jacobians, or with all of their states.
+
+        Args:
+            starts: [N, B, D]
+            product: whether it is the products that are wanted
+
+        Returns:
+            the states after the chunks, [N, B, D], and the products, [N, B, D, D], of an elementwise step their diagonals, [N, B, D]; or
+            all states of these chunks, [steps, B, D]
+        """
+        assert self.has_one_matrix, "of elementwise steps on several tensors a product is several matrices"
+        chunks, (rows, width) = len(starts), self.initial.shape
+        across, channels = self.program.width, self.program.channels
+        like = starts.to(self.program.dtype)
+        if not self.shape.tiled:
+            like = like.view(chunks, rows, across, channels).transpose(1, 2)
+        began = torch.empty(aligned_size(starts.numel()), dtype=like.dtype, device=self.device)
+        began[: starts.numel()] = like.reshape(-1)
+        ended, sizes = torch.empty_like(began), torch.empty_like(began)
+        products = began.new_empty(aligned_size(starts.numel() * across if product else 1))
+        notes = Notes(2, self.rows, self.device)
+        worst = [began.new_empty(3 * self.rows)] if self.shape.tiled else []
+        every = 1 if self.shape.tiled or not product else self.length + 1  # then no state is written
+        states = self.new_states() if every == 1 else self.initial
+        memory = (began, ended, products, sizes, notes.corrections, notes.unsettled, *worst)
+        # In a second pass, as this claims to be, chunks start from where they were told to.
+        numbers = (0, first, chunk, chunks, chunk, 1, 2)
+        self._launch_roll(self.initial, self.initial, states, memory, numbers, product, False, every)
+
+        def in_order(noted: Tensor, *lead: int) -> Tensor:
+            if self.shape.tiled:
+                return noted.view(chunks, rows, *lead, width)
+            return noted.view(chunks, *lead, across, rows, channels).movedim(-2, 1).flatten(-2)
+
+        ends = in_order(ended[: starts.numel()]).to(starts.dtype)
+        if not product:
+            return ends, states[first:]
+        blocks = products[: starts.numel() * across]
+        if self.shape.tiled:  # the products with one tangent after the other
+            return ends, in_order(blocks, width).mT
+        return ends, in_order(blocks) if across == 1 else in_order(blocks, across)
+
+    @property
+    def has_one_matrix(self) -> bool:
+        """Whether the Jacobian of a row is one matrix, or a diagonal: not several small ones."""
+        return self.shape.tiled or self.program.width == 1 or self.program.channels == 1
+
     def _cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
         """Of chunks of a size: how many, the most passes, and the parts of a workspace and its size."""
         found = self.shape.cuts.get((chunk, most))

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import declares, is_observed
+from ..distributed.ranks import Ranks, Trouble
+from ..runtime import declares, in_functorch, is_observed
 from .auto import Auto
 from .blocks import Blocks
 from .fused import Fused, layout_of
 from .operator import has_operator, solve_by_operator
+from .sharded import SolveOver, facts_of, solve_over
 from .solver import LinearSolver
 from .system import solution, solve_system
 
@@ -28,6 +30,7 @@ def solve(
     *,
     reverse: bool = False,
     solver: LinearSolver = Auto(),
+    mesh: Any = None,
 ) -> Tensor:
     """Solve ``z_l = A_l z_{l-1} + b_l`` for l = 1..L, in parallel over l.
 
@@ -51,9 +54,12 @@ def solve(
         initial: [*batch, D], ``z_0`` (with ``reverse``: ``z_{L+1}``); None means zero
         reverse: solve ``z_l = A_l z_{l+1} + b_l`` instead, from the last step to the first
         solver: Auto(), Fused(), ForwardSubstitution(), PCR() or Hierarchical()
+        mesh: a one-dimensional DeviceMesh over whose ranks the steps are spread: ``blocks`` and ``rhs`` are this rank's part, as many
+            steps as it has, or none; ``initial`` is the same everywhere. Every rank makes the call, and the backward pass. Gradients of
+            what ranks share are this rank's part of them: their sum is the gradient
 
     Returns:
-        [L, *batch, D]
+        [L, *batch, D]; with a mesh, of this rank's steps
 
     >>> import torch
     >>> from deeppcr import linear
@@ -67,6 +73,8 @@ def solve(
     >>> linear.solve(linear.Diagonal(turns.expand(100, 3)), torch.randn(100, 8, 3) + 0j).dtype
     torch.complex64
     """
+    if mesh is not None:
+        return _over_ranks(blocks, rhs, initial, reverse, solver, mesh)
     if initial is None and (found := _solve_again(blocks, rhs, reverse, solver)) is not None:
         return found
     given, batch = (blocks, rhs), _check(blocks, rhs, initial)
@@ -74,10 +82,7 @@ def solve(
     if initial is not None and torch.is_autocast_enabled(rhs.device.type):
         with torch.autocast(rhs.device.type, enabled=False):
             return solve(blocks, rhs, initial, reverse=reverse, solver=solver)
-    if not isinstance(solver, LinearSolver):
-        raise TypeError(
-            f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
-        )
+    _check_solver(solver)
     result_dtype = rhs.dtype
     if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
         blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
@@ -174,7 +179,55 @@ def solve_coupled(
     return (solution if compiling else solve_system)(couplings, rhs, solver, reverse, refined)
 
 
-def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
+def _over_ranks(
+    blocks: Blocks, rhs: Tensor, initial: Tensor | None, reverse: bool, solver: LinearSolver, mesh: Any
+) -> Tensor:
+    if torch.compiler.is_compiling():  # it looks at values, and at what other ranks say
+        run: Any = torch.compiler.disable(_over_ranks)
+        return run(blocks, rhs, initial, reverse, solver, mesh)
+    ranks, trouble = Ranks.of(mesh), Trouble()
+    facts, batch, differentiated = (0,), torch.Size(), False
+    with trouble.kept():
+        if in_functorch():
+            raise RuntimeError(
+                "linear.solve: with a mesh it cannot run inside a torch.func transform (vmap, grad, jvp, ...)"
+            )
+        batch = _check(blocks, rhs, initial, least=0)
+        _check_solver(solver)
+        given = [blocks.data, rhs, *([] if initial is None else [initial])]
+        differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        facts = facts_of(blocks, rhs, batch, initial)
+    # The graph of every rank holds the solve where that of one does, or a backward pass would wait for ever.
+    told = ranks.agree(trouble.error, *facts, differentiated)
+    if len({each[:-1] for each in told}) > 1:
+        raise ValueError(
+            "blocks, rhs, initial, mesh: structure, dtypes and all sizes but the number of steps must be the same on every rank"
+        )
+    result_dtype = rhs.dtype
+    if result_dtype in _HALF:
+        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
+        initial = initial.float() if initial is not None else None
+    rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))].expand(len(rhs), *batch, rhs.shape[-1])
+    blocks = blocks.aligned(len(batch))
+    first = rhs.new_zeros(rhs.shape[1:]) if initial is None else initial.expand(rhs.shape[1:])
+    ranks, extra = ranks.reversed() if reverse else ranks, rhs.new_zeros(rhs.shape[1:])
+    with torch.autocast(rhs.device.type, enabled=False):
+        if any(each[-1] for each in told):
+            rhs = rhs if rhs.requires_grad else rhs.detach().requires_grad_()
+            states, _ = SolveOver.apply(blocks.data, rhs, first, extra, type(blocks), solver, reverse, ranks)  # type: ignore[misc]
+        else:
+            states, *_ = solve_over(ranks, blocks, rhs, first, extra, solver, reverse=reverse)
+    return states if states.dtype == result_dtype else states.to(result_dtype)
+
+
+def _check_solver(solver: Any) -> None:
+    if not isinstance(solver, LinearSolver):
+        raise TypeError(
+            f"solver: expected Auto(), Fused(), PCR(), Hierarchical() or ForwardSubstitution(), got {solver!r}"
+        )
+
+
+def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None, least: int = 1) -> torch.Size:
     """The batch shape of the result; raises what is wrong with the arguments."""
     if not isinstance(blocks, Blocks):
         raise TypeError(
@@ -194,7 +247,7 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None) -> torch.Size:
     shape, core = rhs.shape, blocks.core_dims
     if len(shape) < 2:
         raise ValueError(f"rhs: expected [L, *batch, D], got shape {tuple(shape)}")
-    if shape[0] == 0:
+    if shape[0] < least:
         raise ValueError("rhs: has no steps (L = 0)")
     if data.ndim < 1 + core:
         raise ValueError(

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
+from ..distributed.ranks import Ranks, Trouble
 from ..fused import Call
 from ..newton import Loop, Newton
 from ..sequence.lengths import up_to
@@ -77,6 +79,7 @@ class Recurrent(nn.Module):
         reset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         mode: Mode | None = None,
+        mesh: Any = None,
     ) -> Any:
         """As in ``torch.nn``: the outputs of all steps, and the last states.
 
@@ -88,8 +91,13 @@ class Recurrent(nn.Module):
             cu_seqlens: [N + 1], integers: the input is [S, F], N sequences one after the other, of which number n begins at cu_seqlens[n];
                 the last number is S. Outputs are [S, H], states [K, N, H]
             mode: overrides the module's for this call
+            mesh: a one-dimensional DeviceMesh over whose ranks the steps are spread: the input, and ``reset``, are this rank's part of them,
+                as many as it has or none, ``hx`` is the same everywhere; outputs are this rank's, and the last states those of the
+                whole. It is the parallel mode, but for mode="sequential": one rank after the other
         """
         chosen = check_mode(self.run_mode if mode is None else mode)
+        if mesh is not None:
+            return self._over_ranks(Ranks.of(mesh), input, hx, reset, cu_seqlens, chosen)
         if cu_seqlens is not None:
             if reset is not None:
                 raise ValueError("reset: sequences by cu_seqlens begin anew by themselves; give one of the two")
@@ -102,6 +110,35 @@ class Recurrent(nn.Module):
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         raise NotImplementedError
+
+    def _over_ranks(self, ranks: Ranks, input: Any, hx: Any, reset: Any, cu_seqlens: Any, mode: Mode) -> Any:
+        trouble = Trouble()
+        with trouble.kept():
+            if cu_seqlens is not None or isinstance(input, PackedSequence):
+                raise ValueError("input: with a mesh, expected a tensor: the steps of all rows are cut up alike")
+            if reset is not None and self.bidirectional:
+                raise ValueError("reset: with a mesh, in one direction alone")
+            self._check_part(input, hx)
+            if reset is not None:
+                self._check_reset(reset, input)
+        ranks.agree(trouble.error)
+        return self._by_solve(input, hx, reset, Loop() if mode == "sequential" else self.newton, ranks=ranks)
+
+    def _check_part(self, input: Any, hx: Any) -> None:
+        """Raise where the arguments of a call over ranks are wrong."""
+        weight, count = getattr(self, self._all_weights[0][0]), len(self._widths())
+        if not isinstance(input, Tensor) or input.ndim not in (2, 3) or input.shape[-1] != self.input_size:
+            came = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise ValueError(f"input: expected [T, B, {self.input_size}] or [T, {self.input_size}], got {came}")
+        if (input.dtype, input.device) != (weight.dtype, weight.device):
+            raise TypeError(f"input: expected {weight.dtype} on {weight.device}, got {input.dtype} on {input.device}")
+        rows = (input.shape[0 if self.batch_first else 1],) * (input.ndim == 3)
+        expected = [[len(self._all_weights), *rows, width] for width in self._widths()]
+        leaves = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
+        if hx is not None and [list(leaf.shape) for leaf in leaves] != expected:
+            raise ValueError(
+                f"hx: expected {expected[0] if count == 1 else expected}, got {[list(e.shape) for e in leaves]}"
+            )
 
     def _check_reset(self, reset: Any, input: Any) -> None:
         if isinstance(input, PackedSequence):
@@ -119,12 +156,20 @@ class Recurrent(nn.Module):
     # How a batch lies.
 
     def _by_solve(
-        self, input: Any, hx: Any, reset: Tensor | None, solver: Newton | Loop | None, *, kernels: bool = False
+        self,
+        input: Any,
+        hx: Any,
+        reset: Tensor | None,
+        solver: Newton | Loop | None,
+        *,
+        kernels: bool = False,
+        ranks: Ranks | None = None,
     ) -> Any:
         """A solve for each layer and direction, of arguments that are known to be right.
 
         Args:
             kernels: raise NoKernels where a cell has none
+            ranks: over which the steps are spread
         """
         if isinstance(input, PackedSequence):
             padding = Padding.of(input)
@@ -146,7 +191,7 @@ class Recurrent(nn.Module):
             x, reset = x.transpose(0, 1), None if reset is None else reset.T
         if not batched and hx is not None:
             hx = hx.unsqueeze(1) if isinstance(hx, Tensor) else tuple(leaf.unsqueeze(1) for leaf in hx)
-        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, solver, kernels)
+        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, solver, kernels, ranks)
         if self.batch_first:
             output = output.transpose(0, 1)
         if batched:
@@ -177,6 +222,7 @@ class Recurrent(nn.Module):
         lengths: Tensor | None,
         solver: Any,
         kernels: bool,
+        ranks: Ranks | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """
         Args:
@@ -197,11 +243,15 @@ class Recurrent(nn.Module):
                 at = directions * layer + direction
                 seen = x if direction == 0 else reversed_in_time(x, lengths)
                 start = tuple(leaf[at] for leaf in starts)
-                turned = None if direction == 0 else len(x) if lengths is None else lengths
+                order = ranks if ranks is None or direction == 0 else ranks.reversed()
+                turned = None if direction == 0 or ranks is not None else len(x) if lengths is None else lengths
                 with read_backwards(turned):
-                    solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
+                    solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels, order)
                 states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
-                last.append(tuple(leaf[-1:] for leaf in states))
+                if ranks is None:
+                    last.append(tuple(leaf[-1:] for leaf in states))
+                else:
+                    last.append(tuple(leaf.unsqueeze(0) for leaf in pytree.tree_leaves(solution.final)))
                 # Of a state of several tensors each is a view of all of them.
                 output = states[0] if len(states) == 1 else states[0].contiguous()
                 outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
@@ -226,6 +276,7 @@ class Recurrent(nn.Module):
         lengths: Tensor | None,
         solver: Newton | Loop | None,
         kernels: bool,
+        ranks: Ranks | None = None,
     ) -> Solution:
         """One layer in one direction.
 
@@ -243,7 +294,7 @@ class Recurrent(nn.Module):
         with nullcontext() if mixed is None else torch.autocast(x.device.type, enabled=False):
             if kernels:
                 _require_kernels(step, z0, xs, lengths)
-            return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
+            return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver, mesh=ranks)
 
     def _weights(self, at: int) -> Weights:
         names = self._all_weights[at]

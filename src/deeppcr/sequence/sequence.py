@@ -345,8 +345,8 @@ def _as_slice(steps: range) -> slice:
     return slice(steps.start, steps.stop, steps.step)
 
 
-def find_length(steps: Any, xs: Any, length: int | None) -> int:
-    """L, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
+def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
+    """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
     found: list[tuple[str, int]] = []
     if length is not None:
         try:
@@ -376,7 +376,7 @@ def find_length(steps: Any, xs: Any, length: int | None) -> int:
             f"{about}: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint
         )
     name, value = found[0]
-    if value < 1:
+    if value < least:
         raise ValueError(f"{name}: at least one step is needed, got L = {value}")
     return value
 

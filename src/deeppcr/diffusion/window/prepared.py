@@ -85,7 +85,7 @@ class Prepared:
     kind: type[Iteration] | None = None
 
     def __init__(self, window: Window, problem: Problem, prior: Prior):
-        self.prior = prior
+        self.prior, self.ranks = prior, problem.ranks
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(problem)
         kind = self.kind or kind_for(problem)
@@ -263,7 +263,13 @@ class Prepared:
     def iterate(self, count: int, rough: bool) -> None:
         """One iteration on ``count`` rows; ``rough``: in TF32, and no step leaves."""
         self.iteration.run(self.in_precision(rough), count, not rough)
+        self.decide_alike()
         self.iteration.show()
+
+    def decide_alike(self) -> None:
+        """Where rows are spread over ranks, all go on with as many as the first does: sums may round otherwise on another device."""
+        if self.ranks is not None:
+            self.iteration.counters.copy_(self.ranks.spread(self.iteration.counters, 0))
 
     def finish(self) -> None:
         """What is to be known of the states: the last residuals, and what rounding leaves."""
@@ -281,6 +287,7 @@ class Prepared:
         iteration.uncertain.copy_(self.least > self.tolerance)
         iteration.uncertain.masked_fill_(~torch.isfinite(self.least), _UNKNOWN)
         iteration.returned.copy_(iteration.went_back)
+        self.decide_alike()
         iteration.show()
 
     def outcome(self, problem: Problem) -> Outcome:

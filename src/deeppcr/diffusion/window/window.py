@@ -113,6 +113,7 @@ class Window:
 
     def size_for(self, problem: Problem) -> int:
         length, rows = problem.length, _FILLING.get(problem.device.type, 1024)
+        rows *= 1 if problem.ranks is None else problem.ranks.count
         asked = self.size if isinstance(self.size, int) else None
         return min(length, asked or max(-(-rows // problem.samples), -(-length // 8)))
 

@@ -1,0 +1,118 @@
+"""The status of every row of a solve over ranks: by what all of them said, so that all decide alike.
+
+Shapes: N chunks on this rank (n of them from chunk ``first`` on), B rows, D the packed state.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..convergence import Progress, error_left, still_to_come
+from ..newton import Newton
+from ..solution import Result
+from ..tolerance import ROUNDED, Bounds
+from .part import Part
+
+
+class Shared(Progress):
+    """The status of every row, the same on all ranks; chunks are counted through all of them."""
+
+    def __init__(self, part: Part, newton: Newton, chunk: int):
+        counts, before = part.cut(chunk)
+        super().__init__(
+            part.layout,
+            part.total,
+            chunk,
+            tolerance=newton.tolerance(part.layout.dtype),
+            quadratic=newton.quadratic,
+            stop=newton.stop,
+            max_iterations=newton.max_iterations,
+            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
+            chunks=before[-1],
+        )
+        self.part, self.before = part, before[part.ranks.rank]
+        own = torch.arange(counts[part.ranks.rank], device=part.layout.device)
+        self.index = own.unsqueeze(1) + self.before
+
+    @property
+    def exact_steps(self) -> Tensor:
+        trusted = self.codes < Result.UNCERTIFIED.severity
+        return torch.where(trusted, self.length, self.part.steps_before(self.prefix, self.chunk))
+
+    def leading(self, fine: Tensor, first: int = 0) -> Tensor:
+        """On this rank alone: how many chunks of the whole come before the first that is not ``fine``."""
+        if not len(fine):
+            return torch.full_like(self.prefix, self.chunks)
+        return super().leading(fine, first)
+
+    def joined_at(self, joined: Tensor) -> None:
+        """Exact are only the first ``joined`` [B] chunks; who claimed more loses the claim."""
+        self.prefix = torch.minimum(self.prefix, joined)
+        if self.stop.promises:
+            lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
+            self.codes = torch.where(lost, Result.NOT_CONVERGED.severity, self.codes)
+
+    def heard(self, found: dict[str, Tensor], *, counts: bool) -> Tensor:
+        """After an iteration, and what all ranks said of it; returns which rows are done by it alone, [B].
+
+        Args:
+            counts: False for a look after the last iteration, at what it left
+        """
+        self.finish(found["lost"] > 0, Result.NON_FINITE)
+        worst, off, looked = found["worst"], found["off"], self.count > 0 and self.stop.fixed is None
+        if self._first_residual is None:
+            self._first_residual = found["residual"].to(self.layout.dtype)
+        done = torch.zeros_like(self.active)
+        if looked:
+            size = found["residual"].to(self.layout.dtype)[None, :, None]
+            done = self.active & self.stop.residual_suffices(size, self._first_residual)
+            if not self.stop.by_residual:
+                done &= (off <= 1) & (error_left(worst, worst, self.updates[-1]) <= 1) & self.quadratic
+        self.finish(done, Result.CONVERGED)
+        if not counts:
+            return done
+        self.count += 1
+        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
+        if self.active.any() or not self.updates:
+            self.updates.append(torch.where(done, 0, worst))
+        grown = torch.maximum(self.prefix + 1, -found["unsettled"].long()).clamp(max=self.chunks)
+        self.prefix = torch.where(self.active, grown, self.prefix)
+        if self.stop.fixed is not None:
+            return done
+        self.finish(self.prefix >= self.chunks, Result.CONVERGED)
+        if self.stop.promises:
+            if not self.quadratic:
+                self.finish((self._estimate(found) <= 1) & (off <= 1), Result.CONVERGED)
+            self.stuck = self.find_stuck(worst, off, found["large"] == 0)
+        prefix = torch.where(self.active, self.prefix, self.chunks)
+        self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
+        return done
+
+    def _estimate(self, found: dict[str, Tensor]) -> Tensor:
+        """[B]: the error that is left, in units of the tolerance, if updates go on falling as they did: see ``Progress``."""
+        largest = found["largest"].to(self.layout.dtype)
+        before, factor_before = self._last
+        factor = still_to_come(largest, before)
+        self._last = (largest, factor)
+        scaled = found["creeping"] * torch.maximum(factor, factor_before).double()
+        return torch.maximum(found["harmless"], torch.where(found["creeping"] > 0, scaled, 0).amax(-1))
+
+    def rates(self, delta: Tensor, bounds: Bounds) -> dict[str, Tensor]:
+        """What ``_estimate`` has to know of an update [n, B, D] by approximate Jacobians."""
+        size = delta.abs()
+        unit = torch.maximum(bounds.allowed, ROUNDED * bounds.rounding)
+        ratio = torch.where(size == 0, 0, size / unit).double().nan_to_num(math.inf, math.inf)
+        harmless = size <= torch.maximum(bounds.allowed / self.chunks, ROUNDED * bounds.rounding)
+        return {
+            "largest": largest_of(size),
+            "creeping": largest_of(torch.where(harmless, 0, ratio)),
+            "harmless": largest_of(torch.where(harmless, ratio, 0)).amax(-1),
+        }
+
+
+def largest_of(each: Tensor) -> Tensor:
+    """Over this rank's chunks, of which there may be none: [n, ...] to [...]."""
+    return each.amax(0) if len(each) else each.new_zeros(each.shape[1:])
