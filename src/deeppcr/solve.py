@@ -165,7 +165,7 @@ def _over_ranks(
     xs: Any,
     length: int | None,
     batch_dims: int | None,
-    lengths: Tensor | None,
+    lengths: Any,
     keep: str | int,
     solver: Newton | Loop | None,
     guess: Any,

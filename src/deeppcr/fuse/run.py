@@ -333,7 +333,7 @@ class Run(BoundKernels):
         ended, sizes = torch.empty_like(began), torch.empty_like(began)
         products = began.new_empty(aligned_size(starts.numel() * across if product else 1))
         notes = Notes(2, self.rows, self.device)
-        worst = [began.new_empty(3 * self.rows)] if self.shape.tiled else []
+        worst = [began.new_empty(tiled.WORST * self.rows)] if self.shape.tiled else []
         every = 1 if self.shape.tiled or not product else self.length + 1  # then no state is written
         states = self.new_states() if every == 1 else self.initial
         memory = (began, ended, products, sizes, notes.corrections, notes.unsettled, *worst)

@@ -22,6 +22,8 @@ _BUSY, _LEAST = 2048, 16
 _STAGES = 3
 #: Numbers that the registers of a warp hold beside all else.
 _OF_A_WARP = 2048
+#: So many numbers the kernels note of a row in a pass.
+WORST = 4
 
 
 def first_chunk(length: int, rows: int) -> int:
@@ -35,10 +37,10 @@ def groups_of(chunks: int) -> int:
 
 
 def workspace_sizes(width: int, rows: int, chunks: int, vectors: int) -> list[int]:
-    """Of every chunk so many vectors and a matrix; of every group a matrix and two vectors; of every row four numbers."""
+    """Of every chunk so many vectors and a matrix; of every group a matrix and two vectors; of every row ``WORST`` numbers."""
     groups = groups_of(chunks)
     matrices = [chunks * rows * width * width, groups * rows * width * width]
-    return [*[chunks * rows * width] * vectors, *matrices, groups * rows * width, groups * rows * width, 4 * rows]
+    return [*[chunks * rows * width] * vectors, *matrices, groups * rows * width, groups * rows * width, WORST * rows]
 
 
 class _How:
