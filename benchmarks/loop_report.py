@@ -30,7 +30,9 @@ NAMES = {
     "lorenz-96": "Lorenz-96, F = 2, RK4",
 }  # fmt: skip
 #: What a user has without this library, for the same states.
-_OTHERS = ("cuDNN", "pararnn-torch", "bare loop", "bare loop in a CUDA graph")
+_OTHERS = {
+    "cuDNN": "cuDNN", "pararnn-torch": "pararnn-torch", "bare loop": "bare loop", "bare loop in a CUDA graph": "CUDA graph",
+}  # fmt: skip
 _IN_ONE = 'Loop(by="kernel")'
 
 
@@ -84,7 +86,7 @@ def _best_other(cases: Sequence[Mapping[str, Any]]) -> str:
     if not others:
         return ""
     seconds, method = min(others)
-    return f"{_ms(seconds)}, {method}"
+    return f"{_ms(seconds)}, {_OTHERS[method]}"
 
 
 def _how(found: Sequence[Sequence[Mapping[str, Any]]]) -> str:

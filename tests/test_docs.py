@@ -154,7 +154,9 @@ def test_pages_agree_on_how_it_is_installed():
 def test_pages_have_blocks():
     """A change in how pages are written must not leave their examples untested in silence."""
     counts = {page.name: len(blocks_of(page)) for page in PAGES}
-    pages = "README index choose recipes convergence mathematics markov diffusers"
+    pages = (
+        "README index choose steps networks solution recipes recurrent kernels convergence mathematics markov diffusers"
+    )
     for name in (f"{page}.md" for page in pages.split()):
         assert counts[name] >= 1, name
 

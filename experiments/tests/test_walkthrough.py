@@ -252,7 +252,9 @@ def test_what_was_not_run_says_so_and_nothing_else():
         verdict = Verdict.NOT_RUN if item.parts else Verdict.NOTHING_MEASURED
         assert f"| {item.title} | **{verdict.value}** |" in overview
     assert questions.count("** Not run yet at full size: `deeppcr-paper reproduce") == len(findings.FINDINGS)
-    assert headline.lines([])[0].startswith("Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`, `")
+    (nothing,) = headline.lines([], None)
+    assert nothing.startswith("Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`, `")
+    assert nothing.endswith("`python benchmarks/loops.py`.")
 
 
 def test_a_smaller_run_says_so_and_how_it_was_made():
@@ -275,6 +277,20 @@ def test_a_damaged_result_is_named():
 # The README's table, and the command
 
 
+def made_up_loops(*cases):
+    """A file of benchmarks/loops.py; cases: loop, direction, method, result, seconds."""
+    sizes = {"L": 2048, "B": 8, "D": 256, "dtype": "float32"}
+    content = {
+        "date": "2026-02-01", "commit": "def", "machine": {"hardware": "Some GPU"},
+        "cases": [
+            {"suite": "table", "parameters": sizes | {"loop": loop, "direction": direction}, "method": method, "passed": True,
+             "result": result, "seconds": [seconds, seconds, 9 * seconds]}
+            for loop, direction, method, result, seconds in cases
+        ],
+    }  # fmt: skip
+    return "loops-nvidia-some-gpu.json", content
+
+
 def test_the_table_shows_the_strong_baselines():
     small = {"steps": (1024,), "images": 1, "runs": 2}
     sampled = [
@@ -284,19 +300,46 @@ def test_the_table_shows_the_strong_baselines():
         finished(made_up_diffusion.pixel_result(replace(pixel_diffusion.FULL, sides=(4,), **small))),
     ]
     timed = finished(made_up.mlp_timing_result())
-    lines = headline.lines([timed, trained(), *sampled])
-    assert lines[0].count("|") == 7
-    assert all(name in lines[0] for name in ("eager loop", "CUDA graph", "fused sequential kernel", "as printed"))
-    (short,) = [line for line in lines if "MLP forward, L = 64," in line]
-    assert "(0.025×)" in short, "where the loop wins stands in the table"
-    assert any("ResNet forward in training, L = 128" in line for line in lines)
-    assert any("Diffusion, latents of MNIST, w = 16, L = 1,024" in line for line in lines)
-    (slow,) = headline.lines([timed, trained(dtype="float64"), *sampled])
+    loops = made_up_loops(
+        ("gru", "forward", "solve", "CONVERGED", 1e-3),
+        ("gru", "forward", 'Loop(by="kernel")', "LOOP", 2e-3),
+        ("gru", "forward", "pararnn-torch", None, 4e-3),
+        ("gru", "forward", "bare loop in a CUDA graph", None, 5e-3),
+        ("gru", "forward", "bare loop", None, 1.0),
+        ("lorenz", "forward", "solve", "LOOP", 1e-3),
+        ("lorenz", "forward", 'Loop(by="kernel")', "LOOP", 1e-3),
+        ("lorenz", "forward", "bare loop in a CUDA graph", None, 5e-4),
+    )
+    lines = headline.lines([timed, trained(), *sampled], loops)
+    assert lines[0].count("|") == 6
+    assert all(name in lines[0] for name in ("loop in Python", "fastest loop without", "one kernel", "in parallel"))
+    (elementwise,) = [line for line in lines if "elementwise GRU, 2,048 × 8 × 256" in line]
+    assert elementwise.endswith("| 1 s (1,000×) | 4 ms pararnn-torch (4×) | 2 ms | **1 ms** |"), "the medians"
+    (chaotic,) = [line for line in lines if "chaotic" in line]
+    assert chaotic.endswith("| – | **500 µs** CUDA graph (0.5×) | 1 ms | – |"), (
+        "where the loop wins stands in the table"
+    )
+    (short,) = [line for line in lines if "MLP forward, 64 × 1 × 16" in line]
+    assert "**" in short.split("|")[3] + short.split("|")[4]
+    assert any("diffusion, latents of MNIST, 1,024 × 1 × 16" in line for line in lines)
+    assert any("diffusion, latents of MNIST, 1,024 × 64 × 16" in line for line in lines)
+    assert "commit def" in lines[-1]
+    (slow,) = headline.lines([timed, trained(dtype="float64"), *sampled], loops)
     assert (
         slow == "Not run yet: `deeppcr-paper reproduce resnet-training --device cuda --data-dir DIR`."
     )  # it shows no speed
     with pytest.raises(ValueError, match="lacks the marks"):
-        headline.put("no marks here", [])
+        headline.put("no marks here", [], None)
+
+
+def test_the_table_that_is_committed_is_short_and_says_where_the_loop_wins():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|") and " × " in line][1:]
+    assert 10 <= len(rows) <= headline.MOST
+    assert any("ResNet, a training step in a CUDA graph, 1,024 × 8 × 16" in row for row in rows)
+    assert sum("| **" in row.rsplit("|", 2)[0] for row in rows) >= 3
+    assert all(row.count("**") == 2 for row in rows)
+    assert len(page.splitlines()) <= 130
 
 
 def test_the_command_writes_what_differs_and_takes_away_what_is_left_over(tmp_path, capsys):

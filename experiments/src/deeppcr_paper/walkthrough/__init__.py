@@ -38,7 +38,9 @@ def build(root: Path, draw: Callable[[dict[str, Any]], Sequence[Figure]] = figur
         result = best(results, experiment)
         files |= {f"{place}/{figure.name}.svg": figure.file() for figure in (once(result) if result else ())}
     files["docs/report.html"] = make_report(collect([root / "results"]), once)
-    files["README.md"] = headline.put((root / "README.md").read_text(encoding="utf-8"), results)
+    files["README.md"] = headline.put(
+        (root / "README.md").read_text(encoding="utf-8"), results, headline.newest_loops(root / "results")
+    )
     return files
 
 

@@ -1,71 +1,95 @@
-"""The README's table: what a pass takes by every loop, as printed and with the defaults."""
+"""The README's table: a few loops of every kind, by the loops that a user has, by the loop in one kernel, and in parallel."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..claims.networks import of_activation
 from ..claims.results import IMAGES, Finished, best, command
 from ..figures.style import seconds as in_words
-from ..mlp_summary import BASELINES, seconds
-from ..mlp_timing import DIRECTIONS
 from ..table import times
 
 BEGIN = "<!-- the table begins: written by make paper -->"
 END = "<!-- the table ends -->"
+#: Columns: the loop in Python, the fastest loop without this library, and this library's two.
 HEADS = {
-    "loop": "eager loop",
-    "graph": "loop in a CUDA graph",
-    "fused": "fused sequential kernel",
-    "printed": "the paper's method as printed",
-    "auto": "`deeppcr` in parallel",
+    "python": "loop in Python",
+    "other": "fastest loop without `deeppcr`",
+    "kernel": "`deeppcr`: loop in one kernel",
+    "parallel": "`deeppcr`: in parallel",
 }
-WIDTHS = (4, 16, 64, 256)
-#: A depth at which loops are short.
-SHORT = 64
+#: No more rows than a reader takes in at once.
+MOST = 14
+#: Loops of users, and whether with gradients: their names in ``benchmarks/loops.py``, and in words.
+LOOPS = {
+    ("gru", "forward"): "elementwise GRU",
+    ("dense-gru-16", "forward and backward"): "GRU with gradients",
+    ("kalman", "forward"): "Kalman filter, mean and covariance",
+    ("pendulum", "forward"): "pendulum, Runge-Kutta",
+    ("lorenz", "forward"): "Lorenz, chaotic",
+}
+_OTHERS = {"cuDNN": "cuDNN", "pararnn-torch": "pararnn-torch", "bare loop in a CUDA graph": "CUDA graph"}
+#: Networks of the paper, (direction, depth, width); None stands for the greatest depth.
+NETWORKS = (
+    ("forward", None, 16),
+    ("backward", None, 16),
+    ("forward", None, 256),
+    ("forward", None, 512),
+    ("forward", 64, 16),
+)
+_GRAPH = "CUDA graph"
+
+Times = Mapping[str, float | None]
 
 
-def put(page: str, results: Sequence[Finished]) -> str:
+def put(page: str, results: Sequence[Finished], loops: tuple[str, Mapping[str, Any]] | None) -> str:
     """The page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return before + "\n".join([BEGIN, "", *lines(results), "", END]) + after
+    return before + "\n".join([BEGIN, "", *lines(results, loops), "", END]) + after
 
 
-def lines(results: Sequence[Finished]) -> list[str]:
+def newest_loops(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """The newest run of ``benchmarks/loops.py`` on a GPU: the name of its file, and what is in it."""
+    files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("loops-nvidia-*.json")]
+    return max(files, key=lambda each: each[1]["date"], default=None)
+
+
+def lines(results: Sequence[Finished], loops: tuple[str, Mapping[str, Any]] | None) -> list[str]:
     needed = {"mlp-timing": _on_gpu, "resnet-training": _fast, "latent-diffusion": _on_gpu, "pixel-diffusion": _on_gpu}
     found = {name: best(results, name, needs) for name, needs in needed.items()}
     used = [result for result in found.values() if result]
-    if len(used) < len(needed):
-        missing = [f"`{command(name)}`" for name, result in found.items() if result is None]
+    missing = [f"`{command(name)}`" for name, result in found.items() if result is None]
+    if loops is None:
+        missing.append("`python benchmarks/loops.py`")
+    if missing or loops is None:
         return [f"Not run yet: {', '.join(missing)}."]
-    timed, trained, *sampled = used
+    timed, trained, latents, pixels = used
+    rows = [*_loops(loops[1]), *_networks(timed), *_training(trained), *_samples(latents), *_samples(pixels)]
+    rows += _batch(latents)
+    if len(rows) > MOST:
+        raise ValueError(f"the README's table has {len(rows)} rows: {MOST} at most")
     sources = [each.source + (", smaller than the paper's runs" if each.smaller else "") for each in used]
+    machine, (file, record) = loops[1]["machine"]["hardware"], loops
+    sources.append(f"`results/{file}` ({machine}, {record['date'][:10]}, commit {record['commit']})")
     return [
-        f"| time of a pass or a sample | {' | '.join(HEADS.values())} |",
+        f"| loop, steps × rows × width | {' | '.join(HEADS.values())} |",
         "|---" * (1 + len(HEADS)) + "|",
-        *_networks(timed),
-        *_training(trained),
-        *(row for each in sampled for row in _samples(each)),
+        *rows,
         "",
-        'In brackets: its time over that of `deeppcr` in parallel, so below 1 where that is slower; `mode="auto"`, the default, '
-        "takes the fused sequential kernel, which is `deeppcr`'s too, where it is expected to be the faster. L layers of "
-        "width w, one row (in training 8); whole calls, with their stopping tests. Of an MLP the shortest of "
-        f"{_repeats(timed)} calls, as the paper shows, else medians. Backward: the "
-        "gradients of weights, biases and input, through autograd; `backward` among [the kernels' "
-        "times](docs/performance.md#measured) is without those of the weights, and shorter. "
-        "Diffusion: L denoising steps, one sample.",
-        f"From {' and '.join(sources)}.",
+        "Medians of whole calls in float32, stopping test included; the fastest is bold. In brackets: its time over that of the faster of "
+        "`deeppcr`'s two ways, between which it chooses by itself; below 1× `deeppcr` loses. A dash: not measured, or no gain in "
+        "parallel. In the first five rows loops in Python and in CUDA graphs are timed over 256 steps and scaled. Results were compared with "
+        f"the loop's before: largest errors {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
+        f"{max(_error_of_samples(latents), _error_of_samples(pixels)):.1e} (samples, from the loop's).",
+        f"From {', '.join(sources)}.",
     ]
-
-
-def _repeats(timed: Finished) -> str:
-    entries = [entry for record in timed.records for way in DIRECTIONS for entry in record[way].values()]
-    counts = [len(entry["seconds"]) for entry in entries if entry.get("seconds")]
-    return f"{min(counts)} to {max(counts)}"
 
 
 def _on_gpu(result: Finished) -> bool:
@@ -77,59 +101,126 @@ def _fast(result: Finished) -> bool:
     return result.content["settings"].get("dtype") == "float32" and _on_gpu(result)
 
 
+def _loops(record: Mapping[str, Any]) -> list[str]:
+    found = []
+    for (loop, direction), name in LOOPS.items():
+        cases = {
+            case["method"]: case
+            for case in record["cases"]
+            if case["suite"] == "table"
+            and case["passed"]
+            and (case["parameters"]["loop"], case["parameters"]["direction"]) == (loop, direction)
+        }
+        if "solve" not in cases:
+            continue
+        taken = {method: median(case["seconds"]) for method, case in cases.items()}
+        others = {taken[method]: words for method, words in _OTHERS.items() if method in taken}
+        sizes = cases["solve"]["parameters"]
+        each = {
+            "python": taken.get("bare loop"),
+            "other": min(others, default=None),
+            "kernel": taken.get('Loop(by="kernel")'),
+            "parallel": None if cases["solve"]["result"] == "LOOP" else taken["solve"],
+        }
+        found.append(
+            _row(f"{name}, {_size(sizes['L'], sizes['B'], sizes['D'])}", each, others.get(each["other"] or 0.0))
+        )
+    return found
+
+
 def _networks(result: Finished) -> list[str]:
+    columns = {"python": "loop", "other": "graph", "kernel": "fused", "parallel": "auto"}
+    return [
+        _row(
+            f"MLP {way}, {_size(record['L'], 1, record['w'])}",
+            {column: _median(record[way].get(name)) for column, name in columns.items()},
+        )
+        for way, record in _shown(result)
+    ]
+
+
+def _shown(result: Finished) -> list[tuple[str, dict[str, Any]]]:
+    """Of the paper's networks the directions and records that are shown."""
     mine = of_activation(result, "relu")
     deepest = max((record["L"] for record in mine), default=0)
-    found = []
-    for way in DIRECTIONS:
-        for depth, widths in ((deepest, WIDTHS), (SHORT, (16,))):
-            for record in mine:
-                if record["L"] == depth and record["w"] in widths:
-                    name = f"MLP {way}, L = {depth:,}, w = {record['w']}"
-                    found.append(_row(name, {column: seconds(record, way, column) for column in HEADS}))
-    return found
+    return [
+        (way, record)
+        for way, depth, width in NETWORKS
+        for record in mine
+        if (record["L"], record["w"]) == (depth or deepest, width) and record[way].get("auto", {}).get("seconds")
+    ]
+
+
+def _error_of_networks(result: Finished) -> float:
+    return max((record[way]["auto"].get("error", 0.0) for way, record in _shown(result)), default=0.0)
 
 
 def _training(result: Finished) -> list[str]:
-    found, width = [], result.content["settings"]["width"]
-    for entry in sorted(result.summary, key=lambda each: each["L"]):
-        each: dict[str, Any] = {
-            "loop": entry["eager_forward_seconds"],
-            entry["loop"] if entry["loop"] in BASELINES else "graph": entry["sequential"]["forward_seconds"],
-            "printed": entry["printed_forward_seconds"],
-            "auto": entry["parallel"]["forward_seconds"],
-        }
-        found.append(_row(f"ResNet forward in training, L = {entry['L']:,}, w = {width}", each))
-    for entry in sorted(result.summary, key=lambda each: each["L"]):
-        modes = {"fused": "sequential", "auto": "parallel"}
-        each = {column: entry[mode]["replayed_seconds"] for column, mode in modes.items()}
-        if entry["loop"] == "fused" and all(each.values()):
-            found.append(_row(f"ResNet training step in a CUDA graph, L = {entry['L']:,}, w = {width}", each))
-    return found
+    """The deepest network: a step in a CUDA graph."""
+    entry, width = max(result.summary, key=lambda each: each["L"]), result.content["settings"]["width"]
+    each = {"kernel": entry["sequential"]["replayed_seconds"], "parallel": entry["parallel"]["replayed_seconds"]}
+    if entry["loop"] != "fused" or not all(each.values()):
+        return []
+    size = _size(entry["L"], result.content["settings"]["batch"], width)
+    return [_row(f"ResNet, a training step in a CUDA graph, {size}", each)]
 
 
 def _samples(result: Finished) -> list[str]:
-    """Of every model without classes the longest sequence."""
-    longest = max((entry["L"] for entry in result.summary), default=0)
-    found = []
-    for entry in result.summary:
-        if entry["L"] == longest and entry.get("conditional", "no") == "no":
-            if "w" in entry:
-                size = f"latents of {IMAGES[entry['data']]}, w = {entry['w']}"
-            else:
-                size = f"{entry['side']}×{entry['side']} pixels"
-            found.append(_row(f"Diffusion, {size}, L = {longest:,}", entry["seconds"]))
-    return found
+    """The longest sequence of the widest model without classes."""
+    entry = _widest(result)
+    columns = {"python": "loop", "other": "graph", "parallel": "auto"}
+    return [_row(_sampled(entry, 1), {column: entry["seconds"][name] for column, name in columns.items()})]
 
 
-def _row(name: str, each: Mapping[str, float | None]) -> str:
-    cells = [_cell(column, each.get(column), each.get("auto")) for column in HEADS]
+def _batch(result: Finished) -> list[str]:
+    """The same for many samples at once."""
+    entry = _widest(result)
+    for record in result.records:
+        batch = record.get("batch")
+        if batch and all(record.get(name) == entry.get(name) for name in ("data", "w", "L")):
+            columns = {"python": "loop", "other": "graph", "parallel": "auto"}
+            each = {column: _median({"seconds": batch["seconds"].get(name)}) for column, name in columns.items()}
+            return [_row(_sampled(entry, batch["samples"]), each)]
+    return []
+
+
+def _widest(result: Finished) -> Mapping[str, Any]:
+    plain = [entry for entry in result.summary if entry.get("conditional", "no") == "no"]
+    return max(plain, key=lambda entry: (entry["L"], entry.get("w") or entry.get("side")))
+
+
+def _error_of_samples(result: Finished) -> float:
+    return _widest(result)["auto"]["error"]
+
+
+def _sampled(entry: Mapping[str, Any], samples: int) -> str:
+    if "w" in entry:
+        return f"diffusion, latents of {IMAGES[entry['data']]}, {_size(entry['L'], samples, entry['w'])}"
+    return f"diffusion, images, {_size(entry['L'], samples, entry['side'] ** 2)}"
+
+
+def _size(steps: int, rows: int, width: int) -> str:
+    return f"{steps:,} × {rows:,} × {width:,}"
+
+
+def _median(entry: Mapping[str, Any] | None) -> float | None:
+    return median(entry["seconds"]) if entry and entry.get("seconds") else None
+
+
+def _row(name: str, each: Times, other: str | None = _GRAPH) -> str:
+    """Args:
+    other: what the fastest loop without this library is
+    """
+    measured = [value for value in each.values() if value is not None]
+    ours = min(value for column, value in each.items() if value is not None and column in ("kernel", "parallel"))
+    cells = []
+    for column in HEADS:
+        value = each.get(column)
+        if value is None:
+            cells.append("–")
+            continue
+        cell = f"**{in_words(value)}**" if value == min(measured) else in_words(value)
+        if column == "other":
+            cell += f" {other}"
+        cells.append(cell + (f" ({times(value / ours)})" if column in ("python", "other") else ""))
     return f"| {name} | {' | '.join(cells)} |"
-
-
-def _cell(column: str, value: float | None, ours: float | None) -> str:
-    if value is None:
-        return "–"
-    if column == "auto":
-        return f"**{in_words(value)}**"
-    return in_words(value) + (f" ({times(value / ours)})" if ours else "")
