@@ -42,7 +42,7 @@ class Kernels:
     def __init__(self, program: Program | TileProgram):
         self.program = program
         self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
-        self.shapes: dict[tuple, Any] = {}
+        self.shapes: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def forward_source(self) -> str:

@@ -234,9 +234,9 @@ def _surroundings(sequence: Sequence) -> Hashable:
     )
 
 
-captured_solves = CapturedSolves()
+captured_solves: CapturedSolves = CapturedSolves()
 #: What ``deeppcr.diffusion`` keeps from run to run, with the graphs of its iterations. A run takes it and puts it back.
-prepared_samplers = Bounded(_MOST_PREPARED)
+prepared_samplers: Bounded = Bounded(_MOST_PREPARED)
 
 
 def forget_graphs() -> None:

@@ -34,14 +34,14 @@ class Rounding:
 
     def __init__(self, problem: Problem, coupling: Coupling):
         coefficients, coarse, eps = problem.coefficients, problem.eps, torch.finfo(problem.dtype).eps
-        self.weights = torch.full((problem.length,), eps, device=problem.device, dtype=problem.dtype)
+        self.weights: Tensor = torch.full((problem.length,), eps, device=problem.device, dtype=problem.dtype)
         if coarse > eps:  # its outputs are about as large as its inputs
             gain = coefficients.slope[:, 0, 0].abs().amax(-1)
             self.weights = self.weights + coarse * gain * coefficients.scale.abs()
         # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
         unit = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
         self.weights = self.weights * torch.maximum(_amplification(coupling), _amplification(unit))
-        self.limit = coefficients.limit
+        self.limit: float | None = coefficients.limit
 
     def least(self, size: Tensor) -> Tensor:
         """[B]: the least tolerance that can be certified of the last of the states, whose largest numbers are ``size`` [L, B]."""

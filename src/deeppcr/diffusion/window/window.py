@@ -91,7 +91,7 @@ class Window:
     tf32: float | None = 0.01
     graphs: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("tolerance", "tf32"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
@@ -208,18 +208,26 @@ class Prepared:
     The denoiser itself is not kept: a graph knows where its parameters lie.
     """
 
+    tolerance: float
+    device: torch.device
+    tf32: bool
+    runs: int
+    returned: int
+    network: Callable[[Tensor, Tensor, Tensor], Tensor]
+    kept: Problem
+
     def __init__(self, window: Window, problem: Problem, prior: Prior):
         self.prior = prior
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(dtype)
-        self.coupling = Coupling(prior, steps, problem.width, device, dtype)
-        self.start_coupling = self.coupling
+        self.coupling: Coupling = Coupling(prior, steps, problem.width, device, dtype)
+        self.start_coupling: Coupling = self.coupling
         if prior.of_path is not prior:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with full_precision(device):
             eps = problem.eps
         coarse, self.tf32 = of_network(problem, self.coupling, eps), has_tf32(problem)
-        self.iteration = kind_for(problem)(
+        self.iteration: Iteration = kind_for(problem)(
             problem.coefficients,
             self.coupling,
             problem.samples,
@@ -233,15 +241,15 @@ class Prepared:
             adds_noise=problem.shift is not None,
             eps=(eps, max(eps, _TF32)),
         )
-        self.least = torch.zeros_like(self.iteration.allowance)
-        self.residual = torch.zeros_like(self.iteration.measured)
-        self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.least: Tensor = torch.zeros_like(self.iteration.allowance)
+        self.residual: Tensor = torch.zeros_like(self.iteration.measured)
+        self.classes: Any = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.starts: dict[Start, Any] = {}
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
-        self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
+        self.scan: str = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
         first, last = window.thresholds_for(problem)[[0, -1]].tolist()
-        self.leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
+        self.leaves: str = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
         self.runs = self.returned = 0
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
