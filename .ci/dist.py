@@ -2,7 +2,7 @@
 
 The source distribution first, then the wheel from that, as an installer would build it. Nothing is uploaded.
 
-    make dist                                  # with every supported Python that is on the PATH
+    make dist                                  # with every supported Python that is on the PATH; at least this one must work
     make dist ARGS="--python 3.12"             # with this one, which must work
     make dist ARGS="--build-only"              # no environments
 """
@@ -155,7 +155,11 @@ def works(python: str) -> bool:
 
 
 def use(wheel: Path, python: str, *, must: bool) -> str:
-    """Install it into an environment of its own and run the README's example, without Triton and with it. Returns what was shown."""
+    """Install it into an environment of its own and run the README's example, without Triton and with it. Returns what was shown.
+
+    Args:
+        must: whether it is an error where pip finds nothing that it needs, as there may be no PyTorch for this Python at hand
+    """
     with tempfile.TemporaryDirectory() as folder:
         apart = {"cwd": folder, "env": {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}}
         run(python, "-m", "venv", Path(folder) / "venv", **apart)
@@ -170,11 +174,12 @@ def use(wheel: Path, python: str, *, must: bool) -> str:
         try:
             install(wheel)
         except Failed as failure:
-            if must or "No matching distribution found for torch" not in str(failure):
+            if must:
                 raise
             install("--no-deps", wheel)
             run(clean, "-m", "compileall", "-q", Path(folder) / "venv", **apart)
-            return "installed and compiled only: no torch for it at hand"
+            why = next((line for line in str(failure).splitlines() if line.startswith("ERROR")), "pip failed")
+            return f"compiled only, as what it needs cannot be installed ({why})"
         before = [f"torch {says('import torch; print(torch.__version__)')}"]
         if says("import importlib.util; print(importlib.util.find_spec('triton') is None)") == "True":
             says(example() + SOLVED + NO_KERNEL)
@@ -201,7 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
         for version in versions:
             python = f"python{version}"
             if works(python):
-                said = use(built.wheel, python, must=bool(options.python))
+                this = version == "{}.{}".format(*sys.version_info)
+                said = use(built.wheel, python, must=this or bool(options.python))
             elif options.python:
                 raise Failed(f"{python} is not on the PATH")
             else:

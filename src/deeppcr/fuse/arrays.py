@@ -119,7 +119,8 @@ def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarra
     for place in np.ndindex(index.shape):
         target = list(place)
         target[dim] = index[place]
-        result[tuple(target)] = code.add(result[tuple(target)], source[place]) if add else source[place]
+        before: Any = result[tuple(target)]
+        result[tuple(target)] = code.add(before, source[place]) if add else source[place]
     return result.reshape(shape)
 
 
