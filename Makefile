@@ -20,11 +20,11 @@ endif
 LOCK := $(if $(shell command -v flock 2>/dev/null),flock .venv.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu sanitize lint format docs paper bench fuzz clean
+.PHONY: help demo test test-all test-gpu sanitize lint format docs site dist paper bench fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-all, test-gpu, sanitize, demo, bench and fuzz"
+	@echo "PYTHON=python3 uses an interpreter that is already set up; ARGS='-k pcr' is passed on to test, test-all, test-gpu, sanitize, dist, demo, bench and fuzz"
 
 demo: $(call extra,paper) ## a deep network in parallel, in one table; then quick experiments and a page of them (a minute, once it is installed)
 	@$(PY) -m deeppcr_paper.demo $(ARGS)
@@ -49,10 +49,12 @@ sanitize: $(call extra,dev) ## run the kernels' tests under NVIDIA's compute-san
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
 	$(PY) -m pytest --device=cuda -m 'not gpu' tests/linear/kernels tests/nn/kernels tests/diffusion/kernels $(ARGS)
 
-lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, import contracts
+lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, types of every public name, import contracts
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
+	@found=$$($(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')" --verifytypes deeppcr --ignoreexternal) && \
+	echo "$$found" | grep completeness || { echo "$$found"; exit 1; }
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 format: $(call extra,dev) ## reformat, and fix what ruff can fix
@@ -62,6 +64,12 @@ format: $(call extra,dev) ## reformat, and fix what ruff can fix
 docs: $(call extra,docs) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo 'open site/index.html'
+
+site: $(call extra,docs) ## build the documentation of this version into site/, beside those of earlier versions that are there
+	@$(PY) .ci/pages.py
+
+dist: $(call extra,dev) ## build the source distribution and the wheel into dist/, check them, and use them in clean environments (ARGS="--python 3.12")
+	@$(PY) .ci/dist.py $(ARGS)
 
 paper: $(call extra,paper) ## make every generated page, figure and table of the documentation anew from results/ (on a CPU)
 	@$(PY) -m deeppcr_paper.walkthrough

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Results:
     """
 
     def __init__(self, experiment: str, options: argparse.Namespace, **settings: Any):
-        self.begun, now = time.perf_counter(), datetime.now(timezone.utc)
+        self.begun, now = time.perf_counter(), datetime.now(UTC)
         commit, about = options.commit or current_commit(), machine(torch.device(options.device))
         experiment = f"{experiment}-quick" if options.quick else experiment
         self.head = {

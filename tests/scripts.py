@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ and examples/ as modules, and dry runs of benchmarks."""
+"""The scripts of benchmarks/, examples/ and .ci/ as modules, and dry runs of benchmarks."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ def scripts(folder: str) -> Iterator[Callable[[str], ModuleType]]:
         patch.syspath_prepend(str(ROOT / folder))
         before = set(sys.modules)
         yield importlib.import_module
-        folders = tuple(str(ROOT / each) for each in ("benchmarks", "examples"))
+        folders = tuple(str(ROOT / each) for each in ("benchmarks", "examples", ".ci"))
         for name in set(sys.modules) - before:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(folders):
                 del sys.modules[name]

@@ -1,6 +1,5 @@
 """Bad input is named: the argument, what was expected, what came."""
 
-import sys
 from copy import deepcopy
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -136,7 +135,6 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
 def test_a_step_that_fails_says_what_it_was_called_with():
     with pytest.raises(RuntimeError) as raised:  # the batch first, where the steps are expected
         solve(step, ONES, torch.ones(2, 7, 3))
@@ -375,8 +373,7 @@ def test_another_default_device_changes_nothing():
 def test_xs_that_lie_batch_first(solver):
     with pytest.raises(RuntimeError) as raised:
         solve(lambda z, x: torch.tanh(z) + x, torch.ones(4, 3), torch.ones(4, 50, 3), solver=solver)
-    if sys.version_info >= (3, 11):
-        assert "if xs is [4, 50, 3] = [batch, steps, ...], hand over xs.transpose(0, 1)" in raised.value.__notes__[0]
+    assert "if xs is [4, 50, 3] = [batch, steps, ...], hand over xs.transpose(0, 1)" in raised.value.__notes__[0]
     with pytest.raises(RuntimeError) as raised:
         solve(lambda z, x: z + x, torch.ones(4, 3), torch.ones(50, 4, 2), solver=solver)
     assert "transpose" not in "".join(getattr(raised.value, "__notes__", []))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email.parser import Parser
@@ -11,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import script
+
 ROOT = Path(__file__).resolve().parents[1]
-#: After the README's example, which may take the loop: the same in parallel.
-SOLVED = """
-parallel = deeppcr.solve(step, z0, xs, solver=deeppcr.Newton())
-print(deeppcr.__file__, len(solution.states), parallel.result.name)
-"""
+dist = script(".ci", "dist")
 
 
 def run(*command, **options):
@@ -26,25 +25,20 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory, pytestconfig) -> dict[str, Path]:
-    """Both, by the name of the package."""
+def built(dist, tmp_path_factory, pytestconfig):
+    """What is published: source distribution and wheel."""
     if pytestconfig.getoption("--device") != "cpu":
         pytest.skip("the same for every device")
+    return dist.build(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def wheels(built, tmp_path_factory) -> dict[str, Path]:
+    """Those of library and experiments, by the name of the package."""
     folder = tmp_path_factory.mktemp("wheels")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        folder,
-        ROOT,
-        ROOT / "experiments",
-    )
-    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT / "experiments")
+    (experiments,) = folder.glob("*.whl")
+    return {path.name.partition("-")[0]: path for path in (built.wheel, experiments)}
 
 
 def files_of(wheel: Path) -> dict[str, bytes]:
@@ -80,28 +74,42 @@ def test_the_wheel_of_the_experiments_has_its_command_and_its_assets(wheels):
     assert {"deeppcr", "filelock", "matplotlib", "safetensors", "typer"} <= requirements_of(wheels["deeppcr_paper"])
 
 
-def test_the_library_works_with_torch_alone(wheels, tmp_path):
+def test_what_is_published_is_fit_to_be(dist, built):
+    dist.check_contents(built)
+    with tarfile.open(built.sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "Makefile",
+        "constraints.txt",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "LICENSE",
+        "README.md",
+        "SECURITY.md",
+        ".ci/run",
+    } <= packed
+    assert {f"src/{name}" for name in sources(ROOT / "src/deeppcr")} <= packed
+
+
+def test_the_library_works_with_torch_alone(dist, wheels, tmp_path):
     """From its wheel, by itself; whatever else is installed cannot be imported."""
     zipfile.ZipFile(wheels["deeppcr"]).extractall(tmp_path)  # as pip does, in a moment
-    (example, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     missing = ("triton", "rich", "typer", "matplotlib", "sklearn", "scipy", "diffusers", "deeppcr_paper")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{example}{SOLVED}"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n{dist.example()}{dist.SOLVED}print(deeppcr.__file__)"
     said = run(sys.executable, "-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert said.split() == [str(tmp_path / "deeppcr" / "__init__.py"), "1000", "CONVERGED"]
+    assert said.split() == [str(tmp_path / "deeppcr" / "__init__.py")]
 
 
 @pytest.mark.thorough
-def test_both_work_where_nothing_else_is_installed(wheels, tmp_path):
+def test_the_library_works_where_nothing_else_is_installed(dist, built):
+    assert dist.use(built.wheel, sys.executable, must=True).endswith("works")
+
+
+@pytest.mark.thorough
+def test_the_experiments_work_where_nothing_else_is_installed(wheels, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     programs = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin")
     apart = {"cwd": tmp_path, "env": {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}}
-
-    def install(wheel):
-        run(programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, **apart)
-
-    install(wheels["deeppcr"])
-    (example, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    said = run(programs / "python", "-c", example + SOLVED, **apart)
-    assert said.split()[1:] == ["1000", "CONVERGED"]
-    install(wheels["deeppcr_paper"])
+    constrained = ("install", "--quiet", "-c", ROOT / "constraints.txt")
+    run(programs / "python", "-m", "pip", *constrained, *wheels.values(), **apart)
     assert "mlp-timing" in run(programs / "deeppcr-paper", "reproduce", "--list", **apart)

@@ -24,6 +24,9 @@ class Bounded:
     (None, 'B', 2)
     """
 
+    most: int
+    most_bytes: int | None
+
     def __init__(self, most: int, most_bytes: int | None = None):
         self.most, self.most_bytes = most, most_bytes
         self._kept: OrderedDict[Hashable, tuple[Any, weakref.ref | None]] = OrderedDict()

@@ -48,7 +48,7 @@ class Finding:
 
 
 def check(
-    step: Callable | list[Callable] | nn.ModuleList,
+    step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
     z0: Any,
     xs: Any = None,
     *,

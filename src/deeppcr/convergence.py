@@ -90,7 +90,7 @@ class PaperTest(StoppingTest):
     by_residual = True
     repeatable = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("absolute", "relative"):
             value = getattr(self, name)
             if not isinstance(value, Real):
@@ -123,7 +123,7 @@ class FixedIterations(StoppingTest):
     count: int
     repeatable = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.count, Integral):
             raise TypeError(f"count: expected a whole number, got {self.count!r}")
         if self.count < 1:
@@ -148,6 +148,13 @@ class Progress:
         chunks: how many they are, where some in between are shorter than C
     """
 
+    layout: Layout
+    length: int
+    chunk: int
+    tolerance: Tolerance
+    quadratic: bool
+    stop: StoppingTest
+
     def __init__(
         self,
         layout: Layout,
@@ -162,21 +169,21 @@ class Progress:
         chunks: int | None = None,
     ):
         self.layout, self.length, self.chunk = layout, length, chunk
-        self.chunks = -(-length // chunk) if chunks is None else chunks
+        self.chunks: int = -(-length // chunk) if chunks is None else chunks
         self.tolerance, self.quadratic, self.stop = tolerance, quadratic, stop
-        self.limit = max_iterations if stop.fixed is None else stop.fixed
+        self.limit: int = max_iterations if stop.fixed is None else stop.fixed
         self.compare_with_loop = compare_with_loop
-        self.eps = torch.finfo(layout.dtype).eps
+        self.eps: float = torch.finfo(layout.dtype).eps
 
         rows, device = layout.rows, layout.device
-        self.index = torch.arange(self.chunks, device=device).unsqueeze(1)  # of each chunk
-        self.count = 0
-        self.active = torch.ones(rows, dtype=torch.bool, device=device)
-        self.prefix = torch.zeros(rows, dtype=torch.long, device=device)
-        self.iterations = torch.zeros(rows, dtype=torch.long, device=device)
-        self.codes = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
+        self.index: Tensor = torch.arange(self.chunks, device=device).unsqueeze(1)  # of each chunk
+        self.count: int = 0
+        self.active: Tensor = torch.ones(rows, dtype=torch.bool, device=device)
+        self.prefix: Tensor = torch.zeros(rows, dtype=torch.long, device=device)
+        self.iterations: Tensor = torch.zeros(rows, dtype=torch.long, device=device)
+        self.codes: Tensor = torch.full((rows,), Result.NOT_CONVERGED.severity, device=device)
         self.updates: list[Tensor] = []  # [B] each: the largest update in units of the tolerance
-        self.stuck = ~self.active  # of the last iteration, rows that may be as exact as rounding lets them
+        self.stuck: Tensor = ~self.active  # of the last iteration, rows that may be as exact as rounding lets them
         self.local: Tensor | None = None  # [B], rows that are asked for digits of every state, as `look_closer` says
         self._first_residual: Tensor | None = None
         shape = (rows, layout.width)

@@ -56,11 +56,19 @@ class Call:
         refusal: why there can be no kernels, as far as can be said before the step is looked at
     """
 
+    states: list[Any]
+    spec: Any
+    z0: Any
+    xs: Any
+    batch_dims: int | None
+    given_length: int | None
+    inputs: list[Any]
+
     def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
         self.every = every
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
-        self.given = step, xs
+        self.given: tuple[Any, Any] = step, xs
         several = isinstance(step, (list, tuple, nn.ModuleList))
         steps = len(step) if several else None
         if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
@@ -73,7 +81,7 @@ class Call:
             self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
         else:
             self.length = steps if length is None else length
-        self.refusal = self._find_refusal(step)
+        self.refusal: str | None = self._find_refusal(step)
         self._key: _Key | None = None
         self._fused: FusedStep | str | None = None
 
@@ -181,7 +189,7 @@ class _Key:
 
     __slots__ = ("_hash", "_value")
 
-    def __init__(self, value: tuple):
+    def __init__(self, value: tuple[Any, ...]):
         self._value, self._hash = value, hash(value)
 
     def __hash__(self) -> int:

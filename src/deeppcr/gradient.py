@@ -110,6 +110,9 @@ class Adjoint(Linearised):
         promised: the relative tolerance that the states are said to be within; None where nothing is said
     """
 
+    jacobian: Jacobian
+    linear: LinearSolver
+
     promised: float | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):

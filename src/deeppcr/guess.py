@@ -127,7 +127,7 @@ class BatchMean(Guess):
 
     solution: Solution
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.solution, Solution):
             raise TypeError(f"solution: BatchMean takes an earlier Solution, got {type(self.solution).__name__}")
 

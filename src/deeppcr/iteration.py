@@ -16,7 +16,7 @@ from .certificate import FALSE_DERIVATIVE, certify, has_derivative
 from .convergence import Progress
 from .guess import Guess
 from .jacobian import block_bytes
-from .linear import Blocks, solve_coupled
+from .linear import Blocks, LinearSolver, solve_coupled
 from .newton import Newton
 from .runtime import is_out_of_memory
 from .sequence import Sequence
@@ -83,9 +83,16 @@ class Iteration:
         ends: the unknowns to start from, [N, B, D]
     """
 
+    newton: Newton
+    sequence: Sequence
+    chunk: int
+    plan: Plan
+    guess: Tensor
+    rolled_on: bool
+
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         self.newton, self.sequence, self.chunk, self.plan = newton, sequence, chunk, plan
-        self.progress = Progress(
+        self.progress: Progress = Progress(
             sequence.layout,
             sequence.length,
             chunk,
@@ -95,14 +102,14 @@ class Iteration:
             max_iterations=newton.max_iterations,
             compare_with_loop=newton.chunk == "auto" and newton.quadratic,
         )
-        self.linear = newton.linear  # by which the last system was solved
-        self.ends = ends  # always finite
+        self.linear: LinearSolver = newton.linear  # by which the last system was solved
+        self.ends: Tensor = ends  # always finite
         self.guess, self.rolled_on = ends, False
         # From chunk `first` on (those before are finished in every active row and no longer evaluated), as of the last
         # iteration: the Jacobians, and the chunks' ends as they came out before the update.
-        self.first = 0
+        self.first: int = 0
         self.blocks: Blocks | None = None
-        self.values = ends
+        self.values: Tensor = ends
         self.reasons: tuple[str, ...] = ()
 
     def run(self) -> Outcome:

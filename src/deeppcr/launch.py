@@ -17,7 +17,7 @@ from triton import knobs
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
-_compiled: dict[tuple, Any] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
 #: By what the launches of a call depend on: see ``repeat``.
 _noted: dict[Hashable, Noted | None] = {}
 _UNKNOWN: Any = object()
@@ -26,11 +26,11 @@ _UNKNOWN: Any = object()
 def launch(
     kernel: Any,
     programs: int,
-    arguments: tuple,
-    constants: tuple,
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
     *,
     warps: int,
-    integers: tuple = (),
+    integers: tuple[Any, ...] = (),
     registers: int | None = None,
 ) -> None:
     """Launch so many programs of a kernel on the device of its first argument, the current one.
@@ -161,12 +161,22 @@ class Noted:
 
     __slots__ = ("_device", "_early", "_late", "_scratch", "_shape")
 
-    def __init__(self, early: list[tuple], late: list[tuple], shape: tuple[int, ...] | None, scratch: int, device: int):
+    def __init__(
+        self,
+        early: list[tuple[Any, ...]],
+        late: list[tuple[Any, ...]],
+        shape: tuple[int, ...] | None,
+        scratch: int,
+        device: int,
+    ):
         self._early, self._late, self._shape, self._scratch, self._device = early, late, shape, scratch, device
 
     @staticmethod
     def of(
-        launches: list[tuple[Any, int, tuple]], tensors: tuple[Tensor, ...], result: Tensor | None, made: list[Tensor]
+        launches: list[tuple[Any, int, tuple[Any, ...]]],
+        tensors: tuple[Tensor, ...],
+        result: Tensor | None,
+        made: list[Tensor],
     ) -> Noted | None:
         """None where they cannot be made again: nothing was compiled, a view may be one of two tensors, or a kernel was given memory
         that is neither theirs nor was ``made`` for it."""
@@ -221,7 +231,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def kinds(arguments: tuple) -> tuple:
+def kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """``integers`` for tensors of any dtype that begin anywhere: all that a kernel may be compiled for."""
     return tuple([each if type(each) is int else (each.dtype, each.data_ptr() % 16 == 0) for each in arguments])
 

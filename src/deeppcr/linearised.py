@@ -46,15 +46,17 @@ class Linearised:
         values: [L, B, D], what the steps give
     """
 
+    autocast: tuple[str, torch.dtype, bool]
+
     def __init__(self, sequence: Sequence, states: Tensor):
         self.sequence = sequence
         device = sequence.layout.device.type
         # The backward pass evaluates the step again: in the precision of the forward pass, wherever it is called from.
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        self.states = states.detach()
-        self.inner = self.states[:-1].requires_grad_()
-        self.previous = torch.cat([sequence.initial.unsqueeze(0), self.inner])
-        self.values = sequence.values(self.previous, range(sequence.length))
+        self.states: Tensor = states.detach()
+        self.inner: Tensor = self.states[:-1].requires_grad_()
+        self.previous: Tensor = torch.cat([sequence.initial.unsqueeze(0), self.inner])
+        self.values: Tensor = sequence.values(self.previous, range(sequence.length))
 
     @property
     def arithmetic(self) -> torch.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -61,7 +61,7 @@ class Newton:
     shrink: float = 1.0
     capture: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
         if self.chunk != "auto" and (not whole or self.chunk < 1):
             raise ValueError(f'chunk: expected "auto" or a whole number from 1, got {self.chunk!r}')
@@ -124,7 +124,7 @@ class Newton:
         return chunk
 
 
-def Picard(**settings) -> Newton:
+def Picard(**settings: Any) -> Newton:
     """Picard's iteration: Newton's with the identity for a Jacobian. Takes the arguments of ``Newton``.
 
     >>> import torch, deeppcr
@@ -135,7 +135,7 @@ def Picard(**settings) -> Newton:
     return Newton(jacobian=ScalarJacobian(1.0), **settings)
 
 
-def Jacobi(**settings) -> Newton:
+def Jacobi(**settings: Any) -> Newton:
     """Jacobi's iteration: Newton's with a zero Jacobian. Takes the arguments of ``Newton``.
 
     >>> import torch, deeppcr
@@ -163,6 +163,6 @@ class Loop:
 
     by: Literal["python", "graph", "kernel"] = "python"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.by not in ("python", "graph", "kernel"):
             raise ValueError(f'by: expected "python", "graph" or "kernel", got {self.by!r}')

@@ -110,7 +110,7 @@ class Prediction:
 
 
 def predict(
-    step: Callable | list[Callable] | nn.ModuleList,
+    step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
     z0: Any,
     xs: Any = None,
     *,

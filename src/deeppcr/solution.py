@@ -56,7 +56,8 @@ class Result(Enum):
         "Look at the step function there"
     )
 
-    __hash__ = object.__hash__  # which one it is: by their names, as of any enum, a thousand rows take a while
+    # Which one it is: by their names, as of any enum, a thousand rows take a while.
+    __hash__: Callable[[Result], int] = object.__hash__
 
     def __repr__(self) -> str:
         return f"Result.{self.name}"

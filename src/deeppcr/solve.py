@@ -41,7 +41,7 @@ _USUAL = Newton()
 
 
 def solve(
-    step: Callable | list[Callable] | nn.ModuleList,
+    step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
     z0: Any,
     xs: Any = None,
     *,

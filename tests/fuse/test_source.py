@@ -1,11 +1,13 @@
 """The source of a step's kernels, for all that ``solve`` takes."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 import deeppcr
-from deeppcr.fuse import source
+from deeppcr.fuse import compiled, source
 from deeppcr.fuse.expressions import NotCovered
 
 
@@ -53,3 +55,17 @@ def test_what_is_wrong_is_named():
         source(step, Z0, XS, lengths=torch.tensor([4, 10]))
     with pytest.raises(ValueError, match="length: there are no xs"):
         source(torch.cos, Z0, lengths=torch.tensor([4, 10]))
+
+
+def test_what_another_user_could_change_is_not_imported(tmp_path, monkeypatch):
+    """Not from a folder of somebody else's, whatever it holds when it is looked at; one that is made is nobody else's to write to."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "theirs")
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path / "temporary"))
+    path = compiled._written("deeppcr_step_of_mine", "ours = 1\n")
+    assert path.parent == tmp_path / "theirs"
+    assert path.parent.stat().st_mode & 0o077 == 0
+    me = os.getuid()
+    monkeypatch.setattr(compiled.os, "getuid", lambda: me + 1)  # now they belong to another user
+    with pytest.raises(PermissionError, match="another user"):
+        compiled._written("deeppcr_step_of_mine", "ours = 1\n")

@@ -17,7 +17,7 @@ from torch import Tensor
 from .store import PaperError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 #: Of the unpacked files.
 MD5 = {

@@ -28,6 +28,10 @@ class Coupling:
         offsets: [L, 1, D] or None: what the ideal output holds, in the basis, beside its slope times the sample
     """
 
+    prior: Prior
+    steps: Steps
+    slots: int
+
     def __init__(
         self,
         prior: Prior,
@@ -40,7 +44,7 @@ class Coupling:
     ):
         self.prior, self.steps, self.plain = prior, steps, plain
         self.slots, length = steps.slots, len(steps)
-        self.basis = None
+        self.basis: Tensor | None = None
         data = prior.couplings(steps).to(device, dtype)
         if prior.basis is not None:
             self.basis = prior.basis.detach().to(device, dtype)

@@ -45,9 +45,13 @@ class Denoiser:
         unconditional: what stands for no class: a label, or a nest like ``classes``
     """
 
+    function: Callable[..., Any]
+    shape: torch.Size
+    samples: int
+
     def __init__(
         self,
-        function: Callable,
+        function: Callable[..., Any],
         shape: torch.Size,
         samples: int,
         classes: Any = None,
@@ -59,7 +63,7 @@ class Denoiser:
         self.function, self.shape, self.samples = function, shape, samples
         if guidance is not None and not (isinstance(guidance, (int, float)) and math.isfinite(guidance)):
             raise TypeError(f"guidance: expected a finite number for all samples, got {guidance!r}")
-        self.guidance = guidance if guidance != 1 else None
+        self.guidance: float | None = guidance if guidance != 1 else None
         self.given: tuple[Any, Any] = (classes, None)
         if classes is not None:
             for leaf in pytree.tree_leaves(classes):

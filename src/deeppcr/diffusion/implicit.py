@@ -32,6 +32,9 @@ class Rotated:
         xs: tensors [L, B', ...] by name
     """
 
+    problem: Problem
+    coupling: Coupling
+
     def __init__(self, problem: Problem, coupling: Coupling, who: Tensor | None = None):
         self.problem, self.coupling = problem, coupling
         initial, shift = problem.initial, problem.shift
@@ -44,7 +47,7 @@ class Rotated:
         self.xs: dict[str, Tensor] = {"index": index, "who": who.expand(shape)}
         if shift is not None:
             self.xs["shift"] = shift
-        self.z0 = self.pack(initial)
+        self.z0: Tensor = self.pack(initial)
         self.step: Callable[..., Any] = rowwise(self._step)
 
     def pack(self, states: Tensor) -> Tensor:

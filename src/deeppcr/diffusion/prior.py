@@ -40,7 +40,7 @@ class GaussianPrior:
     basis: Tensor | None = None
     mean: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.variance, (int, float, Tensor)):
             raise TypeError(f"variance: expected a number or a tensor [D], got {self.variance!r}")
         if self.basis is not None and not isinstance(self.basis, Tensor):

@@ -52,9 +52,17 @@ class Problem:
         ranks: over which the rows of a call are spread; None: they are not
     """
 
+    noise: Noise
+    steps: Steps
+    length: int
+    samples: int
+    shape: torch.Size
+    width: int
+    slots: int
+
     def __init__(
         self,
-        denoiser: Callable,
+        denoiser: Callable[..., Any],
         steps: Steps,
         noise: Noise | Tensor,
         classes: Any = None,
@@ -71,16 +79,16 @@ class Problem:
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
         # Half precision is the network's affair: states add up many small steps.
-        self.network_dtype = initial.dtype
-        self.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype
-        self.device = initial.device
-        self.denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
-        self.rows_seen = 0  # by the network
-        self.rows_checked = False
+        self.network_dtype: torch.dtype = initial.dtype
+        self.dtype: torch.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype
+        self.device: torch.device = initial.device
+        self.denoiser: Denoiser = Denoiser(denoiser, self.shape, self.samples, classes, guidance, unconditional)
+        self.rows_seen: int = 0  # by the network
+        self.rows_checked: bool = False
         flat = initial.flatten(1).unsqueeze(-1).to(self.dtype)
         blank = flat.new_zeros(self.samples, self.width, self.slots - 1)
-        self.initial = torch.cat([flat, blank], -1) if self.slots > 1 else flat
-        self.shift = None
+        self.initial: Tensor = torch.cat([flat, blank], -1) if self.slots > 1 else flat
+        self.shift: Tensor | None = None
         if steps.adds_noise:
             assert noise.steps is not None
             deviation = steps.deviation_on(self.device, self.dtype)

@@ -49,11 +49,11 @@ from .window.window import Window, loop_by_graph
 _FAR = 100.0
 #: the steps of so many samplers on a schedule: their numbers take longer to find than a few iterations
 _MOST_KNOWN = 16
-_known: WeakKeyDictionary[Schedule, dict[tuple, Steps]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Schedule, dict[tuple[Any, ...], Steps]] = WeakKeyDictionary()
 
 
 def sample(
-    denoiser: Callable,
+    denoiser: Callable[..., Any],
     schedule: Schedule | Steps,
     noise: Noise | Tensor,
     *,

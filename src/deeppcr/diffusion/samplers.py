@@ -81,7 +81,7 @@ class Steps:
     scale: Tensor | None = None
     clip: Clip | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         length = len(self.timesteps)
         keep, gain = self.keep, self.gain
         if keep.ndim == 1:
@@ -120,7 +120,7 @@ class Steps:
         return bool((self.deviation != 0).any())
 
     @cached_property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Equal for equal numbers."""
         tensors = [self.timesteps, self.keep, self.gain, self.signal, self.spread, self.deviation, self.scale]
         clip = self.clip
@@ -155,18 +155,22 @@ class Coefficients:
     States are [N, B, D, K], outputs and noise [N, B, D]; ``index`` picks the N steps.
     """
 
+    from_sample: Tensor
+    from_output: Tensor
+    weight: Tensor
+
     def __init__(self, steps: Steps, device: torch.device, dtype: torch.dtype):
         def put(values: Tensor, *shape: int) -> Tensor:
             return values.to(device, dtype).reshape(len(steps), *shape)
 
         assert steps.scale is not None
-        self.slots = steps.slots
-        self.timesteps = steps.timesteps.to(device)
-        self.keep = put(steps.keep, 1, 1, self.slots, self.slots)
-        self.gain = put(steps.gain, 1, 1, self.slots)
-        self.scale = put(steps.scale)
-        self.scaled = bool((steps.scale != 1).any())
-        self.limit = None
+        self.slots: int = steps.slots
+        self.timesteps: Tensor = steps.timesteps.to(device)
+        self.keep: Tensor = put(steps.keep, 1, 1, self.slots, self.slots)
+        self.gain: Tensor = put(steps.gain, 1, 1, self.slots)
+        self.scale: Tensor = put(steps.scale)
+        self.scaled: bool = bool((steps.scale != 1).any())
+        self.limit: float | None = None
         if steps.clip is not None:
             self.limit = float(steps.clip.limit)
             self.from_sample, self.from_output, self.weight = (
@@ -233,7 +237,7 @@ class DDPM:
     variance: Literal["large", "small"] = "large"
     clip: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.variance not in ("large", "small"):
             raise ValueError(f'variance: expected "large" or "small", got {self.variance!r}')
         _check_clip(self.clip)
@@ -267,7 +271,7 @@ class DDIM:
     eta: float = 0.0
     clip: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.eta, (int, float)) or not 0 <= self.eta <= 1:
             raise ValueError(f"eta: expected a number from 0 to 1, got {self.eta!r}")
         _check_clip(self.clip)

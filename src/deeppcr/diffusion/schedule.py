@@ -36,7 +36,7 @@ class Schedule:
     timesteps: Tensor = None  # type: ignore[assignment]
     last_alpha_bar: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         bars = torch.as_tensor(self.alphas_bar).detach().to("cpu", torch.float64)
         if bars.ndim != 1 or not len(bars):
             raise ValueError(f"alphas_bar: expected [T], got shape {tuple(bars.shape)}")

@@ -110,7 +110,7 @@ class CoarseStart(Start):
     sweeps: int = 4
     asks_network = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         whole = all(isinstance(each, int) for each in (self.stride, self.sweeps))
         if not whole or self.stride < 2 or self.sweeps < 1:
             raise ValueError(
@@ -214,21 +214,23 @@ class Coarse:
         prior: on the Jacobian
     """
 
+    picked: Tensor
+
     def __init__(self, start: CoarseStart, problem: Problem, prior: GaussianPrior):
         length, samples, device = problem.length, problem.samples, problem.device
-        self.sweeps = start.sweeps
+        self.sweeps: int = start.sweeps
         picked = sorted({*range(0, length, start.stride), length - 1})
-        self.rows = start.sweeps * len(picked) if len(picked) > 1 else 0
+        self.rows: int = start.sweeps * len(picked) if len(picked) > 1 else 0
         self.picked = picked = torch.tensor(picked, device=device)
         every = torch.arange(length, device=device)
-        self.left = (torch.searchsorted(picked, every, right=True) - 1).clamp(0, max(len(picked) - 2, 0))
+        self.left: Tensor = (torch.searchsorted(picked, every, right=True) - 1).clamp(0, max(len(picked) - 2, 0))
         right = (self.left + 1).clamp(max=len(picked) - 1)
         gap = (picked[right] - picked[self.left]).clamp(min=1)
-        self.share = ((every - picked[self.left]) / gap).to(problem.dtype)[:, None, None]
-        self.slopes = prior.slopes(problem.steps).to(device, problem.dtype).reshape(length, 1, -1)[picked]
-        self.times = problem.coefficients.timesteps[picked].repeat_interleave(samples)
-        self.who = torch.arange(samples, device=device).repeat(len(picked))
-        self.scale = problem.coefficients.scale[picked].reshape(-1, 1, 1)
+        self.share: Tensor = ((every - picked[self.left]) / gap).to(problem.dtype)[:, None, None]
+        self.slopes: Tensor = prior.slopes(problem.steps).to(device, problem.dtype).reshape(length, 1, -1)[picked]
+        self.times: Tensor = problem.coefficients.timesteps[picked].repeat_interleave(samples)
+        self.who: Tensor = torch.arange(samples, device=device).repeat(len(picked))
+        self.scale: Tensor = problem.coefficients.scale[picked].reshape(-1, 1, 1)
 
     def states(self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor]) -> Tensor:
         """[L, B, D, K]: the prior's path through what the network says at the picked steps. The host looks at nothing."""

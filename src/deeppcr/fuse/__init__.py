@@ -18,7 +18,7 @@ __all__ = ["source"]
 
 
 def source(
-    step: Callable | list[Callable] | nn.ModuleList,
+    step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
     z0: Any,
     xs: Any = None,
     *,

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Axes = int | Sequence[int] | None
 
 
-def each(function: Callable, *arrays: Any) -> np.ndarray:
+def each(function: Callable[..., Any], *arrays: Any) -> np.ndarray:
     """A function of scalars, on arrays that are broadcast."""
     return filled(np.frompyfunc(function, len(arrays), 1)(*arrays))
 
@@ -119,7 +119,8 @@ def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarra
     for place in np.ndindex(index.shape):
         target = list(place)
         target[dim] = index[place]
-        result[tuple(target)] = code.add(result[tuple(target)], source[place]) if add else source[place]
+        before: Any = result[tuple(target)]
+        result[tuple(target)] = code.add(before, source[place]) if add else source[place]
     return result.reshape(shape)
 
 
@@ -302,7 +303,7 @@ SUMS = {
 _SAME_NUMBERS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "collapse_view", "split_dim")
 
 #: by the name of the operation, without its overload; of a name that has another meaning in prims, with "prims."
-ARRAYS: dict[str, Callable] = {
+ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME_NUMBERS, _reshape),
     **dict.fromkeys(("index", "_unsafe_index"), _index),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),

@@ -100,13 +100,13 @@ class Apply(torch.autograd.Function):
     """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
 
     @staticmethod
-    def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor):
+    def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor) -> Any:
         ctx.run, ctx.layout, ctx.chunk = run, layout, chunk_of(run, found)
         ctx.save_for_backward(found.states, *given)  # so that who changes them before a backward pass is told
         return tuple(layout.leaves(found.states))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         check_backward(grad_outputs[0])
         layout, (states, *_) = ctx.layout, ctx.saved_tensors
         of_initial, of_bases = pull_back(ctx.run, states, layout.pack_leaves(grad_outputs, 1), ctx.chunk)

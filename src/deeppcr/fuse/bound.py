@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..launch import aligned, repeat
 from .compiled import Kernels
+from .program import Program
+from .tile_program import TileProgram
 
 #: Lanes of a program: of elementwise steps, of narrow ones.
 _LANES = {True: 128, False: 32}
@@ -36,7 +38,7 @@ class Notes:
     def __init__(self, limit: int, rows: int, device: torch.device):
         self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
         self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
-        self.memory = torch.empty(self._places[-1] + limit + 2, dtype=torch.float32, device=device)
+        self.memory: Tensor = torch.empty(self._places[-1] + limit + 2, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
@@ -73,15 +75,18 @@ class Shape:
         outputs: where a backward pass writes; None before the first
     """
 
+    length: int
+    rows: int
+
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.length, self.rows = length, initial.numel() // program.width
-        self.tiled = program.parts.tiled
-        self.block = _LANES[program.elementwise]
-        self.warps = max(1, self.block // 32)
+        self.tiled: bool = program.parts.tiled
+        self.block: int = _LANES[program.elementwise]
+        self.warps: int = max(1, self.block // 32)
         moving = sum(read.value.level for read in program.reads)
         self.stages = _STAGES if moving < _MANY else _FEW_STAGES
-        self.copied = tuple(
+        self.copied: tuple[int, ...] = tuple(
             [index for index, (tensor, base) in enumerate(zip(bases, program.parts.bases, strict=True))
              if tensor.is_neg() or not _lies_side_by_side(tensor, base.per_step + base.per_row)]
         )  # fmt: skip
@@ -92,9 +97,9 @@ class Shape:
             step = base.stride(0) if leaf.per_step else 0
             row = base.stride(int(leaf.per_step)) if leaf.per_row else 0
             strides += (step, row, leaf.spacing, leaf.offset)
-        self.strides = tuple(strides)
-        self.kinds = _kinds(initial, bases)
-        self.cuts: dict[tuple, Any] = {}
+        self.strides: tuple[int, ...] = tuple(strides)
+        self.kinds: tuple[Any, ...] = _kinds(initial, bases)
+        self.cuts: dict[tuple[Any, ...], Any] = {}
         self.outputs: Any = None
 
     def read_from(self, bases: list[Tensor]) -> list[Tensor]:
@@ -136,22 +141,32 @@ class BoundKernels:
         bases: what the kernels read from, [L, rows, ...] each, without L or rows where they are the same for all
     """
 
+    length: int
+    rows: int
+    block: int
+    warps: int
+    stages: int
+    strides: tuple[int, ...]
+    kernels: Kernels
+    program: Program | TileProgram
+    device: torch.device
+
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
         kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-        self.initial = aligned(initial.detach().resolve_neg().contiguous())
-        self.shape = Shape.of(kernels, self.initial, bases, length)
-        self.bases = self.shape.read_from(bases)
+        self.initial: Tensor = aligned(initial.detach().resolve_neg().contiguous())
+        self.shape: Shape = Shape.of(kernels, self.initial, bases, length)
+        self.bases: list[Tensor] = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
-        self.pointers = tuple([self.bases[leaf.base] for leaf in program.leaves])
+        self.pointers: tuple[Tensor, ...] = tuple([self.bases[leaf.base] for leaf in program.leaves])
 
-    def kinds(self, *sizes: int) -> tuple:
+    def kinds(self, *sizes: int) -> tuple[Any, ...]:
         """What the kernels are compiled for beside their constants."""
         return (*self.shape.kinds, any(abs(size) >= 2**31 for size in (*self.strides, *sizes)))
 
-    def repeat(self, key: tuple, tensors: tuple[Tensor, ...], make: Any) -> None:
+    def repeat(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
         tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
         repeat((self.shape, *key), tensors, make)

@@ -42,7 +42,7 @@ class Kernels:
     def __init__(self, program: Program | TileProgram):
         self.program = program
         self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
-        self.shapes: dict[tuple, Any] = {}
+        self.shapes: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def forward_source(self) -> str:
@@ -144,9 +144,13 @@ def _written(name: str, source: str) -> Path:
     for folder in (_folder(), Path(tempfile.gettempdir()) / f"deeppcr-{os.getuid()}"):
         path = folder / f"{name}.py"
         try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (
+                folder.stat().st_uid != os.getuid()
+            ):  # who owns it may change what is imported, whatever it held when it was looked at
+                raise PermissionError(f"{folder} belongs to another user")
             if path.is_file() and path.read_text() == source:
                 return path
-            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".py", delete=False) as file:
                 file.write(source)
             os.replace(file.name, path)

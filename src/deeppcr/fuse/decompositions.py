@@ -230,7 +230,7 @@ _WHOLE = {_aten.celu, _aten.detach, _aten.logaddexp, _aten.mish, _aten.sinc, _at
 _max, _min = _extreme_dim(torch.gt), _extreme_dim(torch.lt)
 
 #: What to trace with, inside of ``torch.func.functionalize``, which does away with changes in place.
-DECOMPOSITIONS: dict[Any, Callable] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **{
         key: rule
         for key, rule in core_aten_decompositions().items()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -26,7 +26,7 @@ _KINDS: tuple[Kind, ...] = ("bool", "int", "real")  # of two, the later is that 
 
 #: Functions of real numbers, by the names that they have in libdevice, and how NumPy computes them. Codes call them, numbers
 #: are folded by them, and so are kernels interpreted.
-FUNCTIONS: dict[str, Callable] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "acos": np.arccos,
     "acosh": np.arccosh,
     "asin": np.arcsin,
@@ -60,8 +60,8 @@ FUNCTIONS: dict[str, Callable] = {
     "trunc": np.trunc,
 }
 
-_ARITHMETIC: dict[str, Callable] = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}
-_COMPARISONS: dict[str, Callable] = {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
     "==": np.equal,
     "!=": np.not_equal,
     "<": np.less,

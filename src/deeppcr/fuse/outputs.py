@@ -66,7 +66,7 @@ class Outputs:
             else:
                 row = run.bases[slot].shape[2:].numel()
                 strides += (self._batch * row, row, *numbers)
-        self.strides = tuple(strides)
+        self.strides: tuple[int, ...] = tuple(strides)
 
     @staticmethod
     def of(run: BoundKernels) -> Outputs:

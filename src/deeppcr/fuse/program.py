@@ -67,15 +67,15 @@ class Program:
 
     def __init__(self, parts: Parts, layout: Layout):
         self.parts = parts
-        self.elementwise = self.parts.elementwise
-        self.width = len(layout.shapes) if self.elementwise else layout.width
-        self.channels = layout.shapes[0].numel() if self.elementwise else 1
+        self.elementwise: bool = self.parts.elementwise
+        self.width: int = len(layout.shapes) if self.elementwise else layout.width
+        self.channels: int = layout.shapes[0].numel() if self.elementwise else 1
         if self.width > NARROW:
             raise NotCovered(f"a state of {self.width} tensors is not covered (up to {NARROW})")
-        self.dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
-        self.code = Code()
-        self.state = [self.code.input(f"z{i}") for i in range(self.width)]
-        self.adjoint = [self.code.input(f"w{i}") for i in range(self.width)]
+        self.dtype: torch.dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        self.code: Code = Code()
+        self.state: list[Value] = [self.code.input(f"z{i}") for i in range(self.width)]
+        self.adjoint: list[Value] = [self.code.input(f"w{i}") for i in range(self.width)]
         self.reads: list[Read] = []
         self._state_arrays = self._arrays_of_state(self.state)
         self._leaf_arrays = [self._array_of_leaf(i, leaf) for i, leaf in enumerate(self.parts.leaves)]

@@ -28,7 +28,7 @@ _NUDGED, _AMPLIFIED = 4, 100
 
 
 def rows_agree(
-    step: Callable, row: OneRow, layout: Layout, z0: Any, inputs: Any, closures: list[Tensor], *, gradients: bool = False
+    step: Callable[..., Any], row: OneRow, layout: Layout, z0: Any, inputs: Any, closures: list[Tensor], *, gradients: bool = False
 ) -> bool:  # fmt: skip
     """Whether some rows of a step are those of its graph on one row; what is not finite in both is the step's own doing.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Kind:
     joined: bool = False
     before: tuple[Stage, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.first = self.first or self.chunk
 
     def begin(self) -> None:
@@ -398,7 +398,7 @@ class Run(BoundKernels):
 
 
 def join_lanes(
-    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+    run: Run, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple[Any, ...]
 ) -> None:
     """``memory``: starts, ends, sizes, products, maps."""
     starts, ends, sizes, products, maps = memory

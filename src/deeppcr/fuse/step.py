@@ -49,10 +49,10 @@ class FusedStep:
     elsewhere: bool
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    gradients_fit: set[tuple] = field(default_factory=set)
+    gradients_fit: set[tuple[Any, ...]] = field(default_factory=set)
 
     @staticmethod
-    def of(step: Callable, layout: Layout, z0: Any, inputs: Any, reached: list[Tensor]) -> FusedStep:
+    def of(step: Callable[..., Any], layout: Layout, z0: Any, inputs: Any, reached: list[Tensor]) -> FusedStep:
         """Trace a step.
 
         Args:
@@ -77,12 +77,12 @@ class FusedStep:
         elsewhere = any(tensor.device != layout.device for tensor in row.closures)
         return FusedStep(kernels, layout, tuple(where[id(tensor)] for tensor in row.closures), elsewhere)
 
-    def has_gradients_of(self, step: Callable, z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
+    def has_gradients_of(self, step: Callable[..., Any], z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
         """Whether rows of the step have the gradients that they have by themselves: ``x - x.mean(0) + x.mean(0).detach()`` has others."""
         row, closures = self.kernels.program.parts.row, [reached[place] for place in self.places]
         return rows_agree(step, row, self.layout, z0, inputs, closures, gradients=True)
 
-    def kind(self, length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[tuple, Kind]:
+    def kind(self, length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[tuple[Any, ...], Kind]:
         """What is known of solves of this length, and by which key: a copy is for one of them to change, and to be noted in ``kinds``.
 
         Args:
@@ -110,7 +110,7 @@ class FusedStep:
 
     @torch.no_grad()
     def is_borne_out(
-        self, step: Callable, initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance, chunk: int
+        self, step: Callable[..., Any], initial: Tensor, inputs: Any, states: Tensor, tolerance: Tolerance, chunk: int
     ) -> bool:
         """Whether the step itself gives some of the states, drawn at random: of all, of those with which a chunk begins, and of those
         with which a row stops being finite.

@@ -50,25 +50,33 @@ class TileProgram:
         values: those of the next state
     """
 
+    elementwise: bool
+    channels: int
+    parts: Parts
+    width: int
+    dtype: torch.dtype
+
     elementwise, channels = False, 1
 
     def __init__(self, parts: Parts, layout: Layout):
         if layout.dtype == torch.float64:
             raise NotCovered(f"a step that mixes {layout.width} numbers is not covered in float64")
         self.parts, self.width, self.dtype = parts, layout.width, torch.float32
-        self.lead = max(16, min(_MOST_LEAD, next_power_of_2(self.width)))
-        self.code = Code()
-        self.tiles = Tiles(self.code, self.lead)
-        self.shapes = [tuple(shape) for shape in layout.shapes]
-        self.begins = [sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))]
+        self.lead: int = max(16, min(_MOST_LEAD, next_power_of_2(self.width)))
+        self.code: Code = Code()
+        self.tiles: Tiles = Tiles(self.code, self.lead)
+        self.shapes: list[tuple[int, ...]] = [tuple(shape) for shape in layout.shapes]
+        self.begins: list[int] = [
+            sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))
+        ]
         numbers = sum(math.prod(map(padded, leaf.shape)) for leaf in self.leaves)
         if numbers > _MOST_READ:
             raise NotCovered(
                 f"a step that reads {numbers} numbers, counted in tiles of powers of two, is not covered (up to {_MOST_READ})"
             )
-        self.reads = [self._read(at, leaf) for at, leaf in enumerate(self.leaves)]
-        self.states = self._of_state("z")
-        self.values = evaluate(
+        self.reads: list[Read] = [self._read(at, leaf) for at, leaf in enumerate(self.leaves)]
+        self.states: list[Tile] = self._of_state("z")
+        self.values: list[Tile] = evaluate(
             values_graph(parts, self.dtype), [*self._with_rows(self.states), *self._read_tiles], self.tiles
         )
         if any(isinstance(tile.value, Value) and tile.value.kind != "real" for tile in self.values):

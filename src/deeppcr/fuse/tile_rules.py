@@ -231,7 +231,7 @@ def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float 
 
 
 #: What tracing leaves of PyTorch's operations, beside those that go number by number.
-_RULES: dict[str, Callable] = {
+_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
     "addmm": _added(_mm),
     "addmv": _added(_mv),
@@ -313,7 +313,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
 
 
 #: What is as large as a tensor, and has one number.
-_LIKE: dict[str, Callable] = {
+_LIKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("zeros_like", "new_zeros", "empty_like", "_new_zeros_with_same_feature_meta"), lambda args: 0.0),
     **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1.0),
     "full_like": lambda args: args[1],

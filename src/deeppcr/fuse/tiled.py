@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -84,7 +85,13 @@ def roll(
 
 
 def join(
-    run: BoundKernels, memory: tuple[Tensor, ...], notes: Notes, chunks: int, passes: int, limit: int, tolerance: tuple
+    run: BoundKernels,
+    memory: tuple[Tensor, ...],
+    notes: Notes,
+    chunks: int,
+    passes: int,
+    limit: int,
+    tolerance: tuple[Any, ...],
 ) -> None:
     """``memory``: starts, ends, sizes, products, maps, terms, largest, worst."""
     starts, ends, sizes, products, maps, terms, largest, worst = memory

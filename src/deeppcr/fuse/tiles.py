@@ -90,6 +90,9 @@ class Tiles:
         lead: tangents at once; all of a program's tiles have as many
     """
 
+    lead: int
+    code: Code
+
     def __init__(self, code: Code, lead: int):
         self.code, self.lead = code, lead
 

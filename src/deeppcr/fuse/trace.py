@@ -59,12 +59,14 @@ class StandIns(TorchFunctionMode):
         self._known, self._new = known, new
         self.met: list[Tensor] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if not torch.is_grad_enabled():  # which leaves no mark in a graph
             raise NotCovered("a step that switches gradients off is not covered")
-        args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
+        given, named = pytree.tree_map_only(Tensor, self._replace, (args, kwargs or {}))
         # What ``tensor.data`` cuts off leaves no mark in a graph either, but can be said in a way that does.
-        return args[0].detach() if func == _DATA else func(*args, **kwargs)
+        return given[0].detach() if func == _DATA else func(*given, **named)
 
     def _replace(self, tensor: Tensor) -> Tensor:
         known = self._known.get(id(tensor))
@@ -77,7 +79,7 @@ class StandIns(TorchFunctionMode):
         return stand_in
 
 
-def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
+def one_row(step: Callable[..., Any], layout: Layout, inputs: Any) -> OneRow:
     """Trace a step.
 
     Args:
@@ -104,7 +106,9 @@ def one_row(step: Callable, layout: Layout, inputs: Any) -> OneRow:
     return row
 
 
-def on_leaves(step: Callable, layout: Layout, inputs: Any) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
+def on_leaves(
+    step: Callable[..., Any], layout: Layout, inputs: Any
+) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
     """A step as a function of the leaves of its state and of its inputs, to the leaves of the next state; and those of ``inputs``.
 
     Raises:

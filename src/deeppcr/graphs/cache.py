@@ -236,9 +236,9 @@ def arithmetic(device: torch.device) -> tuple:
     return (autocast, torch.are_deterministic_algorithms_enabled(), *settings)
 
 
-captured_solves = CapturedSolves()
+captured_solves: CapturedSolves = CapturedSolves()
 #: What ``deeppcr.diffusion`` keeps from run to run, with the graphs of its iterations. A run takes it and puts it back.
-prepared_samplers = Bounded(_MOST_PREPARED, _MOST_PREPARED_BYTES)
+prepared_samplers: Bounded = Bounded(_MOST_PREPARED, _MOST_PREPARED_BYTES)
 
 
 def forget_graphs() -> None:

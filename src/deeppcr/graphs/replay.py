@@ -44,6 +44,9 @@ class Recording:
         misses: solves in a row that had to be handed over
     """
 
+    structure: int
+    misses: int
+
     def __init__(
         self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
     ):
@@ -51,7 +54,7 @@ class Recording:
         # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
         chunks = -(-sequence.length // chunk)
         self._fixed = None if newton.stop.fixed is None else min(newton.stop.fixed, chunks)
-        self.limit = min(_MOST_ITERATIONS, newton.max_iterations)
+        self.limit: int = min(_MOST_ITERATIONS, newton.max_iterations)
         newton = replace(newton, jacobian=newton.jacobian.for_recording(sequence))
         self._newton, self._chunk, self._plan = newton, chunk, Plan(chunk=chunk)
         layout = sequence.layout

@@ -22,12 +22,15 @@ from ..tolerance import Bounds
 class Noting(Iteration):
     """Work that may be needed is done, and what would need more is noted: whoever can read the note does it anew."""
 
+    sizes: Tensor
+    errors: Tensor
+
     looks = False
 
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         super().__init__(newton, sequence, ends, chunk, plan)
-        self.unusual = torch.zeros((), dtype=torch.bool, device=ends.device)
-        self.stale = self.unusual  # whether states were changed after they were looked at
+        self.unusual: Tensor = torch.zeros((), dtype=torch.bool, device=ends.device)
+        self.stale: Tensor = self.unusual  # whether states were changed after they were looked at
         # Of rows that are done, as they were found to be when they were.
         self.sizes = self.errors = torch.zeros_like(ends)
 

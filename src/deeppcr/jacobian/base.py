@@ -6,6 +6,7 @@ Shapes: N steps or chunks at a time, B rows, D the packed state, K tangents.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Jacobian:
         return None
 
     @property
-    def settings(self) -> tuple:
+    def settings(self) -> tuple[Any, ...]:
         """What a recording depends on besides what was traced."""
         return ()
 

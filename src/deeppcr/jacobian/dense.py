@@ -6,6 +6,7 @@ Shapes: N steps or chunks at a time, B rows, D the packed state, K tangents.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class DenseJacobian(Jacobian):
     memory_budget: int | None = None
     repeatable = asks_nothing = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.memory_budget is not None and (not isinstance(self.memory_budget, int) or self.memory_budget < 1):
             raise ValueError(f"memory_budget: expected a number of bytes, got {self.memory_budget!r}")
 
@@ -84,7 +85,7 @@ class DenseJacobian(Jacobian):
         return torch.cuda.mem_get_info(device)[0] // 4
 
     @property
-    def settings(self) -> tuple:
+    def settings(self) -> tuple[Any, ...]:
         return (self.memory_budget,)
 
     def for_recording(self, sequence: Sequence) -> Jacobian:

@@ -128,7 +128,7 @@ class HutchinsonJacobian(Jacobian):
     samples: int = 1
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples: expected a whole number from 1, got {self.samples!r}")
 

@@ -34,7 +34,7 @@ class ScalarJacobian(Jacobian):
 
     value: float | Tensor
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.value, (int, float, Tensor)):
             raise TypeError(f"value: expected a number or a tensor [L] or [L, B], got {type(self.value).__name__}")
 
@@ -86,7 +86,7 @@ class GivenJacobian(Jacobian):
     repeatable = asks_nothing = True
     given = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.blocks, Blocks) and (isinstance(self.blocks, Tensor) or not callable(self.blocks)):
             raise TypeError(
                 "blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, or a function, got "

@@ -26,7 +26,7 @@ class Blocks:
     #: whether a product of blocks is right to a few roundings of itself, so that a solution by products is as exact as by steps
     exact_products: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if type(self) is Blocks:
             raise TypeError("Blocks is abstract: use Dense, Diagonal, BlockDiagonal or Scalar")
 

@@ -87,7 +87,7 @@ def _launch(couplings: Blocks, rhs: Tensor, reverse: bool) -> Tensor:
     return states
 
 
-def layout_of(blocks: Blocks, rhs: Tensor, reverse: bool) -> tuple:
+def layout_of(blocks: Blocks, rhs: Tensor, reverse: bool) -> tuple[Any, ...]:
     """What launches depend on: all but what the tensors hold, and where they lie."""
     data = blocks.data
     return (

@@ -108,7 +108,7 @@ def solve(
 
 #: By ``layout_of`` blocks and right-hand side: the launches of such a system, and how many bytes after the first block the couplings
 #: begin.
-_prepared: dict[tuple, tuple[Any, int]] = {}
+_prepared: dict[tuple[Any, ...], tuple[Any, int]] = {}
 
 
 def _solve_again(blocks: Blocks, rhs: Tensor, reverse: bool, solver: LinearSolver) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .blocks import Blocks
@@ -20,7 +22,7 @@ class LinearSolver:
     """
 
     overflows = True
-    roundings = 40.0
+    roundings: ClassVar[float] = 40.0
     fuses = False
     repeatable = False
 

@@ -149,6 +149,11 @@ def _find_way(
 class Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
+    activation: str | Callable[[Tensor], Tensor]
+    newton: Newton
+    guess: Any
+    warm_start: bool
+
     activations: Tensor  # [L, w], the batch mean of the last training step's states
     #: The settings that were last asked about, and what ``_is_usual`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
@@ -184,10 +189,10 @@ class Network(nn.Module):
         self.guess, self.warm_start = guess, warm_start
         self.mode: Mode = check_mode(mode)
         options = {"device": device, "dtype": dtype}
-        self.input = nn.Linear(in_features, width, **options)
-        self.weight = nn.Parameter(torch.empty(*steps, width, width, **options))
-        self.bias = nn.Parameter(torch.empty(*steps, width, **options))
-        self.output = nn.Linear(width, out_features, **options)
+        self.input: nn.Linear = nn.Linear(in_features, width, **options)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(*steps, width, width, **options))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(*steps, width, **options))
+        self.output: nn.Linear = nn.Linear(width, out_features, **options)
         self.register_buffer("activations", torch.zeros(steps[0], width, **options), persistent=save_warm_start)
         self._warm = False
         self.register_load_state_dict_pre_hook(self._note_loading)

@@ -187,6 +187,14 @@ class Kernels:
         on_device, of_call: seconds that a function takes on the device, and from its call to the end of its work
     """
 
+    device: torch.device
+    kind: Kind
+    width: int
+    on_device: Callable[[Callable[[], Any]], float]
+    of_call: Callable[[Callable[[], Any]], float]
+    weight: Tensor
+    bias: Tensor
+
     def __init__(
         self,
         device: torch.device,

@@ -23,6 +23,9 @@ Weights = dict[str, Tensor]
 class ElmanCell:
     """``h' = f(x + W h)``, the gates of all steps [T, B, H]."""
 
+    weight: Tensor
+    activation: Callable[[Tensor], Tensor]
+
     def __init__(self, weights: Weights, activation: Callable[[Tensor], Tensor] = torch.tanh):
         self.weight, self.activation = weights["weight_hh"], activation
 
@@ -37,6 +40,9 @@ class ElmanCell:
 
 class GRUCell:
     """PyTorch's gated recurrent unit, the gates of all steps [T, B, 3 H]: reset, update, new."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, weights: Weights):
         self.weight, self.bias = weights["weight_hh"], weights.get("bias_hh")
@@ -57,6 +63,9 @@ class GRUCell:
 class LSTMCell:
     """PyTorch's long short-term memory, the gates of all steps [T, B, 4 H]: write, forget, new, read; the state is (h [B, P], c [B, H])."""
 
+    weight: Tensor
+    projection: Tensor | None
+
     def __init__(self, weights: Weights):
         self.weight, self.projection = weights["weight_hh"], weights.get("weight_hr")
 
@@ -67,14 +76,14 @@ class LSTMCell:
         h = torch.sigmoid(read) * torch.tanh(c)
         return h if self.projection is None else linear(h, self.projection), c
 
-    project = ElmanCell.project
+    project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
 class DiagonalGRUCell:
     """A GRU each of whose channels sees itself alone: recurrent weights [3, H] for reset, update, new."""
 
     def __init__(self, weights: Weights):
-        self.weight = weights["weight_hh"]
+        self.weight: Tensor = weights["weight_hh"]
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         to_reset, to_update, to_new = gates.chunk(3, -1)
@@ -83,12 +92,15 @@ class DiagonalGRUCell:
         new = torch.tanh(to_new + self.weight[2] * (reset * h))
         return h + update * (new - h)
 
-    project = ElmanCell.project
+    project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
 class DiagonalLSTMCell:
     """An LSTM each of whose channels sees itself alone, that writes as much as it forgets: recurrent weights [3, H] for forget, new, read;
     and [2, H] by which the gates that forget and read see the memory."""
+
+    weight: Tensor
+    peephole: Tensor
 
     def __init__(self, weights: Weights):
         self.weight, self.peephole = weights["weight_hh"], weights["weight_ch"]
@@ -102,7 +114,7 @@ class DiagonalLSTMCell:
         read = torch.sigmoid(to_read + self.weight[2] * h + self.peephole[1] * c)
         return read * torch.tanh(c), c
 
-    project = ElmanCell.project
+    project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
 class Restarting:

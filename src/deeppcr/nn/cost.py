@@ -65,7 +65,7 @@ class Times:
     chunks: tuple[float, ...]
     solve: tuple[float, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for at, values in ((self.rows, self.block), (self.programs, self.step), (self.chunks, self.solve)):
             if not at or len(at) != len(values) or any(one >= other for one, other in pairwise(at)):
                 raise ValueError("times: expected as many values as places, and these in order")

@@ -24,6 +24,14 @@ from .recurrent import Recurrent
 class Diagonal(Recurrent):
     """What the two share: parameters by the names that those of ``torch.nn.GRU`` have, and what is checked of arguments."""
 
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    bidirectional: bool
+    dropout: float
+
     #: By name, how many recurrent vectors [H] there are.
     _recurrent: ClassVar[dict[str, int]]
     _gates: ClassVar[int] = 3

@@ -32,7 +32,7 @@ def apply(
     initial: Tensor,
     guess: Tensor | None,
     layers: Layers,
-    left: list,
+    left: list[Any],
     last: bool = False,
     average: Tensor | None = None,
 ) -> Tensor:
@@ -62,14 +62,14 @@ class Apply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, how: tuple):
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, how: tuple[Any, ...]) -> Any:
         states, weight, x = _states(weight, bias, initial, how)
         ctx.layers = how[1]
         ctx.save_for_backward(weight, x)
         return states
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         if is_batched(grad_outputs[0]):
             raise RuntimeError(
                 "is_grads_batched=True: the fused kernels take one gradient at a time; call backward for each"
@@ -95,13 +95,17 @@ class Passes:
         has_loop: whether the loop that finishes what the rounds leave was launched before
     """
 
+    constants: tuple[int, bool, str, int, int]
+    rounds: int
+    has_loop: bool
+
     def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
-        self.chunk = layers.chunk_blocks(blocks)
-        self.chunks = -(-blocks // self.chunk)
-        self.group = chunks_in_group(self.chunks)
-        self.groups = -(-self.chunks // self.group)
-        self.workspace = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
-        self.shape = dense.Shape(width)
+        self.chunk: int = layers.chunk_blocks(blocks)
+        self.chunks: int = -(-blocks // self.chunk)
+        self.group: int = chunks_in_group(self.chunks)
+        self.groups: int = -(-self.chunks // self.group)
+        self.workspace: int = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
+        self.shape: dense.Shape = dense.Shape(width)
         self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
         self.rounds, self.has_loop = 1, False
 
@@ -116,6 +120,21 @@ class _Narrow:
     """The passes over a network whose layers fit the registers of one program."""
 
     idle_when_settled = True
+
+    weight: Tensor
+    bias: Tensor
+    x: Tensor
+    layers: Layers
+    plan: Passes
+    blocks: int
+    rows: int
+    width: int
+    initial: Tensor
+    guess: Tensor
+    found: Tensor
+    guess_step: int
+    guess_row: int
+    workspace: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan

@@ -51,7 +51,7 @@ class Sequential(nn.Sequential):
     ):
         super().__init__(*layers)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.mode: Mode = check_mode(mode)
-        self.newton = check_newton(newton)
+        self.newton: Newton = check_newton(newton)
         #: A Solution, or of a pass by the loop its rows, their device and why.
         self._passed: Solution | tuple[int, torch.device, str] | None = None
 

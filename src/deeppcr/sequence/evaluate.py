@@ -52,7 +52,7 @@ class RandomStep(StepError):
         super().__init__(message)
 
 
-def vmap_over_steps(function: Callable, states: Any, xs: Any) -> Any:
+def vmap_over_steps(function: Callable[..., Any], states: Any, xs: Any) -> Any:
     """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
 
     Of a call of PyTorch's own, nine tenths go into looking at nests and in_dims; that is longer than most steps take. Where
@@ -89,9 +89,14 @@ class StepGroup:
         module: whose parameters and buffers stand in xs, by name
     """
 
+    function: Callable[..., Any]
+    xs: Any
+    layout: Layout
+    module: nn.Module | None
+
     def __init__(
         self,
-        function: Callable,
+        function: Callable[..., Any],
         xs: Any,
         layout: Layout,
         *,
@@ -101,7 +106,7 @@ class StepGroup:
     ):
         self.function, self.xs, self.layout, self.module = function, xs, layout, module
         self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
-        self.derivative = "none"
+        self.derivative: str = "none"
         self.notes: list[str] = []
         self._candidates = list(_DERIVATIVES)
         self._entries: list[Any] | None = None  # of xs, taken apart once: see `inputs`
@@ -303,7 +308,7 @@ def _one_cotangent_per_output(z: Tensor) -> Tensor:
     return torch.eye(width, dtype=z.dtype, device=z.device).unsqueeze(1).expand(width, *z.shape)
 
 
-_DERIVATIVES: dict[str, Callable] = {
+_DERIVATIVES: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "forward, one tangent at a time": _forward_each,
     "reverse": _reverse,

@@ -32,12 +32,12 @@ _FIXED = (FunctionType, MethodType, BuiltinMethodType, partial, *CONTAINERS)
 _SWITCHES = (bool, torch.dtype, CodeType)
 
 
-def owner_of(function: Callable) -> Any:
+def owner_of(function: Callable[..., Any]) -> Any:
     """What a function is known by: itself, or what a method is bound to, since methods are made anew at every look."""
     return getattr(function, "__self__", function)
 
 
-def fingerprint(function: Callable) -> tuple:
+def fingerprint(function: Callable[..., Any]) -> tuple[Any, ...]:
     """What a recording of a function depends on: where its tensors lie, and all else that it reaches. Begins with its owner's ``id``.
 
     What tensors hold does not matter, for a graph reads them when it is replayed: but for a single number on the CPU, which is
@@ -48,7 +48,7 @@ def fingerprint(function: Callable) -> tuple:
     return id(owner), Same(owner), *_marks(function, _place)
 
 
-def structure_of(function: Callable) -> tuple[Hashable, list[Tensor]]:
+def structure_of(function: Callable[..., Any]) -> tuple[Hashable, list[Tensor]]:
     """What the operations of a function depend on: all that it reaches, but for what tensors hold and where they lie; and these tensors.
 
     Of two functions with equal structures one may stand for the other, given the other's tensors.
@@ -143,7 +143,7 @@ def _place(tensor: Tensor) -> Hashable:
     return place if usual else (*place, Same(tensor))
 
 
-def kind_of(function: Callable) -> tuple[Any, Hashable]:
+def kind_of(function: Callable[..., Any]) -> tuple[Any, Hashable]:
     """What stays the same where a function is made anew for every call, and what tells two of them apart.
 
     Of tensors that is their shapes: values change in training. What may be noted in every call does not count: numbers in lists,

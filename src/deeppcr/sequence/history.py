@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 
 def collapse(
-    layer: Callable, xs: Any, skip: int, *, connect: Callable[[Any, Any], Any] = torch.add
-) -> tuple[Callable, Any]:
+    layer: Callable[..., Any], xs: Any, skip: int, *, connect: Callable[[Any, Any], Any] = torch.add
+) -> tuple[Callable[..., Any], Any]:
     """Collapse the layers inside each skip connection into one step (appendix B of the paper).
 
     With ``z_l = connect(layer(z_{l-1}), z_{l-skip})`` at every ``skip``-th layer and plain layers between, only the states
@@ -56,7 +56,10 @@ def collapse(
 class WithHistory:
     """A step on the window of the last states; made by ``with_history``."""
 
-    def __init__(self, step: Callable, window: int):
+    step: Callable[..., Any]
+    history: int
+
+    def __init__(self, step: Callable[..., Any], window: int):
         self.step, self.history = step, window
 
     def __call__(self, states: tuple[Any, ...], *x: Any) -> tuple[Any, ...]:
@@ -68,7 +71,7 @@ class WithHistory:
         return (self.step(states, *x), *states[:-1])
 
 
-def with_history(step: Callable, window: int | Literal["all"]) -> Callable:
+def with_history(step: Callable[..., Any], window: int | Literal["all"]) -> Callable[..., Any]:
     """A step that sees the last ``window`` states, as a step from window to window.
 
     ``step(states, x)`` gets a tuple, the latest state first, and returns the next state. Start the solve from a tuple of

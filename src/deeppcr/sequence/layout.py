@@ -239,20 +239,18 @@ def _one(leaf: Any) -> str:
 
 
 def note_call(error: BaseException, number: int, z: Any, *x: Any, hint: str = "") -> None:
-    """Add to an error of the step how it was called: often with something else than its author expects. From Python 3.11 on: errors take
-    notes, and stay what they are.
+    """Add to an error of the step how it was called: often with something else than its author expects. In a note: so
+    it stays the error that it is.
 
     Args:
         number: of the step, from 0
         z, x: what it was given
         hint: what may be wrong
     """
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None:
-        given = f"step(z) with z: {describe(z)}"
-        if x:
-            given = f"step(z, x) with z: {describe(z)}, x = xs[{number}]: {describe(x[0])}"
-        add_note(f"deeppcr called {given} (step {number + 1}){hint}")
+    given = f"step(z) with z: {describe(z)}"
+    if x:
+        given = f"step(z, x) with z: {describe(z)}, x = xs[{number}]: {describe(x[0])}"
+    error.add_note(f"deeppcr called {given} (step {number + 1}){hint}")
 
 
 def hint_of_batch_first(xs: Any, batch: torch.Size) -> str:

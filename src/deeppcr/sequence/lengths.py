@@ -25,7 +25,7 @@ class UpTo(nn.Module):
     It is a module so that steps of a list are stacked as they are without it.
     """
 
-    def __init__(self, step: Callable):
+    def __init__(self, step: Callable[..., Any]):
         super().__init__()
         self.step = step
 

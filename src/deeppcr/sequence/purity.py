@@ -53,7 +53,7 @@ class Purity:
         ]
         self._used: set[Any] = set()
         every = [root for group in groups for root in modules_of(group.function, self._used)]
-        self.roots = list({id(root): root for root in every}.values())  # many groups may share one
+        self.roots: list[nn.Module] = list({id(root): root for root in every}.values())  # many groups may share one
         self._held = self._look()
         for module in self._held.lazy() if len(groups) > 1 else ():
             raise SideEffect(_is_yet_to_be_made(module))

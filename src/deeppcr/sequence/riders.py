@@ -68,7 +68,7 @@ class Recording(TorchDispatchMode):
         self._changed: list[Tensor] = []  # held for the same reason
         self._maker: dict[int, _Operation] = {}
         self.looked_at: frozenset[int] = frozenset()  # sources whose values the program has seen
-        self.random = False
+        self.random: bool = False
 
     def reads(self, tensor: Tensor) -> frozenset[int]:
         """The numbers of the sources that a tensor depends on."""
@@ -76,7 +76,9 @@ class Recording(TorchDispatchMode):
         made = self._reads[number] if number is not None else frozenset()
         return made | self._written.get(_memory(tensor), frozenset())
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         name = func.overloadpacket.__name__

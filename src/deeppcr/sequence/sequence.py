@@ -30,14 +30,14 @@ from .trace import Trace
 class Rowwise:
     """A step that takes any number of rows; made by ``rowwise``."""
 
-    def __init__(self, step: Callable):
+    def __init__(self, step: Callable[..., Any]):
         self.step = step
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         return self.step(*args)
 
 
-def rowwise(step: Callable) -> Rowwise:
+def rowwise(step: Callable[..., Any]) -> Rowwise:
     """Declare that ``step`` treats every row by itself and takes any number of them.
 
     All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
@@ -73,7 +73,7 @@ class Sequence:
 
     def __init__(
         self,
-        step: Callable | list[Callable] | nn.ModuleList,
+        step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
         z0: Any,
         xs: Any = None,
         *,
@@ -82,13 +82,13 @@ class Sequence:
         traced: bool = False,
         watched: bool = True,
     ):
-        self.layout = Layout.of(z0, batch_dims)
-        self.initial = self.layout.pack(z0)
+        self.layout: Layout = Layout.of(z0, batch_dims)
+        self.initial: Tensor = self.layout.pack(z0)
         self.xs = xs
         several = isinstance(step, (list, tuple, nn.ModuleList))
-        self.length = find_length(step if several else None, xs, length)
+        self.length: int = find_length(step if several else None, xs, length)
         inner = step.step if isinstance(step, Rowwise) else step
-        self.history = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
+        self.history: int = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
         self._verified: set[str] = set()
         self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
@@ -113,7 +113,7 @@ class Sequence:
         differentiated = watched and torch.is_grad_enabled()
         with NoHooks() if differentiated else nullcontext():
             first = self._take_first_step(xs)
-        self.first = first.detach() if watched else first
+        self.first: Tensor = first.detach() if watched else first
         if self._purity is not None:
             self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
@@ -125,7 +125,7 @@ class Sequence:
                 self.check_purity(error)
                 raise
         inputs = [group.xs for _, group in self._groups]
-        self.needs_gradients = first.requires_grad or any(
+        self.needs_gradients: bool = first.requires_grad or any(
             leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
         )
         if self._purity is not None and differentiated and self.needs_gradients:
@@ -249,7 +249,7 @@ class Sequence:
         """The Jacobian-vector product [B, D] of one step as in the loop."""
         return self._group_of(index)[0].push_alone(state, tangent, self.inputs(index))
 
-    def map(self, function: Callable, previous: Tensor, steps: range) -> Any:
+    def map(self, function: Callable[..., Any], previous: Tensor, steps: range) -> Any:
         """``function(z, x)`` on the user's own state and input at every step, results stacked over steps."""
         at = _as_slice(steps)
         xs = pytree.tree_map(lambda leaf: leaf[at], self.xs) if self.xs is not None else None

@@ -21,7 +21,7 @@ _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 
 
 def group_callables(
-    callables: Sequence[Callable], xs: Any, layout: Layout, *, stack: bool = True
+    callables: Sequence[Callable[..., Any]], xs: Any, layout: Layout, *, stack: bool = True
 ) -> tuple[list[tuple[list[int], StepGroup]], str]:
     """Groups of steps, each with the indices of its members, and a sentence on what was stacked.
 
@@ -62,6 +62,8 @@ class Stacked:
         first: the number of the first among all steps
         has_inputs: each is ``f(z, x)``
     """
+
+    template: Any
 
     def __init__(self, modules: Sequence[Any], first: int, has_inputs: bool):
         # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is

@@ -35,13 +35,15 @@ class Watch(TorchDispatchMode):
         self.device = device
         self.refusal: str | None = None
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         found = func(*args, **kwargs) if kwargs else func(*args)
         if self.refusal is None:
             self.look(func, args, kwargs or {}, found)
         return found
 
-    def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         self.refusal = _facts_of(func)[0]
         for tensor in _tensors((args, kwargs, found)):
             if tensor.device != self.device and not _has_no_memory(tensor):
@@ -67,7 +69,7 @@ class Trace(Watch):
         self._names: dict[int, Hashable] = {}  # of memory, by its address
         self._held: list[torch.UntypedStorage] = []  # so that no address is given away twice
 
-    def run(self, code: Callable, call: Callable, *inputs: Any) -> Any:
+    def run(self, code: Callable[..., Any], call: Callable[..., Any], *inputs: Any) -> Any:
         """``call(*inputs)``, traced. The inputs must share no memory with anything that the call knows of.
 
         Args:
@@ -97,7 +99,7 @@ class Trace(Watch):
         """The key less the addresses of what comes from outside."""
         return _without(frozenset(self.outside), self.key)
 
-    def look(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         reason, changes = _facts_of(func)
         self.refusal = reason or _hides(func)
         self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
@@ -204,7 +206,9 @@ class Products(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
         self.convolves = False  # whether one of them was a convolution, which has a precision of its own
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         first = found[0] if isinstance(found, (tuple, list)) and found else found
         if isinstance(first, Tensor) and first.is_floating_point() and torch.Tag.pointwise not in func.tags:

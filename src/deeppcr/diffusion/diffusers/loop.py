@@ -41,7 +41,11 @@ class ParallelLoop:
     (True, 10)
     """
 
-    def __init__(self, scheduler: Any, model: Callable, step_arguments: dict[str, Any]):
+    scheduler: Any
+    model: Callable[..., Any]
+    step_arguments: dict[str, Any]
+
+    def __init__(self, scheduler: Any, model: Callable[..., Any], step_arguments: dict[str, Any]):
         self.steps: Steps = read_scheduler(scheduler, **step_arguments)
         self.scheduler, self.model, self.step_arguments = fork(scheduler), model, step_arguments
         self.network: Network | None = None
@@ -87,7 +91,7 @@ class ParallelLoop:
         return solve_loop(network, steps, latents, noise, options)
 
 
-def parallelize(scheduler: Any, model: Callable, **step_arguments: Any) -> ParallelLoop:
+def parallelize(scheduler: Any, model: Callable[..., Any], **step_arguments: Any) -> ParallelLoop:
     """A scheduler's loop, in parallel over its steps.
 
     Args:
@@ -154,7 +158,7 @@ class Network:
         by_name: the model's timestep has that name, and it may not be its second argument
     """
 
-    model: Callable
+    model: Callable[..., Any]
     leaves: tuple[Any, ...]
     structure: Any
     places: tuple[int, ...]
@@ -162,7 +166,7 @@ class Network:
     by_name: bool
 
     @property
-    def known_by(self) -> Callable:
+    def known_by(self) -> Callable[..., Any]:
         """Stands for this object where it matters whether it was seen before: a pipeline's is made anew for each run."""
         return self.model
 
@@ -183,7 +187,9 @@ class Network:
         return output[0] if isinstance(output, tuple) else output.sample
 
 
-def bind(model: Callable, arguments: dict[str, Any], rows: int, dtype: torch.dtype) -> tuple[Network, list[Tensor]]:
+def bind(
+    model: Callable[..., Any], arguments: dict[str, Any], rows: int, dtype: torch.dtype
+) -> tuple[Network, list[Tensor]]:
     """A model with its further arguments, apart from those with ``rows`` rows, which are returned beside it."""
     leaves, structure = pytree.tree_flatten(arguments)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows)
@@ -192,7 +198,7 @@ def bind(model: Callable, arguments: dict[str, Any], rows: int, dtype: torch.dty
     return Network(model, fixed, structure, places, dtype, "timestep" in parameters_of(model)), batched
 
 
-def parameters_of(model: Callable) -> list[str]:
+def parameters_of(model: Callable[..., Any]) -> list[str]:
     """The names of a model's parameters, those of a compiled one as well."""
     model = getattr(model, "_orig_mod", model)
     return list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters)

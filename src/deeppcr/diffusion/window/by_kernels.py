@@ -27,9 +27,11 @@ class FusedIteration(Iteration):
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
         super().__init__(coefficients, coupling, samples, width, **settings)
-        self.offsets = torch.zeros(samples, dtype=torch.long, device=self.states.device)  # the first row of each sample
+        # The first row of each sample.
+        self.offsets: Tensor = torch.zeros(samples, dtype=torch.long, device=self.states.device)
         columns = min(next_power_of_2(width), _COLUMNS)
-        self.tile = width, min(_STEPS, _TILE // columns) or 1, columns  # a program's: its steps (or rows) and columns
+        # A program's: its steps (or rows) and columns.
+        self.tile: tuple[int, int, int] = (width, min(_STEPS, _TILE // columns) or 1, columns)
 
     def gather(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         states = self.states

@@ -57,10 +57,33 @@ class Iteration:
         eps: relative precision of states and network; and of the network while it is imprecise
     """
 
+    coefficients: Coefficients
+    coupling: Coupling
+    length: int
+    samples: int
+    size: int
+    bound: float
+    strict: float
+    settled: float
+    rounding: float
+    floor: float
+    noise: float
+    rough_noise: float
+    last_updates: Tensor
+    last_plains: Tensor
+    last_sizes: Tensor
+    prefix: Tensor
+    diverged: Tensor
+    unsettled: Tensor
+    uncertain: Tensor
+    returned: Tensor
+    iterations: Tensor
+    evaluations: Tensor
+
     #: of what a network of half precision makes of the states, a step may leave with this many times as much
-    margin = 2.0
+    margin: float = 2.0
     #: whether systems are solved by PyTorch's own operations (``Coupling``)
-    plain = False
+    plain: bool = False
     #: what the plan says of it
     in_words: str | None = None
 
@@ -84,48 +107,48 @@ class Iteration:
         length, slots = len(coefficients.timesteps), coefficients.slots
         self.length, self.samples, self.size = length, samples, min(size, length)
         like = coefficients.gain
-        self.freeze = freeze.to(like).reshape(length, 1)
+        self.freeze: Tensor = freeze.to(like).reshape(length, 1)
         self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
         rounding = torch.finfo(like.dtype).eps
         self.rounding, self.floor = ROUNDING * rounding, FLOOR * rounding
         self.noise, self.rough_noise = (NOISE * each for each in eps)
         # One row of padding: rows that only fill up a call read and write there.
-        self.times = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
-        self.scale = None
+        self.times: Tensor = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])
+        self.scale: Tensor | None = None
         if coefficients.scaled:
             self.scale = torch.cat([coefficients.scale, coefficients.scale[-1:]]).unsqueeze(-1)
-        self.states = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
-        self.shift = like.new_zeros(length, samples, width) if adds_noise else None
+        self.states: Tensor = like.new_zeros(length + 1, samples, width, slots)  # states[0] is the initial one
+        self.shift: Tensor | None = like.new_zeros(length, samples, width) if adds_noise else None
         # How errors grow: what the steps made of their last inputs, and which of them (2: of the inputs before, too); how far the
         # states have moved since; how many times as far as its input each step has moved.
-        self.values = like.new_zeros(length, samples, width, slots)
-        self.used = torch.zeros(length, samples, dtype=torch.int8, device=like.device)
-        self.moved = like.new_zeros(length + 1, samples)
-        self.growth = like.new_zeros(length, samples)
+        self.values: Tensor = like.new_zeros(length, samples, width, slots)
+        self.used: Tensor = torch.zeros(length, samples, dtype=torch.int8, device=like.device)
+        self.moved: Tensor = like.new_zeros(length + 1, samples)
+        self.growth: Tensor = like.new_zeros(length, samples)
         # By how much more than rounding the steps moved when they left; what they may move, and what counts as rounding.
-        self.excess = like.new_zeros(length, samples)
-        self.thresholds = like.new_zeros(length, samples)
-        self.allowance = like.new_zeros(samples)
+        self.excess: Tensor = like.new_zeros(length, samples)
+        self.thresholds: Tensor = like.new_zeros(length, samples)
+        self.allowance: Tensor = like.new_zeros(samples)
         if accelerate:
             # Of the last iteration and the one before it: updates, the states they led to, the updates' sizes.
             self.last_updates = like.new_zeros(2, length, samples, width, slots)
             self.last_plains = torch.zeros_like(self.last_updates)
             self.last_sizes = like.new_zeros(2, length, samples)
         whole = {"dtype": torch.long, "device": like.device}
-        self.index = torch.arange(length, **whole).unsqueeze(1)  # [L, 1]
-        self.numbers = torch.arange(length * samples, **whole)
-        self.rows = torch.empty(length * samples + 1, **whole)
-        self.nobody = torch.zeros(length * samples + 1, **whole)
+        self.index: Tensor = torch.arange(length, **whole).unsqueeze(1)  # [L, 1]
+        self.numbers: Tensor = torch.arange(length * samples, **whole)
+        self.rows: Tensor = torch.empty(length * samples + 1, **whole)
+        self.nobody: Tensor = torch.zeros(length * samples + 1, **whole)
         # The host looks at the first five: how many steps are finished, where no value is finite, how many steps still move
         # in an imprecise network; in the end, of which samples rounding leaves more than is allowed, and which went back.
-        self.counters = torch.zeros(7, samples, **whole)
+        self.counters: Tensor = torch.zeros(7, samples, **whole)
         self.prefix, self.diverged, self.unsettled, self.uncertain, self.returned = self.counters[:5]
         self.iterations, self.evaluations = self.counters[5:]
-        self.jumps = torch.zeros(samples, **whole)  # of first steps; counted where values are clipped
-        self.shown = self.counters[:5]
+        self.jumps: Tensor = torch.zeros(samples, **whole)  # of first steps; counted where values are clipped
+        self.shown: Tensor = self.counters[:5]
         if like.is_cuda:
             self.shown = torch.zeros(5, samples, dtype=torch.long, pin_memory=True)
-        self.measured = like.new_zeros(length, samples)
+        self.measured: Tensor = like.new_zeros(length, samples)
 
     @property
     def most_rows(self) -> int:

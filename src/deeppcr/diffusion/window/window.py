@@ -82,7 +82,7 @@ class Window:
     graphs: bool = True
     precision: Literal["float32"] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.precision not in (None, "float32"):
             raise ValueError(f'precision: expected None or "float32", got {self.precision!r}')
         for name in ("tolerance", "tf32"):

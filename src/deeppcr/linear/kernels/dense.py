@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -248,8 +248,8 @@ class Cut(NamedTuple):
     chunk: int
     chunks: int
     precision: str
-    reduce: tuple[int, tuple, int]  # programs, constants and warps
-    substitute: tuple[int, tuple, int]
+    reduce: tuple[int, tuple[Any, ...], int]  # programs, constants and warps
+    substitute: tuple[int, tuple[Any, ...], int]
 
 
 @lru_cache(maxsize=1024)
@@ -296,6 +296,10 @@ class Chain:
         integers: those that kernels are specialised on
     """
 
+    tensor: Tensor
+    reverse: bool
+    steps: int
+
     __slots__ = ("arguments", "integers", "reverse", "steps", "tensor")
 
     def __init__(self, tensor: Tensor, known: int, reverse: bool, core: int = 1):
@@ -303,8 +307,8 @@ class Chain:
         self.tensor, self.reverse, self.steps = tensor, reverse, shape[0] - known
         row = strides[1] if len(shape) == core + 2 and shape[1] > 1 else 0
         first, step = ((self.steps - 1) * strides[0], -strides[0]) if reverse else (known * strides[0], strides[0])
-        self.integers = (first, step, row, *strides[-core:])
-        self.arguments = (tensor, *self.integers)
+        self.integers: tuple[int, ...] = (first, step, row, *strides[-core:])
+        self.arguments: tuple[Any, ...] = (tensor, *self.integers)
 
     def before_first(self) -> Tensor:
         """What begins with the known state, [B, w]."""

@@ -70,7 +70,7 @@ class Tiling:
     #: the most of a thread: fewer make room for more programs at once; None: as many as the compiler likes
     registers: int | None = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # The compiler would let several threads hold the same element, and take their copies for equal. Two threads
         # that wait for a word need not see it at once.
         if self.groups * self.channels < 32 * self.warps:

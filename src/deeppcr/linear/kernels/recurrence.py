@@ -8,7 +8,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,8 +27,8 @@ _MARKS, _STAGES = tl.constexpr(64), tl.constexpr(8)
 class System(NamedTuple):
     """Every channel a recurrence ``z_t = a_t z_{t-1} + b_t``, and room for its states."""
 
-    equations: tuple  # a's and b's tensor, start, step, outer and inner stride: as the kernels take them
-    states: tuple  # z's tensor, start, step
+    equations: tuple[Any, ...]  # a's and b's tensor, start, step, outer and inner stride: as the kernels take them
+    states: tuple[Any, ...]  # z's tensor, start, step
     length: int
     channels: int
     inner: int
