@@ -34,6 +34,12 @@ class AdjointOver:
         values: [L, B, D], what the steps give, with a graph; of a rank without steps nothing, to be differentiated all the same
     """
 
+    part: Part
+    jacobian: Jacobian
+    linear: LinearSolver
+    entry: Tensor
+    values: Tensor
+
     def __init__(self, part: Part, states: Tensor, entry: Tensor, jacobian: Jacobian, linear: LinearSolver):
         self.part, self.jacobian, self.linear = part, jacobian, linear
         self.local: Adjoint | None = None
@@ -48,7 +54,7 @@ class AdjointOver:
                 self.entry = sequence.initial
                 self.local = Adjoint(sequence, states, jacobian, linear)
                 self.values = self.local.values
-        self.true = jacobian.true or part.layout.width <= DENSE_WIDTH
+        self.true: bool = jacobian.true or part.layout.width <= DENSE_WIDTH
         self.matters: Tensor | None = None  # of the last sweep: see Adjoint.warn_of_lost_digits
 
     def promise(self, rtol: float) -> None:

@@ -37,6 +37,23 @@ class Iteration(Certified):
         sizes: [B, D], in the end: of all states of all ranks
     """
 
+    newton: Newton
+    part: Part
+    plan: Plan
+    progress: Shared
+    chunk: int
+    first: int
+    ends: Tensor
+    entry: Tensor
+    peak: Tensor
+    sizes: Tensor
+    after: Tensor | None
+    guess: Tensor
+    rolled_on: bool
+    values: Tensor | None
+    unit: Tensor | None
+    far: bool
+
     def __init__(
         self,
         newton: Newton,

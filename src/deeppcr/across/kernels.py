@@ -28,6 +28,8 @@ class Kernels:
         chunk: how many steps a chunk is to have
     """
 
+    call: Call
+
     def __init__(self, call: Call):
         from ..fuse.run import Run, first_chunk
 
@@ -40,11 +42,11 @@ class Kernels:
             starts = [leaf.detach() for leaf in call.states]
             bases = [base.detach() for base in fused.bases(call.inputs, call.reached)]
             self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, call.length)
-        self.refusal = None
+        self.refusal: str | None = None
         if not self.run.has_one_matrix or program.dtype != layout.dtype:
             self.refusal = "elementwise steps on several tensors, and half precision, have none over ranks"
-        self.elementwise = not self.run.shape.tiled and program.width == 1
-        self.chunk = first_chunk(call.length, layout.rows * program.channels, program)
+        self.elementwise: bool = not self.run.shape.tiled and program.width == 1
+        self.chunk: int = first_chunk(call.length, layout.rows * program.channels, program)
 
     @staticmethod
     def of(newton: Newton, *given: Any) -> Kernels | str:

@@ -39,6 +39,15 @@ class Part:
         needs_gradients: whether anything that the states of any rank depend on requires a gradient
     """
 
+    ranks: Ranks
+    trouble: Trouble
+    layout: Layout
+    initial: Tensor
+    length: int
+    total: int
+    history: int
+    needs_gradients: bool
+
     def __init__(self, ranks: Ranks, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
         self.ranks, self.trouble = ranks, Trouble()
         self.sequence: Sequence | None = None
@@ -52,7 +61,9 @@ class Part:
                 self.sequence = Sequence(cast(Any, step), z0, xs, length=length, batch_dims=batch_dims)
             facts = _facts_of(self.layout, self.initial)
         # Of inputs of no step, too, who asks for their gradient has to come by here: see AdjointOver.
-        self.inputs = [leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.inputs: list[Tensor] = [
+            leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         sequence = self.sequence
         needs = torch.is_grad_enabled() and sequence is not None and sequence.needs_gradients
         history = 1 if sequence is None else sequence.history
@@ -67,11 +78,11 @@ class Part:
             raise ValueError("xs: at least one step is needed, and no rank has any")
         self.lengths: list[int] = list(lengths)
         self.length, self.total = own, sum(lengths)
-        self.offset = sum(lengths[: ranks.rank])
+        self.offset: int = sum(lengths[: ranks.rank])
         self.history, self.needs_gradients = max(histories), any(needing)
         #: Of the ranks that have steps, the first and the last.
-        self.first = next(rank for rank, each in enumerate(lengths) if each)
-        self.last = max(rank for rank, each in enumerate(lengths) if each)
+        self.first: int = next(rank for rank, each in enumerate(lengths) if each)
+        self.last: int = max(rank for rank, each in enumerate(lengths) if each)
 
     @property
     def is_first(self) -> bool:

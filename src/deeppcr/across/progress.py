@@ -20,6 +20,15 @@ from .part import Part
 class Shared(Progress):
     """The status of every row, the same on all ranks; chunks are counted through all of them."""
 
+    part: Part
+    before: int
+    index: Tensor
+    count: int
+    prefix: Tensor
+    iterations: Tensor
+    codes: Tensor
+    stuck: Tensor
+
     def __init__(self, part: Part, newton: Newton, chunk: int):
         counts, before = part.cut(chunk)
         super().__init__(

@@ -30,6 +30,7 @@ class Coupling:
 
     prior: Prior
     steps: Steps
+    plain: bool
     slots: int
 
     def __init__(

@@ -55,6 +55,7 @@ class Problem:
     noise: Noise
     steps: Steps
     length: int
+    ranks: Ranks | None
     samples: int
     shape: torch.Size
     width: int

@@ -229,7 +229,7 @@ def _surroundings(sequence: Sequence) -> Hashable:
     return (layout, sequence.length, spec, *xs), (torch.is_inference_mode_enabled(), *arithmetic(layout.device))
 
 
-def arithmetic(device: torch.device) -> tuple:
+def arithmetic(device: torch.device) -> tuple[Any, ...]:
     """Settings of the process that choose how numbers are multiplied on a device."""
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     settings = [getattr(where, name) for where, name in _ARITHMETIC]

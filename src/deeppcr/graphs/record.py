@@ -59,6 +59,8 @@ class Scratch:
     What the first calls of a function leave to the stream, the next ones take again.
     """
 
+    device: torch.device
+
     def __init__(self, device: torch.device):
         self.device, self._lock = device, threading.RLock()
         self._stream = torch.cuda.Stream(device)

@@ -9,6 +9,7 @@ Shapes: L steps on this rank, which may be none, ``*batch``, D the width of a st
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Map:
         block: one block, ``A``, its batch broadcasting to that of the term
         term: [*batch, D], ``b``
     """
+
+    block: Blocks
+    term: Tensor
 
     def __init__(self, block: Blocks, term: Tensor):
         self.block, self.term = block, term
@@ -170,18 +174,27 @@ class SolveOver(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(data, rhs, initial, extra, structure, solver, reverse, ranks):
+    def forward(
+        data: Tensor,
+        rhs: Tensor,
+        initial: Tensor,
+        extra: Tensor,
+        structure: type[Blocks],
+        solver: LinearSolver,
+        reverse: bool,
+        ranks: Ranks,
+    ) -> tuple[Tensor, Tensor]:
         states, entry, _ = solve_over(ranks, structure(data), rhs, initial, extra, solver, reverse=reverse)
         return states, entry.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         data, _, initial, _, ctx.structure, ctx.solver, ctx.reverse, ctx.ranks = inputs
         ctx.initial_shape = initial.shape
         ctx.save_for_backward(data, *output)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_entry = grad_outputs
         data, states, entry = ctx.saved_tensors
         blocks, ranks, reverse = ctx.structure(data), ctx.ranks, ctx.reverse

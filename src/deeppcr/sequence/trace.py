@@ -204,7 +204,7 @@ class Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
-        self.convolves = False  # whether one of them was a convolution, which has a precision of its own
+        self.convolves: bool = False  # whether one of them was a convolution, which has a precision of its own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

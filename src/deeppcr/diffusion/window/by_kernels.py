@@ -23,7 +23,7 @@ _WARPS = 4
 class FusedIteration(Iteration):
     """See ``Iteration``: same arguments, same results but for rounding. The rows of a sample lie together."""
 
-    in_words = "iteration: Triton kernels"
+    in_words: str | None = "iteration: Triton kernels"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
         super().__init__(coefficients, coupling, samples, width, **settings)

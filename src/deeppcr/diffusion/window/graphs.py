@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...graphs.cache import prepared_samplers
-from ...graphs.record import scratch_of
+from ...graphs.record import Scratch, scratch_of
 from ...runtime import is_out_of_memory
 
 
@@ -27,7 +27,7 @@ class Replayed:
     """
 
     def __init__(self, device: torch.device):
-        self.scratch = scratch_of(device)
+        self.scratch: Scratch = scratch_of(device)
         self.refusal: str | None = None
         self._graphs: dict[tuple, Callable[[], None]] = {}
 

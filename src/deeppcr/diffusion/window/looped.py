@@ -6,12 +6,14 @@ Shapes: L steps, B samples, D the flattened sample, K slots, S steps at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..problem import Problem
+from ..samplers import Coefficients
 
 
 class Looped:
@@ -25,16 +27,16 @@ class Looped:
     """
 
     def __init__(self, problem: Problem):
-        self.coefficients = problem.coefficients
-        self.state = torch.zeros_like(problem.initial.detach())
+        self.coefficients: Coefficients = problem.coefficients
+        self.state: Tensor = torch.zeros_like(problem.initial.detach())
         like = self.state
-        self.shift = None
+        self.shift: Tensor | None = None
         if problem.shift is not None:
             self.shift = like.new_zeros(problem.length, *like.shape[:2])
-        self.states = like.new_zeros(problem.length, *like.shape)
-        self.next = torch.zeros(1, dtype=torch.long, device=like.device)
-        self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
-        self.who = torch.arange(problem.samples, device=like.device)
+        self.states: Tensor = like.new_zeros(problem.length, *like.shape)
+        self.next: Tensor = torch.zeros(1, dtype=torch.long, device=like.device)
+        self.classes: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.who: Tensor = torch.arange(problem.samples, device=like.device)
 
     @property
     def bytes(self) -> int:

@@ -24,6 +24,7 @@ from ..problem import Problem
 from ..start import Start
 from .forecast import Forecast
 from .graphs import Replayed
+from .iteration import Iteration
 from .looped import Looped
 from .prepared import Outcome, Prepared
 from .sliding import SlidingIteration
@@ -47,11 +48,16 @@ class GraphLoop:
         settings: of PyTorch around the network, by device
     """
 
+    looped: Looped
+    settings: Callable[[torch.device], AbstractContextManager[None]]
+    device: torch.device
+    network: Callable[[Tensor, Tensor, Tensor], Tensor]
+
     def __init__(self, problem: Problem, settings: Callable[[torch.device], AbstractContextManager[None]]):
         self.looped, self.settings, self.device = Looped(problem), settings, problem.device
-        self.replayed = Replayed(problem.device)
-        self.step = 0.0  # seconds
-        self.at_once = 1  # steps of a graph
+        self.replayed: Replayed = Replayed(problem.device)
+        self.step: float = 0.0  # seconds
+        self.at_once: int = 1  # steps of a graph
 
     @property
     def bytes(self) -> int:
@@ -124,7 +130,14 @@ class GraphLoop:
 class Sliding(Prepared):
     """A window that slides, and gives way to the loop where that is faster."""
 
-    kind, why = SlidingIteration, "which is expected to be fastest"
+    forecast: Forecast
+    graph_loop: GraphLoop
+    replayed: Replayed | None
+    halved: bool
+    lost: dict[int, int]
+
+    kind: type[Iteration] | None = SlidingIteration
+    why: str = "which is expected to be fastest"
 
     def __init__(self, window: Window, problem: Problem, prior: Prior, forecast: Forecast, loop: GraphLoop):
         super().__init__(window, problem, prior)
@@ -191,9 +204,12 @@ class Sliding(Prepared):
 class Planned:
     """What is known of one kind of run, and what it needs: the loop's graphs, and a window's buffers where one is worth it."""
 
+    at_once: Window
+    runs_at_once: int
+
     def __init__(self, window: Window, problem: Problem):
-        self.forecast = Forecast(problem.length, problem.samples)
-        self.loop = GraphLoop(problem, window.settings)
+        self.forecast: Forecast = Forecast(problem.length, problem.samples)
+        self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
         self.at_once, self.runs_at_once = replace(window, size=None), 0
 

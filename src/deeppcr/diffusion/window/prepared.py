@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...distributed.ranks import Ranks
 from ...linear import Auto
 from ...runtime import full_precision, has_triton, is_out_of_memory
 from ...solution import Plan, Result
@@ -80,7 +81,17 @@ class Prepared:
     The denoiser itself is not kept: a graph knows where its parameters lie.
     """
 
-    why = "which keep a {} busy"
+    prior: Prior
+    ranks: Ranks | None
+    device: torch.device
+    tolerance: float
+    tf32: bool
+    kept: Problem
+    network: Callable[..., Tensor]
+    runs: int
+    returned: int
+
+    why: str = "which keep a {} busy"
     #: of the iteration; None: what is fastest for all steps at once
     kind: type[Iteration] | None = None
 
@@ -89,15 +100,15 @@ class Prepared:
         steps, device, dtype = problem.steps, problem.device, problem.dtype
         self.device, self.tolerance = device, window.tolerance_for(problem)
         kind = self.kind or kind_for(problem)
-        self.coupling = Coupling(prior, steps, problem.width, device, dtype, plain=kind.plain)
-        self.start_coupling = self.coupling
+        self.coupling: Coupling = Coupling(prior, steps, problem.width, device, dtype, plain=kind.plain)
+        self.start_coupling: Coupling = self.coupling
         if prior.of_path is not prior:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with window.settings(device):
             eps, self.tf32 = problem.eps, has_tf32(problem)
         coarse = kind.margin * of_network(problem, self.coupling, eps)
         bound = window.freeze**0.5 * self.tolerance
-        self.iteration = kind(
+        self.iteration: Iteration = kind(
             problem.coefficients,
             self.coupling,
             problem.samples,
@@ -111,18 +122,18 @@ class Prepared:
             adds_noise=problem.shift is not None,
             eps=(eps, max(eps, TF32)),
         )
-        self.least = torch.zeros_like(self.iteration.allowance)
-        self.residual = torch.zeros_like(self.iteration.measured)
-        self.classes = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.least: Tensor = torch.zeros_like(self.iteration.allowance)
+        self.residual: Tensor = torch.zeros_like(self.iteration.measured)
+        self.classes: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.starts: dict[Start, Any] = {}
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
-        self.scan = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
+        self.scan: str = "{} ({})".format(*Auto().choose(self.coupling.blocks[1:])) if problem.length > 1 else "none"
         first, last = window.thresholds_for(problem)[[0, -1]].tolist()
-        self.leaves = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
-        self.settings = window.settings
+        self.leaves: str = f"the first step leaves at an update of {first:.2g}, the last at {last:.2g}"
+        self.settings: Callable[[torch.device], AbstractContextManager[None]] = window.settings
         self.runs = self.returned = 0
-        self.halved = False
+        self.halved: bool = False
         self.lost: dict[int, int] = {}  # samples of this run that are not finite, and after how many steps
 
     def run(self, window: Window, problem: Problem, start: Start, plan: Plan) -> Outcome:

@@ -31,6 +31,9 @@ class Rounding:
         weights, of_network: [L], of the size of the states; and what of it the network rounds, where that is coarser
     """
 
+    weights: Tensor
+    of_network: Tensor
+
     def __init__(self, problem: Problem, coupling: Coupling):
         coefficients, coarse, eps = problem.coefficients, problem.eps, torch.finfo(problem.dtype).eps
         # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
@@ -40,7 +43,7 @@ class Rounding:
         if coarse > eps:  # its outputs are about as large as its inputs
             gain = coefficients.slope[:, 0, 0].abs().amax(-1)
             self.of_network = coarse * gain * coefficients.scale.abs() * amplified
-        self.limit = coefficients.limit
+        self.limit: float | None = coefficients.limit
 
     def least(self, size: Tensor) -> Tensor:
         """[B]: the least tolerance that can be certified of the last of the states, whose largest numbers are ``size`` [L, B]."""

@@ -40,24 +40,36 @@ _SLOWEST, _FASTEST = 0.7, 0.25
 class SlidingIteration(Iteration):
     """See ``Iteration``: the same arguments, none is extrapolated from; ``size`` may change from iteration to iteration."""
 
-    margin, plain = 1.0, True
-    in_words = "iteration: a window that slides, with slopes as seen"
+    lowest: Tensor
+    range: Tensor
+    inputs: Tensor
+    outputs: Tensor
+    told: Tensor
+    heard: float
+    prefix: Tensor
+    iterations: Tensor
+    evaluations: Tensor
+    jumps: Tensor
+
+    margin: float = 1.0
+    plain: bool = True
+    in_words: str | None = "iteration: a window that slides, with slopes as seen"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
         super().__init__(coefficients, coupling, samples, width, **{**settings, "accelerate": False})
         like, length, steps, prior = coefficients.gain, self.length, coupling.steps, coupling.prior
         assert isinstance(prior, GaussianPrior)
-        self.slopes = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
+        self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
         wide, narrow = (GaussianPrior(v).slopes(steps).to(like).reshape(length, 1, 1) for v in (_WIDE, _NARROW))
         self.lowest, self.range = wide, narrow - wide
         # Of a step's slope, where between these two it is on average; what the network last saw and said there; the last update.
         share = (self.slopes.mean(-1, keepdim=True) - wide) / self.range
-        self.first_share = share.squeeze(-1).expand(length, samples)
-        self.share = self.first_share.clone()
+        self.first_share: Tensor = share.squeeze(-1).expand(length, samples)
+        self.share: Tensor = self.first_share.clone()
         self.inputs, self.outputs = torch.zeros_like(self.values), like.new_zeros(length, samples, width)
-        self.sizes = like.new_zeros(length, samples)
-        self.who = torch.arange(samples, device=like.device)
-        self.seen = torch.eye(1, coefficients.slots, device=like.device, dtype=like.dtype)[
+        self.sizes: Tensor = like.new_zeros(length, samples)
+        self.who: Tensor = torch.arange(samples, device=like.device)
+        self.seen: Tensor = torch.eye(1, coefficients.slots, device=like.device, dtype=like.dtype)[
             0
         ]  # of a state's slots, by the network
         # A network that rounds its outputs moves a step by that times its gain; what changes more tells something.
