@@ -1,4 +1,4 @@
-"""What modules do under ``torch.compile`` and ``torch.export`` where no kernels are at work: one graph for any number of rows or steps."""
+"""What modules do under ``torch.compile`` and ``torch.export``: one graph for any number of rows and steps, whichever way they run."""
 
 import pytest
 import torch
@@ -10,11 +10,18 @@ from deeppcr import nn as ours
 from kernel_support import thorough
 
 NETWORKS = {"mlp": lambda: ours.MLP(5, 4, 6, 3), "resnet": lambda: ours.ResNet(5, 4, 6, 3, skip=3)}
+KINDS = ["RNN", "GRU", "LSTM", "DiagonalGRU", "DiagonalLSTM"]
 
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("mlp", "sequential"), ("resnet", "auto"), *thorough(("mlp", "auto"), ("resnet", "sequential"))],
+    [
+        ("mlp", "sequential"),
+        ("resnet", "auto"),
+        ("mlp", "parallel"),
+        ("resnet", "parallel"),
+        *thorough(("mlp", "auto"), ("resnet", "sequential")),
+    ],
 )
 def test_networks_in_one_graph_for_any_number_of_rows(kind, mode):
     net = NETWORKS[kind]().double()
@@ -27,31 +34,24 @@ def test_networks_in_one_graph_for_any_number_of_rows(kind, mode):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_networks_are_exported_for_any_number_of_rows(kind):
-    net = NETWORKS[kind]()
-    run = export(net, (torch.randn(7, 5),), dynamic_shapes=({0: Dim("rows", min=2)},)).module()
-    for rows in (2, 65):
-        x = torch.randn(rows, 5)
-        torch.testing.assert_close(run(x), net(x))
+def value_and_all_gradients(module, x, *others, **options):
+    """The gradients of weights, too."""
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    outputs, ends = module(x, *others, **options)
+    ends = (ends,) if isinstance(ends, torch.Tensor) else ends
+    loss = outputs.sin().sum() + sum(i * leaf.cos().sum() for i, leaf in enumerate(ends, 1))
+    leaves = [leaf for leaf in (x, *module.parameters()) if leaf.requires_grad]
+    return outputs, *ends, *torch.autograd.grad(loss, leaves)
 
 
-def test_a_parallel_network_ends_the_graph():
-    """It decides by values, as ``deeppcr.solve`` does."""
-    net = ours.MLP(5, 4, 6, 3, mode="parallel")
-    compiled, _ = compiled_and_counted(net, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"disable|skipped"):
-        compiled(torch.randn(2, 5))
-
-
-@pytest.mark.parametrize(("kind", "mode"), [("RNN", "auto"), ("GRU", "sequential"), ("LSTM", "auto")])
-def test_recurrent_modules_compile_as_those_of_pytorch_do(kind, mode):
-    """Which has them traced only if told to, and then step by step: every length has a graph of its own."""
-    theirs = getattr(nn, kind)(3, 4)
-    module = getattr(ours, kind)(3, 4, mode=mode)
-    module.load_state_dict(theirs.state_dict())
-    with torch._dynamo.config.patch(allow_rnn=True):
-        compiled, graphs = compiled_and_counted(module, backend="eager")
-        for x in (torch.randn(5, 2, 3), torch.randn(3, 2, 3)):
-            torch.testing.assert_close(compiled(x), theirs(x))
-    assert len(graphs) == 2
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(kind, "parallel") for kind in KINDS] + [("GRU", "sequential"), ("LSTM", "auto"), ("DiagonalLSTM", "sequential")],
+)
+def test_recurrent_modules_in_one_graph_for_any_number_of_rows_and_steps(kind, mode):
+    module = getattr(ours, kind)(3, 4, dtype=torch.float64, mode=mode)
+    compiled, graphs = compiled_and_counted(module)
+    for steps, rows in ((9, 4), (5, 2), (30, 3)):
+        x = torch.randn(steps, rows, 3, dtype=torch.float64, requires_grad=True)
+        torch.testing.assert_close(value_and_all_gradients(compiled, x), value_and_all_gradients(module, x))
+    assert len(graphs) == 1

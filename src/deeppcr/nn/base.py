@@ -17,18 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..attach import attach
 from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
-from ..runtime import has_triton, in_functorch, is_capturing, is_exporting
+from ..runtime import has_triton, in_functorch, is_capturing, is_transformed
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
+from . import operator
 from .arguments import Mode, check_mode, check_newton, check_size
 from .choose import ASKED, EMPTY, choose
 from .cost import Choice
 from .layers import ACTIVATIONS
+from .operator import in_words
 from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
@@ -149,6 +152,7 @@ def _find_way(
 class Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
+    _kind: str
     activations: Tensor  # [L, w], the batch mean of the last training step's states
     #: The settings that were last asked about, and what ``_is_usual`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
@@ -238,26 +242,82 @@ class Network(nn.Module):
         weight = self.weight  # a look-up among the parameters takes a while
         if hidden.dtype != weight.dtype:
             hidden = hidden.to(weight.dtype)
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(hidden, chosen, last)
         if self._may_use_kernels(hidden):
-            run: Any = self._fused
-            if torch.compiler.is_compiling():  # a graph ends here, so not in vain
-                run = torch.compiler.disable(run) if self._has_kernels(hidden, chosen) else lambda *_: None
-            states = run(weight, hidden, chosen, last)
+            states = self._fused(weight, hidden, chosen, last)
             if states is not None:
                 return states
         if chosen == "auto":
             chosen, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
-        if chosen == "sequential" and not is_exporting():
+        if chosen == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
-            if chosen == "sequential":
-                states = self._loop(hidden)
-            else:  # which decides by values, so a graph ends here
-                solve_layers: Any = self._solve
-                if torch.compiler.is_compiling():
-                    solve_layers = torch.compiler.disable(solve_layers)
-                states = solve_layers(hidden, why)
+            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
+
+    # As an operator of a compiler's graph.
+
+    def _run_in_graph(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
+        """A loop without kernels is traced; else all layers are one operation, which chooses its way when it runs."""
+        weight, bias = self.weight, self.bias
+        if not self._may_use_kernels(hidden):
+            if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
+                mode = mode if _choose_without_kernels(weight.shape, 1, hidden.device)[0] == "parallel" else "sequential"
+            if mode == "sequential":
+                with torch.autocast(hidden.device.type, enabled=False):
+                    states = self._loop(hidden)
+                return states[-1] if last else states
+        words = self._in_words(mode)
+        if words is None or is_transformed():
+            eagerly: Any = torch.compiler.disable(self._run)
+            return eagerly(hidden, mode, last=last)
+        tensors = [hidden, weight, bias]
+        gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])
+        return operator.run(words, tensors, "", last, gradients)[0]
+
+    def _in_words(self, mode: Mode) -> str | None:
+        """The layers alone; None where there are no words for them: a warm start writes to the module."""
+        told = [in_words(each) for each in (self.activation, self.newton, self.guess)]
+        if self.warm_start or None in told:
+            return None
+        steps, width = self.weight.shape[:-2], self.weight.shape[-1]
+        depth, skip = math.prod(steps), f", skip={steps[1]}" if len(steps) == 2 else ""
+        options = f"activation={told[0]}, mode={mode!r}, newton={told[1]}, guess={told[2]}"
+        return f"{self._kind}({width}, {width}, {depth}, {width}{skip}, {options})"
+
+    def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        hidden, weight, _ = tensors
+        states = hidden.new_empty((weight.shape[0], *hidden.shape))
+        return [states] if not last else [torch.empty_like(hidden), states] if gradients else [torch.empty_like(hidden)]
+
+    def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        hidden, module = self._with(tensors)
+        states = module._run(hidden, None, last=last and not gradients)
+        return [states[-1].clone(), states] if last and gradients else [states]
+
+    def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
+        (hidden, module), states = self._with(tensors), found[-1]
+        return [module._run_again(hidden, states, last)]
+
+    def _with(self, tensors: list[Tensor]) -> tuple[Tensor, Any]:
+        """A network with these weights, and what it is run on."""
+        hidden, weight, bias = tensors
+        return hidden, operator.with_tensors(self, weight=weight, bias=bias)
+
+    def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
+        """What ``_run`` gave, differentiable; where that was a loop, or rows went one by one, it is run again."""
+        mode, weight = self.mode, self.weight
+        if self._may_use_kernels(hidden):
+            way = self._way(weight, hidden, mode)
+            if way is not None:
+                return _kernels().attach(weight, self.bias, hidden, states, way.layers, last)
+        if mode == "auto":
+            mode, _ = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+        if mode == "sequential" or not hidden.isfinite().all():
+            return self._run(hidden, mode, last=last)
+        (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)
+        return found[-1] if last else found
 
     def _loop(self, hidden: Tensor) -> Tensor:
         states, z = [], hidden
@@ -271,14 +331,6 @@ class Network(nn.Module):
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
         return not in_functorch() and forward_ad._current_level < 0 and has_triton()
-
-    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
-        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
-        if not self._may_use_kernels(hidden):
-            return False
-        how = (hidden.device, self.newton.chunk, self._is_usual())
-        in_loop, in_parallel = _covered(self.weight.shape, hidden.shape[0], *how)
-        return in_loop if mode == "sequential" or (mode == "auto" and in_loop) else in_parallel
 
     def _is_usual(self) -> bool:
         """Whether the parallel kernels know the method and its start."""
@@ -350,10 +402,12 @@ class Network(nn.Module):
             return self._passed
         return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
-    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+    def _solver(self) -> Newton:
         scale = "local" if self._wants_digits() else self.newton.scale
-        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True), scale=scale)
-        guess = self.guess
+        return replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True), scale=scale)
+
+    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+        solver, guess = self._solver(), self.guess
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
         xs = (self.weight, self.bias)

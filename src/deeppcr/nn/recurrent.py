@@ -5,6 +5,7 @@ Shapes: T steps, B rows, F features of the input, H the hidden size (P where out
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence
 
-from ..fused import Call
+from ..attach import attach
+from ..fused import Call, FusedSolution
 from ..newton import Loop, Newton
+from ..runtime import is_transformed
 from ..sequence.lengths import up_to
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from ..solve import solve
+from . import operator
 from .arguments import Mode, check_mode, check_newton
 from .cells import Restarting, Weights
+from .operator import in_words
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
@@ -57,11 +62,14 @@ class Recurrent(nn.Module):
     dropout: float
     bidirectional: bool
     _all_weights: list[list[str]]
+    _kind: str
 
     run_mode: Mode = "auto"
     newton: Newton = USUAL
     #: How the last pass went: a solution for each layer and direction; or of one by PyTorch its steps, rows, device and why.
     _passed: tuple[Solution, ...] | tuple[int, int, torch.device, str] = ()
+    #: What solves; of a module that an operator runs, one that keeps the states, or knows them already.
+    _solve_steps: Callable[..., Any] = staticmethod(solve)
     #: By layer and direction, and whether it restarts: the weights that a cell was made of, and the cell.
     _cells: dict[tuple[int, bool], tuple[tuple[Tensor, ...], Any]] | None = None
 
@@ -90,6 +98,9 @@ class Recurrent(nn.Module):
             mode: overrides the module's for this call
         """
         chosen = check_mode(self.run_mode if mode is None else mode)
+        if torch.compiler.is_compiling() and self._ends_graph(input, hx, cu_seqlens):
+            eagerly: Any = torch.compiler.disable(self.forward)
+            return eagerly(input, hx, reset=reset, cu_seqlens=cu_seqlens, mode=chosen)
         if cu_seqlens is not None:
             if reset is not None:
                 raise ValueError("reset: sequences by cu_seqlens begin anew by themselves; give one of the two")
@@ -98,6 +109,8 @@ class Recurrent(nn.Module):
             return documents.in_sequence(output), last
         if reset is not None:
             self._check_reset(reset, input)
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(input, hx, reset, chosen)
         return self._run(input, hx, reset, chosen)
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
@@ -126,6 +139,24 @@ class Recurrent(nn.Module):
         Args:
             kernels: raise NoKernels where a cell has none
         """
+        solutions, directions = [], 2 if self.bidirectional else 1
+
+        def run(at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, lengths: Tensor | None) -> Any:
+            turned = None if at % directions == 0 else len(x) if lengths is None else lengths
+            with read_backwards(turned):
+                solution = self._solve(at, x, start, reset, lengths, solver, kernels)
+            solutions.append(solution.without_states())
+            return solution.states
+
+        found = self._by_layers(input, hx, reset, run)
+        self.__dict__["_passed"] = tuple(solutions)
+        return found
+
+    def _by_layers(self, input: Any, hx: Any, reset: Tensor | None, run: Callable[..., Any]) -> Any:
+        """
+        Args:
+            run: of a layer in one direction, from its number, inputs [T, B, F], start, resets and lengths to its states
+        """
         if isinstance(input, PackedSequence):
             padding = Padding.of(input)
             starts = self._starts(hx, len(padding.lengths), input.data)
@@ -133,7 +164,7 @@ class Recurrent(nn.Module):
                 starts = tuple(leaf.index_select(1, input.sorted_indices) for leaf in starts)
             alike = bool(padding.lengths[-1] == padding.steps)
             lengths = None if alike else padding.lengths
-            output, last = self._layers(padding.pad(input.data), starts, None, lengths, solver, kernels)
+            output, last = self._layers(padding.pad(input.data), starts, None, lengths, run)
             if input.unsorted_indices is not None:
                 last = tuple(leaf.index_select(1, input.unsorted_indices) for leaf in last)
             return input._replace(data=padding.pack(output)), self._nested(last)
@@ -146,7 +177,7 @@ class Recurrent(nn.Module):
             x, reset = x.transpose(0, 1), None if reset is None else reset.T
         if not batched and hx is not None:
             hx = hx.unsqueeze(1) if isinstance(hx, Tensor) else tuple(leaf.unsqueeze(1) for leaf in hx)
-        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, solver, kernels)
+        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, run)
         if self.batch_first:
             output = output.transpose(0, 1)
         if batched:
@@ -175,8 +206,7 @@ class Recurrent(nn.Module):
         starts: tuple[Tensor, ...],
         reset: Tensor | None,
         lengths: Tensor | None,
-        solver: Any,
-        kernels: bool,
+        run: Callable[..., Any],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """
         Args:
@@ -184,12 +214,13 @@ class Recurrent(nn.Module):
             starts: [K, B, H] each
             reset: [T, B]
             lengths: [B]
+            run: as ``_by_layers`` is given it
 
         Returns:
             the outputs of the last layer [T, B, directions * H], and the last states [K, B, H]
         """
         directions = 2 if self.bidirectional else 1
-        dtype, last, solutions = self._dtype_of_outputs(x, starts), [], []
+        dtype, last = self._dtype_of_outputs(x, starts), []
         resets = [reset, None if reset is None or directions == 1 else begins_backwards(reset)]
         for layer in range(self.num_layers):
             outputs = []
@@ -197,19 +228,15 @@ class Recurrent(nn.Module):
                 at = directions * layer + direction
                 seen = x if direction == 0 else reversed_in_time(x, lengths)
                 start = tuple(leaf[at] for leaf in starts)
-                turned = None if direction == 0 else len(x) if lengths is None else lengths
-                with read_backwards(turned):
-                    solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels)
-                states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
+                found = run(at, seen, start, resets[direction], lengths)
+                states = (found,) if isinstance(found, Tensor) else found
                 last.append(tuple(leaf[-1:] for leaf in states))
                 # Of a state of several tensors each is a view of all of them.
                 output = states[0] if len(states) == 1 else states[0].contiguous()
                 outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
-                solutions.append(solution.without_states())
             x = (outputs[0] if directions == 1 else torch.cat(outputs, -1)).to(dtype)
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
-        self.__dict__["_passed"] = tuple(solutions)
         ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
         return x, tuple(leaf.to(dtype) for leaf in ends)
 
@@ -243,7 +270,7 @@ class Recurrent(nn.Module):
         with nullcontext() if mixed is None else torch.autocast(x.device.type, enabled=False):
             if kernels:
                 _require_kernels(step, z0, xs, lengths)
-            return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
+            return self._solve_steps(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver)
 
     def _weights(self, at: int) -> Weights:
         names = self._all_weights[at]
@@ -277,6 +304,94 @@ class Recurrent(nn.Module):
     def _cell(self, weights: Weights) -> Any:
         return self._cell_type()(weights)
 
+    # As an operator of a compiler's graph.
+
+    def _ends_graph(self, input: Any, hx: Any, cu_seqlens: Tensor | None) -> bool:
+        """Whether a call is left out of a compiler's graph: its shapes depend on values, there are no words for its settings, or something
+        is to be said about its arguments."""
+        if cu_seqlens is not None or isinstance(input, PackedSequence) or is_transformed():
+            return True
+        return in_words(self.newton) is None or not self._is_proper(input, hx)
+
+    def _is_proper(self, input: Any, hx: Any) -> bool:
+        """Whether arguments are such that a pass can begin."""
+        raise NotImplementedError
+
+    def _run_in_graph(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
+        """Each layer in each direction is one operation, which chooses its way when it runs."""
+        mixed = _dtype_of_autocast(input.device)
+        autocast = "" if mixed is None else str(mixed).removeprefix("torch.")
+
+        def run(at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, lengths: None) -> Any:
+            weights = [getattr(self, name) for name in self._all_weights[at]]
+            begins = [] if reset is None else [reset]
+            tensors = [x, *weights, *(() if hx is None else start), *begins]
+            gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])
+            found = operator.run(self._in_words(x.shape[-1], mode), tensors, autocast, False, gradients)
+            return tuple(found[: len(self._widths())])
+
+        return self._by_layers(input, hx, reset, run)
+
+    def _in_words(self, features: int, mode: Mode) -> str:
+        """A layer in one direction."""
+        options = f"bias={'bias_ih_l0' in self._all_weights[0]}, {self._options_in_words()}"
+        return f"{self._kind}({features}, {self.hidden_size}, {options}mode={mode!r}, newton={in_words(self.newton)})"
+
+    def _options_in_words(self) -> str:
+        """Those that not all kinds have."""
+        return ""
+
+    def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        (steps, rows), weight = tensors[0].shape[:2], tensors[1]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        states = [weight.new_empty((steps, rows, width), dtype=dtype) for width in self._widths()]
+        return [*states, torch.empty((), dtype=torch.bool, device="cpu")]
+
+    def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        """The states, and whether they are those of a parallel solve: PyTorch's own kernel, or a loop, is run again for a backward pass."""
+        module, x, hx, reset = self._with(tensors)
+        found: list[Solution] = []
+
+        def noted(*arguments: Any, **options: Any) -> Solution:
+            found.append(solve(*arguments, **options))
+            return found[-1]
+
+        module._solve_steps = noted
+        output, ends = module._run(x, hx, reset, module.run_mode)
+        if "_known" in module.__dict__:
+            self.__dict__["_known"] = module._known
+        like = self._like(tensors, last, gradients)
+        if not found:
+            return [*_by_step(output, ends, like), torch.tensor(False)]
+        (solution,) = found
+        states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
+        solved = isinstance(solution, FusedSolution) or bool(solution.iterations.any())
+        return [*states, torch.tensor(solved)]
+
+    def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
+        *states, solved = found
+        module, x, hx, reset = self._with(tensors)
+        if not solved:
+            return _by_step(*module._run(x, hx, reset, "sequential"), states)
+
+        def known(step: Any, z0: Any, xs: Any, *, batch_dims: int, lengths: None, solver: Newton) -> list[Tensor]:
+            return attach(step, z0, xs, tuple(states), solver, batch_dims=batch_dims)
+
+        module._solve_steps = known
+        start = tuple(leaf[0] for leaf in module._starts(hx, x.shape[1], x))
+        return module._solve(0, x, start, reset, None, module.newton, False)
+
+    def _with(self, tensors: list[Tensor]) -> tuple[Any, Tensor, Any, Tensor | None]:
+        """A module with these weights, and what to call it with."""
+        names = self._all_weights[0]
+        x, *others = tensors
+        weights, others = others[: len(names)], others[len(names) :]
+        reset = others.pop() if others and others[-1].dtype is torch.bool else None
+        hx = self._nested(tuple(leaf.unsqueeze(0) for leaf in others)) if others else None
+        # Of PyTorch's, which else looks whether its weights were replaced, and lays them out anew.
+        theirs = {"_flat_weights": weights, "_flat_weight_refs": [None] * len(weights), "_cells": None}
+        return operator.with_tensors(self, **dict(zip(names, weights, strict=True)), **theirs), x, hx, reset
+
     # How it went.
 
     @property
@@ -305,6 +420,15 @@ def _dtype_of_autocast(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.float16 if device.type == "cuda" else torch.get_autocast_dtype(device.type)
+
+
+def _by_step(output: Tensor, ends: Any, like: list[Tensor]) -> list[Tensor]:
+    """The states of a pass by PyTorch's own kernel, as far as it tells them: of an LSTM's memory that is the last."""
+    states = [output.to(like[0].dtype)]
+    if not isinstance(ends, Tensor):
+        memory = ends[1].to(like[1].dtype)
+        states.append(torch.cat([memory.new_zeros(len(output) - 1, *memory.shape[1:]), memory]))
+    return states
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
