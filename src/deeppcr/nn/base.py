@@ -244,16 +244,20 @@ class Network(nn.Module):
             hidden = hidden.to(weight.dtype)
         if torch.compiler.is_compiling():
             return self._run_in_graph(hidden, chosen, last)
+        return self._run_eagerly(hidden, chosen, why, last)
+
+    def _run_eagerly(self, hidden: Tensor, mode: Mode, why: str, last: bool) -> Tensor:
+        weight = self.weight
         if self._may_use_kernels(hidden):
-            states = self._fused(weight, hidden, chosen, last)
+            states = self._fused(weight, hidden, mode, last)
             if states is not None:
                 return states
-        if chosen == "auto":
-            chosen, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
-        if chosen == "sequential":
+        if mode == "auto":
+            mode, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+        if mode == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
-            states = self._loop(hidden) if chosen == "sequential" else self._solve(hidden, why)
+            states = self._loop(hidden) if mode == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
 
     # As an operator of a compiler's graph.
@@ -270,8 +274,8 @@ class Network(nn.Module):
                 return states[-1] if last else states
         words = self._in_words(mode)
         if words is None or is_transformed():
-            eagerly: Any = torch.compiler.disable(self._run)
-            return eagerly(hidden, mode, last=last)
+            eagerly: Any = torch.compiler.disable(self._run_eagerly)
+            return eagerly(hidden, mode, "", last)
         tensors = [hidden, weight, bias]
         gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])
         return operator.run(words, tensors, "", last, gradients)[0]
@@ -293,7 +297,7 @@ class Network(nn.Module):
 
     def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
         hidden, module = self._with(tensors)
-        states = module._run(hidden, None, last=last and not gradients)
+        states = module._run_eagerly(hidden, module.mode, "", last and not gradients)
         return [states[-1].clone(), states] if last and gradients else [states]
 
     def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
@@ -306,7 +310,7 @@ class Network(nn.Module):
         return hidden, operator.with_tensors(self, weight=weight, bias=bias)
 
     def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
-        """What ``_run`` gave, differentiable; where that was a loop, or rows went one by one, it is run again."""
+        """What ``_run_eagerly`` gave, differentiable; where that was a loop, or rows went one by one, it is run again."""
         mode, weight = self.mode, self.weight
         if self._may_use_kernels(hidden):
             way = self._way(weight, hidden, mode)
@@ -315,7 +319,7 @@ class Network(nn.Module):
         if mode == "auto":
             mode, _ = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential" or not hidden.isfinite().all():
-            return self._run(hidden, mode, last=last)
+            return self._run_eagerly(hidden, mode, "", last)
         (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)
         return found[-1] if last else found
 

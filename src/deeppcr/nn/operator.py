@@ -123,6 +123,19 @@ def _leaves(tensors: list[Tensor], gradients: bool) -> list[Tensor]:
     return [each.detach().requires_grad_(gradients and each.is_floating_point()) for each in tensors]
 
 
+def _by_themselves(results: Any, given: list[Tensor]) -> list[Tensor]:
+    """Results that share memory with nothing that was given, nor with each other, as those of an operator may not: two biases that are
+    added have one gradient."""
+    taken, apart = {each.untyped_storage().data_ptr() for each in given}, []
+    for result in results:
+        each = result.detach().contiguous()
+        if each.untyped_storage().data_ptr() in taken:
+            each = each.clone()
+        taken.add(each.untyped_storage().data_ptr())
+        apart.append(each)
+    return apart
+
+
 # Where PyTorch would capture compiled graphs as CUDA graphs, it is to leave this out: it looks at values.
 @torch.library.custom_op("deeppcr::run", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def run(module: str, tensors: list[Tensor], autocast: str, last: bool, gradients: bool) -> list[Tensor]:
@@ -137,7 +150,7 @@ def run(module: str, tensors: list[Tensor], autocast: str, last: bool, gradients
     """
     with _as_traced(tensors[0], autocast, gradients):
         found = _module_of(module)._found(_leaves(tensors, gradients), last, gradients)
-    return [each.detach().contiguous() for each in found]
+    return _by_themselves(found, tensors)
 
 
 @run.register_fake
@@ -167,7 +180,7 @@ def run_backward(
         outputs, into = [attached[index] for index in given], [leaves[index] for index in wanted]
         with torch.autocast(tensors[0].device.type, enabled=False):
             of = torch.autograd.grad(outputs, into, grads, materialize_grads=True)
-    return [each.detach().contiguous() for each in of]
+    return _by_themselves(of, [*tensors, *found, *grads])
 
 
 @run_backward.register_fake
