@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
-from .launch import aligned
 from .newton import Newton
 from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
@@ -327,7 +326,7 @@ def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
         with torch.cuda.device(layout.device):  # where kernels are launched
             return attach_fused(call, states)
     run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
-    found = aligned(states.contiguous()), back.chunk_of(run, length)
+    found = back.aligned(states.contiguous()), back.chunk_of(run, length)
     return apply_directly(back.Apply, found, run, layout, *call.states, *bases)
 
 

@@ -91,6 +91,12 @@ def has_tangent(leaf: Any) -> bool:
     return inside and isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
+def outside_of_graph(function: Callable, why: str) -> Callable:
+    """``function``, left out of the graph that a compiler makes: with ``fullgraph=True`` it raises, and says why."""
+    torch._dynamo.graph_break(msg=why)
+    return torch.compiler.disable(function)
+
+
 #: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.
 _KEPT_AWAY = (
     *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView", "Functionalize"),

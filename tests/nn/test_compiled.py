@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.export import Dim, export
 
-from compiling import compiled_and_counted, value_and_gradients
 import deeppcr
+from compiling import compiled_and_counted, value_and_gradients
 from deeppcr import nn as ours
 from kernel_support import thorough
 

@@ -23,7 +23,7 @@ from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
-from ..runtime import has_triton, in_functorch, is_capturing, is_transformed
+from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, outside_of_graph
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from . import operator
@@ -267,18 +267,20 @@ class Network(nn.Module):
         weight, bias = self.weight, self.bias
         if not self._may_use_kernels(hidden):
             if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
-                mode = mode if _choose_without_kernels(weight.shape, 1, hidden.device)[0] == "parallel" else "sequential"
+                mode = (
+                    mode if _choose_without_kernels(weight.shape, 1, hidden.device)[0] == "parallel" else "sequential"
+                )
             if mode == "sequential":
                 with torch.autocast(hidden.device.type, enabled=False):
                     states = self._loop(hidden)
                 return states[-1] if last else states
         words = self._in_words(mode)
         if words is None or is_transformed():
-            eagerly: Any = torch.compiler.disable(self._run_eagerly)
-            return eagerly(hidden, mode, "", last)
-        tensors = [hidden, weight, bias]
-        gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])
-        return operator.run(words, tensors, "", last, gradients)[0]
+            why = "a network with a warm start, settings or an activation of your own, or inside a transform, is no operator"
+            return outside_of_graph(self._run_eagerly, f"{why}: it runs in parallel by looking at values")(
+                hidden, mode, "", last
+            )
+        return operator.run_in_graph(words, [hidden, weight, bias], last=last)[0]
 
     def _in_words(self, mode: Mode) -> str | None:
         """The layers alone; None where there are no words for them: a warm start writes to the module."""

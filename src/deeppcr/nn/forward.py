@@ -72,7 +72,14 @@ def inputs_of_layers(weight: Tensor, bias: Tensor, initial: Tensor, states: Tens
 
 
 def _states(
-    weight: Tensor, bias: Tensor, initial: Tensor, guess: Tensor | None, layers: Layers, left: list, last: bool, average: Any
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    left: list,
+    last: bool,
+    average: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``apply`` returns; the weights as the kernels read them, and ``x``."""
     weight, bias, initial = (aligned(weight.contiguous()), aligned(bias.contiguous()), aligned(initial.contiguous()))

@@ -213,6 +213,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
 run.register_autograd(_backward, setup_context=_setup_context)
 
 
+def run_in_graph(words: str, tensors: list[Tensor], autocast: str = "", *, last: bool = False) -> list[Tensor]:
+    """``run``, as far as gradients are asked for."""
+    gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])  # noqa: C419 - a compiler sees through no generator everywhere
+    return run(words, tensors, autocast, last, gradients)
+
+
 def with_tensors(module: Any, **known: Any) -> Any:
     """A module of those that were made from words, with what belongs to one pass."""
     copy = object.__new__(type(module))

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..attach import attach
 from ..fused import Call, FusedSolution
 from ..newton import Loop, Newton
-from ..runtime import is_transformed
+from ..runtime import is_transformed, outside_of_graph
 from ..sequence.lengths import up_to
 from ..sequence.words import read_backwards
 from ..solution import Solution
@@ -98,8 +98,8 @@ class Recurrent(nn.Module):
             mode: overrides the module's for this call
         """
         chosen = check_mode(self.run_mode if mode is None else mode)
-        if torch.compiler.is_compiling() and self._ends_graph(input, hx, cu_seqlens):
-            eagerly: Any = torch.compiler.disable(self.forward)
+        if torch.compiler.is_compiling() and (why := self._ends_graph(input, hx, cu_seqlens)):
+            eagerly = outside_of_graph(self.forward, why)
             return eagerly(input, hx, reset=reset, cu_seqlens=cu_seqlens, mode=chosen)
         if cu_seqlens is not None:
             if reset is not None:
@@ -306,12 +306,15 @@ class Recurrent(nn.Module):
 
     # As an operator of a compiler's graph.
 
-    def _ends_graph(self, input: Any, hx: Any, cu_seqlens: Tensor | None) -> bool:
-        """Whether a call is left out of a compiler's graph: its shapes depend on values, there are no words for its settings, or something
-        is to be said about its arguments."""
-        if cu_seqlens is not None or isinstance(input, PackedSequence) or is_transformed():
-            return True
-        return in_words(self.newton) is None or not self._is_proper(input, hx)
+    def _ends_graph(self, input: Any, hx: Any, cu_seqlens: Tensor | None) -> str:
+        """Why a call is left out of a compiler's graph; empty where it is not."""
+        if cu_seqlens is not None or isinstance(input, PackedSequence):
+            return "how sequences of different lengths lie depends on values; give a tensor, with reset"
+        if is_transformed():
+            return "a recurrent module looks at values, and inside a transform there are none"
+        if in_words(self.newton) is None:
+            return "newton: there are no words for settings of your own, by which an operator would know them"
+        return "" if self._is_proper(input, hx) else "input, hx: what is wrong with them is said outside of a graph"
 
     def _is_proper(self, input: Any, hx: Any) -> bool:
         """Whether arguments are such that a pass can begin."""
@@ -326,8 +329,7 @@ class Recurrent(nn.Module):
             weights = [getattr(self, name) for name in self._all_weights[at]]
             begins = [] if reset is None else [reset]
             tensors = [x, *weights, *(() if hx is None else start), *begins]
-            gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])
-            found = operator.run(self._in_words(x.shape[-1], mode), tensors, autocast, False, gradients)
+            found = operator.run_in_graph(self._in_words(x.shape[-1], mode), tensors, autocast)
             return tuple(found[: len(self._widths())])
 
         return self._by_layers(input, hx, reset, run)
