@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from compiling import compiled_and_counted
 from deeppcr import FixedIterations, Newton, Result, attach
 from deeppcr import nn as ours
-from deeppcr.nn import recurrent, torch_like
+from deeppcr.nn import operated_recurrent, torch_like
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
@@ -89,8 +89,10 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
     dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
     module, _ = made(kind, hidden, device, dtype)
     module.run_mode = mode
-    solved, solve = [], recurrent.solve
-    monkeypatch.setattr(recurrent, "solve", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1])
+    solved, solve = [], operated_recurrent.solve
+    monkeypatch.setattr(
+        operated_recurrent, "solve", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
+    )
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled, graphs = compiled_and_counted(module)
         for calls in range(3):  # kernels come with the second one of a kind

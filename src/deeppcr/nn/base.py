@@ -23,15 +23,14 @@ from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
-from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, outside_of_graph
+from ..runtime import has_triton, in_functorch, is_capturing
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
-from . import operator
 from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose
+from .choose import ASKED, EMPTY, choose, choose_without_kernels
 from .cost import Choice
 from .layers import ACTIVATIONS
-from .operator import in_words
+from .operated_network import OperatedNetwork
 from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
@@ -95,18 +94,6 @@ def _covered(shape: torch.Size, rows: int, device: torch.device, chunk: int | st
     return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
 
 
-def _choose_without_kernels(shape: torch.Size, rows: int, device: torch.device) -> tuple[Mode, str]:
-    """Whether in parallel, and why: by a rule of thumb."""
-    steps, width = shape[0], shape[-1]
-    if device.type == "cpu":
-        deep = steps >= 4096 and width <= 16 and rows <= 4
-        rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
-    else:
-        deep = steps >= 64 and width <= 64
-        rule = "without kernels the loop wins below 64 steps or above width 64"
-    return "parallel" if deep else "sequential", rule
-
-
 @lru_cache(maxsize=4096)  # found once for a kind of call, which then is always done in the same way
 def _find_way(
     shape: torch.Size,
@@ -124,7 +111,7 @@ def _find_way(
     in_loop, in_parallel = _covered(shape, rows, device, chunk, usual)
     choice, backward, why = None, None, ASKED if mode == "sequential" else ""
     if mode == "auto" and not in_loop:
-        mode, _ = _choose_without_kernels(shape, rows, device)
+        mode, _ = choose_without_kernels(shape, rows, device)
     if mode != "sequential" and in_parallel:
         choice = choose(shape, rows, activation, chunk, _MOST_PRODUCTS, device)
         backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
@@ -149,10 +136,9 @@ def _find_way(
     return _Way(layers, choice, why)
 
 
-class Network(nn.Module):
+class Network(OperatedNetwork):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
-    _kind: str
     activations: Tensor  # [L, w], the batch mean of the last training step's states
     #: The settings that were last asked about, and what ``_is_usual`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
@@ -253,63 +239,18 @@ class Network(nn.Module):
             if states is not None:
                 return states
         if mode == "auto":
-            mode, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, why = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
             states = self._loop(hidden) if mode == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
 
-    # As an operator of a compiler's graph.
-
-    def _run_in_graph(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
-        """A loop without kernels is traced; else all layers are one operation, which chooses its way when it runs."""
-        weight, bias = self.weight, self.bias
-        if not self._may_use_kernels(hidden):
-            if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
-                mode = (
-                    mode if _choose_without_kernels(weight.shape, 1, hidden.device)[0] == "parallel" else "sequential"
-                )
-            if mode == "sequential":
-                with torch.autocast(hidden.device.type, enabled=False):
-                    states = self._loop(hidden)
-                return states[-1] if last else states
-        words = self._in_words(mode)
-        if words is None or is_transformed():
-            why = "a network with a warm start, settings or an activation of your own, or inside a transform, is no operator"
-            return outside_of_graph(self._run_eagerly, f"{why}: it runs in parallel by looking at values")(
-                hidden, mode, "", last
-            )
-        return operator.run_in_graph(words, [hidden, weight, bias], last=last)[0]
-
-    def _in_words(self, mode: Mode) -> str | None:
-        """The layers alone; None where there are no words for them: a warm start writes to the module."""
-        told = [in_words(each) for each in (self.activation, self.newton, self.guess)]
-        if self.warm_start or None in told:
-            return None
-        steps, width = self.weight.shape[:-2], self.weight.shape[-1]
-        depth, skip = math.prod(steps), f", skip={steps[1]}" if len(steps) == 2 else ""
-        options = f"activation={told[0]}, mode={mode!r}, newton={told[1]}, guess={told[2]}"
-        return f"{self._kind}({width}, {width}, {depth}, {width}{skip}, {options})"
-
-    def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
-        hidden, weight, _ = tensors
-        states = hidden.new_empty((weight.shape[0], *hidden.shape))
-        return [states] if not last else [torch.empty_like(hidden), states] if gradients else [torch.empty_like(hidden)]
-
-    def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
-        hidden, module = self._with(tensors)
-        states = module._run_eagerly(hidden, module.mode, "", last and not gradients)
-        return [states[-1].clone(), states] if last and gradients else [states]
-
-    def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
-        (hidden, module), states = self._with(tensors), found[-1]
-        return [module._run_again(hidden, states, last)]
-
-    def _with(self, tensors: list[Tensor]) -> tuple[Tensor, Any]:
-        """A network with these weights, and what it is run on."""
-        hidden, weight, bias = tensors
-        return hidden, operator.with_tensors(self, weight=weight, bias=bias)
+    def _is_traced(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether a compiler sees through the layers: any number of rows goes by a loop without kernels."""
+        if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
+            mode, _ = choose_without_kernels(self.weight.shape, 1, hidden.device)
+        return mode == "sequential" and not self._may_use_kernels(hidden)
 
     def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
         """What ``_run_eagerly`` gave, differentiable; where that was a loop, or rows went one by one, it is run again."""
@@ -319,7 +260,7 @@ class Network(nn.Module):
             if way is not None:
                 return _kernels().attach(weight, self.bias, hidden, states, way.layers, last)
         if mode == "auto":
-            mode, _ = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, _ = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential" or not hidden.isfinite().all():
             return self._run_eagerly(hidden, mode, "", last)
         (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)
@@ -400,7 +341,7 @@ class Network(nn.Module):
 
     @property
     def solution(self) -> Solution | None:
-        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
+        """How the last pass went that was not compiled, in parallel or by the loop; its states are not kept. None before the first one."""
         if self._looped is not None:
             rows, why = self._looped
             return looped(self.weight.shape[0], rows, self.weight.device, why)

@@ -7,7 +7,7 @@ the last output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def apply(
         with torch.cuda.device(initial.device):
             return apply(weight, bias, initial, guess, layers, left, last, average)
     if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
-        made = lambda *tensors: _states(*tensors, guess, layers, left, last, average)  # noqa: E731
+        made = partial(_states, guess=guess, layers=layers, left=left, last=last, average=average)
         return apply_directly(Apply, weight, bias, initial, layers, made)
     return _states(weight, bias, initial, guess, layers, left, last, average)[0]
 

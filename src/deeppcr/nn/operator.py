@@ -44,6 +44,11 @@ class Operated(Protocol):
     It holds no tensors: all are given, in an order that the module itself has put them into.
     """
 
+    @property
+    def _asked_for(self) -> int:
+        """How many of the tensors that are found are differentiable; others are there for the backward pass."""
+        ...
+
     def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
         """Tensors of the shapes and dtypes that ``_found`` gives, for any number of rows and steps."""
         ...
@@ -53,7 +58,7 @@ class Operated(Protocol):
         ...
 
     def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
-        """The same, as far as gradients may come for it, differentiable in the tensors; ``found`` is known."""
+        """What was asked for, differentiable in the tensors; ``found`` is known."""
         ...
 
 
@@ -66,9 +71,9 @@ def operated(module: Any) -> Any:
 
 def in_words(value: Any) -> str | None:
     """What ``made_of`` makes an equal value of; None where there are no words for it. (Of what is here, a compiler sees through all.)"""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
     name = type(value).__name__
+    if name in ("NoneType", "bool", "int", "float", "str"):
+        return repr(value)
     if name not in _SETTINGS or _SETTINGS[name] is not type(value):
         return None
     parts = []
@@ -124,12 +129,12 @@ def _leaves(tensors: list[Tensor], gradients: bool) -> list[Tensor]:
 
 
 def _by_themselves(results: Any, given: list[Tensor]) -> list[Tensor]:
-    """Results that share memory with nothing that was given, nor with each other, as those of an operator may not: two biases that are
-    added have one gradient."""
+    """Results that share memory with nothing that was given, nor with each other, and begin where their memory does, as those of an
+    operator have to: two biases that are added have one gradient, and the last state is a part of all."""
     taken, apart = {each.untyped_storage().data_ptr() for each in given}, []
     for result in results:
         each = result.detach().contiguous()
-        if each.untyped_storage().data_ptr() in taken:
+        if each.storage_offset() or each.untyped_storage().data_ptr() in taken:
             each = each.clone()
         taken.add(each.untyped_storage().data_ptr())
         apart.append(each)
@@ -193,6 +198,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.count = len(tensors)
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[_module_of(ctx.module)._asked_for :])
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:

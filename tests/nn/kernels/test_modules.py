@@ -446,7 +446,7 @@ def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
-        monkeypatch.setattr(base, "_choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
+        monkeypatch.setattr(base, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -503,7 +503,7 @@ def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
         way = net._way(net.weight, hidden, "auto")
         mode, why = ("sequential", way.why) if way.choice is None else ("parallel", way.choice.why)
     else:
-        mode, why = base._choose_without_kernels(net.weight.shape, rows, hidden.device)
+        mode, why = base.choose_without_kernels(net.weight.shape, rows, hidden.device)
     assert mode == expected
     assert len(why.split()) > 5
 
