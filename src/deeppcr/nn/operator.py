@@ -8,7 +8,7 @@ is told in words, those that make it (``"GRU(3, 8, mode='parallel', ...)"``), an
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -123,9 +123,11 @@ def _as_traced(tensor: Tensor, autocast: str, gradients: bool) -> Iterator[None]
         yield
 
 
-def _leaves(tensors: list[Tensor], gradients: bool) -> list[Tensor]:
-    """Tensors to compute gradients of, nobody else's."""
-    return [each.detach().requires_grad_(gradients and each.is_floating_point()) for each in tensors]
+def _leaves(tensors: list[Tensor], wanted: Container[int]) -> list[Tensor]:
+    """Tensors of which to compute the gradients that are wanted, nobody else's."""
+    return [
+        each.detach().requires_grad_(index in wanted and each.is_floating_point()) for index, each in enumerate(tensors)
+    ]
 
 
 def _by_themselves(results: Any, given: list[Tensor]) -> list[Tensor]:
@@ -154,7 +156,7 @@ def run(module: str, tensors: list[Tensor], autocast: str, last: bool, gradients
         gradients: a backward pass may come
     """
     with _as_traced(tensors[0], autocast, gradients):
-        found = _module_of(module)._found(_leaves(tensors, gradients), last, gradients)
+        found = _module_of(module)._found(_leaves(tensors, range(len(tensors) * gradients)), last, gradients)
     return _by_themselves(found, tensors)
 
 
@@ -179,7 +181,7 @@ def run_backward(
     Args:
         grads: of what was found, as far as they are ``given``
     """
-    leaves = _leaves(tensors, True)
+    leaves = _leaves(tensors, wanted)
     with _as_traced(tensors[0], autocast, True):
         attached = _module_of(module)._attached(leaves, found, last)
         outputs, into = [attached[index] for index in given], [leaves[index] for index in wanted]
@@ -194,7 +196,7 @@ def _(module: str, tensors: list[Tensor], found: Any, grads: Any, given: Any, wa
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    ctx.module, tensors, ctx.autocast, ctx.last, ctx.gradients = inputs
+    ctx.module, tensors, ctx.autocast, ctx.last, _ = inputs
     ctx.count = len(tensors)
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
@@ -221,7 +223,7 @@ run.register_autograd(_backward, setup_context=_setup_context)
 
 def run_in_graph(words: str, tensors: list[Tensor], autocast: str = "", *, last: bool = False) -> list[Tensor]:
     """``run``, as far as gradients are asked for."""
-    gradients = torch.is_grad_enabled() and any([each.requires_grad for each in tensors])  # noqa: C419 - a compiler sees through no generator everywhere
+    gradients = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     return run(words, tensors, autocast, last, gradients)
 
 
