@@ -318,7 +318,7 @@ class Network(OperatedNetwork):
             warm = self._warm if average is None else not finished or self._can_start_from(average)
             self.__dict__.update(_passed=passed, _looped=None, _warm=warm)
             if finished:
-                warnings.warn(finished, ConvergenceWarning, stacklevel=4)
+                warnings.warn(finished, ConvergenceWarning, stacklevel=5)
         else:
             self.__dict__["_looped"] = hidden.shape[0], way.why
         return states
