@@ -289,7 +289,7 @@ def solve_fused(
     compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
     if differentiated and compiled_for not in fused.gradients_fit and fixed is None:
         try:  # now, while there is another way
-            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found))
+            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
         except too_large as error:
             fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
             return fused.kernels.no_gradients
@@ -299,7 +299,7 @@ def solve_fused(
         call.refuse(reason)
         return reason
     leaves = (
-        apply_directly(back.Apply, found, run, layout, *call.states, *bases)
+        apply_directly(back.Apply, (found.states, back.chunk_of(run, found.chunk)), run, layout, *call.states, *bases)
         if differentiated
         else layout.leaves(found.states)
     )
@@ -320,6 +320,22 @@ def solve_fused(
     if not loop and kind != known and solution.result is not Result.NON_FINITE:
         fused.kinds.put(key, kind)
     return solution
+
+
+def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
+    """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
+    back, fuse_run, _ = _fuse()
+    fused, length = call.fused, call.length
+    assert fused is not None
+    assert not isinstance(fused, str)
+    assert length is not None
+    layout, bases = fused.layout, fused.bases(call.inputs, call.reached)
+    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
+        with torch.cuda.device(layout.device):  # where kernels are launched
+            return attach_fused(call, states)
+    run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
+    found = back.aligned(states.contiguous()), back.chunk_of(run, length)
+    return apply_directly(back.Apply, found, run, layout, *call.states, *bases)
 
 
 def _is_trusted(

@@ -46,14 +46,6 @@ def is_capturing(device: torch.device) -> bool:
     return device.type in CAPTURING and CAPTURING[device.type]()
 
 
-def is_exporting() -> bool:
-    """Whether ``torch.export`` traces the call, which keeps no attributes.
-
-    ``torch.compiler.is_exporting()`` reads the same flag, but up to PyTorch 2.12 it is True inside ``torch.compile``, too.
-    """
-    return torch.compiler._is_exporting_flag
-
-
 def values_can_be_read(tensor: Tensor) -> bool:
     """Whether Python may branch on what ``tensor`` holds: not while tracing, transforming or capturing."""
     return not (is_traced(tensor) or is_capturing(tensor.device))
@@ -97,6 +89,31 @@ def has_tangent(leaf: Any) -> bool:
     """Whether a value carries a forward-mode derivative of the caller's."""
     inside = forward_ad._current_level >= 0  # of a level: outside of all, to ask takes as long as to launch
     return inside and isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+
+
+def outside_of_graph(function: Callable, why: str) -> Callable:
+    """``function``, left out of the graph that a compiler makes: with ``fullgraph=True`` it raises, and says why."""
+    torch._dynamo.graph_break(msg=why)
+    return torch.compiler.disable(function)
+
+
+#: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.
+_KEPT_AWAY = (
+    *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView", "Functionalize"),
+    *("FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchGradWrapper"),
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+    *("Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot"),
+)
+
+
+@contextmanager
+def as_if_eager() -> Iterator[None]:
+    """Inside a registered operator: autograd and transforms work as they do outside of it."""
+    away = torch._C._dispatch_tls_local_exclude_set()
+    for name in _KEPT_AWAY:
+        away = away.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), away):
+        yield
 
 
 def version_of(tensor: Tensor) -> int | None:

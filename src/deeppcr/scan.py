@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
-from .runtime import is_out_of_memory
+from .runtime import is_out_of_memory, outside_of_graph
 from .sequence.emit import Emitting
 from .sequence.evaluate import vmap_over_steps
 from .sequence.layout import describe
@@ -75,7 +75,9 @@ def scan(
     (torch.Size([3]), torch.Size([1000, 3]), True)
     """
     # As for ``solve``: its control flow depends on values.
-    run: Any = torch.compiler.disable(_scan) if torch.compiler.is_compiling() else _scan
+    run: Any = _scan
+    if torch.compiler.is_compiling():
+        run = outside_of_graph(run, "deeppcr.scan looks at values to decide when to stop")
     return run(combine_fn, init, xs, dim, reverse, batch_dims, solver, return_solution)
 
 

@@ -22,7 +22,7 @@ from .guess import RepeatInitial, as_guess
 from .jacobian import Jacobian
 from .newton import Loop, Newton
 from .plan import Probe, Record, record_of
-from .runtime import has_tangent, in_functorch, is_capturing, random_state, version_of
+from .runtime import has_tangent, in_functorch, is_capturing, outside_of_graph, random_state, version_of
 from .sequence.emit import Emitting
 from .sequence.evaluate import RandomStep, StepError
 from .sequence.history import WithHistory
@@ -115,9 +115,9 @@ def solve(
     >>> solution.states.shape, solution.final.shape
     (torch.Size([10, 1]), torch.Size([1]))
     """
-    # Its control flow depends on values, so a compiler steps around it. (As a decorator, disable would import the whole
-    # compiler with the library.)
-    run: Any = torch.compiler.disable(_solve) if torch.compiler.is_compiling() else _solve
+    run: Any = _solve
+    if torch.compiler.is_compiling():
+        run = outside_of_graph(run, "deeppcr.solve looks at values to decide when to stop")
     return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure, mesh)
 
 

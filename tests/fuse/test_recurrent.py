@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from deeppcr import FixedIterations, Newton, Result
+from compiling import compiled_and_counted
+from deeppcr import FixedIterations, Newton, Result, attach
 from deeppcr import nn as ours
-from deeppcr.nn import torch_like
+from deeppcr.nn import operated_recurrent, torch_like
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
@@ -19,6 +20,12 @@ def whole_float32():
     """Of cuDNN, too, against which results are held."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """In parallel all is expected to be faster."""
+    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
 
 
 def made(kind, hidden, device, dtype=torch.float64, **options):
@@ -68,6 +75,38 @@ def test_cells_have_kernels(kind, hidden, way, device):
     agree(found, right, module, plain, x)
 
 
+@pytest.mark.parametrize(
+    ("kind", "hidden", "mode"),
+    [
+        ("LSTM", 2, "parallel"),
+        ("GRU", 2, "auto"),
+        ("DiagonalLSTM", 3, "parallel"),
+        *thorough(("GRU", 9, "parallel"), ("RNN", 2, "auto")),
+    ],
+)
+def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeypatch):
+    """Forward and backward, in one graph: a backward pass knows the states, and neither solves for them nor needs Jacobians."""
+    dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
+    module, _ = made(kind, hidden, device, dtype)
+    module.run_mode = mode
+    solved, solve = [], operated_recurrent.solve
+    monkeypatch.setattr(
+        operated_recurrent, "solve", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
+    )
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled, graphs = compiled_and_counted(module)
+        for calls in range(3):  # kernels come with the second one of a kind
+            x = torch.randn(9, 2, 2, dtype=dtype, device=device, requires_grad=True)
+            found = compiled(x)
+            if calls:
+                assert solved[-1].plan.evaluation.startswith("fused kernels")
+                monkeypatch.setattr(attach, "Adjoint", None)
+                monkeypatch.setattr(operated_recurrent, "_by_step", None)  # nor is it run again
+            agree(found, module(x, mode="sequential"), module, module, x)
+    assert len(graphs) == 1
+    assert len(solved) == (2 if mode == "auto" else 3)
+
+
 def test_ragged_rows_and_resets_have_kernels(device):
     module, plain = made("GRU", 2, device)
     x = torch.randn(7, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
@@ -86,12 +125,6 @@ def test_ragged_rows_and_resets_have_kernels(device):
         found = module(x, reset=reset, mode="parallel")
     assert module.solutions[0].plan.evaluation.startswith("fused kernels")
     agree(found, module(x, reset=reset, mode="sequential"), module, module, x)
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    """In parallel all is expected to be faster."""
-    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
 
 
 def why(module):

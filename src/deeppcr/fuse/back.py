@@ -16,7 +16,7 @@ from ..sequence.layout import Layout
 from . import tiled
 from .bound import Notes
 from .outputs import Outputs
-from .run import Found, Run, first_chunk, join_lanes
+from .run import Run, first_chunk, join_lanes
 
 #: Passes after which cotangents that do not join are taken step by step: the first finds them, the second sees that they do, and one more
 #: mends what rounding was amplified to.
@@ -91,19 +91,21 @@ def _sweep_lanes(
     )  # fmt: skip
 
 
-def chunk_of(run: Run, found: Found) -> int:
-    """Steps of a chunk backwards: it is a linear system, in parallel whatever the way forwards was."""
-    return min(found.chunk, first_chunk(run.length, run.rows, run.program))
+def chunk_of(run: Run, forwards: int) -> int:
+    """Steps of a chunk backwards: it is a linear system, in parallel whatever the way forwards was. There, a chunk had ``forwards``."""
+    return min(forwards, first_chunk(run.length, run.rows, run.program))
 
 
 class Apply(torch.autograd.Function):
     """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
 
     @staticmethod
-    def forward(ctx: Any, found: Found, run: Run, layout: Layout, *given: Tensor) -> Any:
-        ctx.run, ctx.layout, ctx.chunk = run, layout, chunk_of(run, found)
-        ctx.save_for_backward(found.states, *given)  # so that who changes them before a backward pass is told
-        return tuple(layout.leaves(found.states))
+    def forward(ctx: Any, found: tuple[Tensor, int], run: Run, layout: Layout, *given: Tensor) -> Any:
+        """``found``: the states [L, B, D], and steps of a chunk backwards."""
+        states, ctx.chunk = found
+        ctx.run, ctx.layout = run, layout
+        ctx.save_for_backward(states, *given)  # so that who changes them before a backward pass is told
+        return tuple(layout.leaves(states))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

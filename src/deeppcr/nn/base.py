@@ -17,18 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..attach import attach
 from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
-from ..runtime import has_triton, in_functorch, is_capturing, is_exporting
+from ..runtime import has_triton, in_functorch, is_capturing
 from ..solution import ConvergenceWarning, Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose
+from .choose import ASKED, EMPTY, choose, choose_without_kernels
 from .cost import Choice
 from .layers import ACTIVATIONS
+from .operated_network import OperatedNetwork
 from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
@@ -92,18 +94,6 @@ def _covered(shape: torch.Size, rows: int, device: torch.device, chunk: int | st
     return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
 
 
-def _choose_without_kernels(shape: torch.Size, rows: int, device: torch.device) -> tuple[Mode, str]:
-    """Whether in parallel, and why: by a rule of thumb."""
-    steps, width = shape[0], shape[-1]
-    if device.type == "cpu":
-        deep = steps >= 4096 and width <= 16 and rows <= 4
-        rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
-    else:
-        deep = steps >= 64 and width <= 64
-        rule = "without kernels the loop wins below 64 steps or above width 64"
-    return "parallel" if deep else "sequential", rule
-
-
 @lru_cache(maxsize=4096)  # found once for a kind of call, which then is always done in the same way
 def _find_way(
     shape: torch.Size,
@@ -121,7 +111,7 @@ def _find_way(
     in_loop, in_parallel = _covered(shape, rows, device, chunk, usual)
     choice, backward, why = None, None, ASKED if mode == "sequential" else ""
     if mode == "auto" and not in_loop:
-        mode, _ = _choose_without_kernels(shape, rows, device)
+        mode, _ = choose_without_kernels(shape, rows, device)
     if mode != "sequential" and in_parallel:
         choice = choose(shape, rows, activation, chunk, _MOST_PRODUCTS, device)
         backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
@@ -146,7 +136,7 @@ def _find_way(
     return _Way(layers, choice, why)
 
 
-class Network(nn.Module):
+class Network(OperatedNetwork):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
     activation: str | Callable[[Tensor], Tensor]
@@ -243,26 +233,43 @@ class Network(nn.Module):
         weight = self.weight  # a look-up among the parameters takes a while
         if hidden.dtype != weight.dtype:
             hidden = hidden.to(weight.dtype)
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(hidden, chosen, last)
+        return self._run_eagerly(hidden, chosen, why, last)
+
+    def _run_eagerly(self, hidden: Tensor, mode: Mode, why: str, last: bool) -> Tensor:
+        weight = self.weight
         if self._may_use_kernels(hidden):
-            run: Any = self._fused
-            if torch.compiler.is_compiling():  # a graph ends here, so not in vain
-                run = torch.compiler.disable(run) if self._has_kernels(hidden, chosen) else lambda *_: None
-            states = run(weight, hidden, chosen, last)
+            states = self._fused(weight, hidden, mode, last)
             if states is not None:
                 return states
-        if chosen == "auto":
-            chosen, why = _choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
-        if chosen == "sequential" and not is_exporting():
+        if mode == "auto":
+            mode, why = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+        if mode == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
-            if chosen == "sequential":
-                states = self._loop(hidden)
-            else:  # which decides by values, so a graph ends here
-                solve_layers: Any = self._solve
-                if torch.compiler.is_compiling():
-                    solve_layers = torch.compiler.disable(solve_layers)
-                states = solve_layers(hidden, why)
+            states = self._loop(hidden) if mode == "sequential" else self._solve(hidden, why)
         return states[-1] if last else states
+
+    def _is_traced(self, hidden: Tensor, mode: Mode) -> bool:
+        """Whether a compiler sees through the layers: any number of rows goes by a loop without kernels."""
+        if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
+            mode, _ = choose_without_kernels(self.weight.shape, 1, hidden.device)
+        return mode == "sequential" and not self._may_use_kernels(hidden)
+
+    def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
+        """What ``_run_eagerly`` gave, differentiable; where that was a loop, or rows went one by one, it is run again."""
+        mode, weight = self.mode, self.weight
+        if self._may_use_kernels(hidden):
+            way = self._way(weight, hidden, mode)
+            if way is not None:
+                return _kernels().attach(weight, self.bias, hidden, states, way.layers, last)
+        if mode == "auto":
+            mode, _ = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+        if mode == "sequential" or not hidden.isfinite().all():
+            return self._run_eagerly(hidden, mode, "", last)
+        (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)
+        return found[-1] if last else found
 
     def _loop(self, hidden: Tensor) -> Tensor:
         states, z = [], hidden
@@ -276,14 +283,6 @@ class Network(nn.Module):
         if not (hidden.is_cuda and hidden.dtype == torch.float32 and isinstance(self.activation, str)):
             return False
         return not in_functorch() and forward_ad._current_level < 0 and has_triton()
-
-    def _has_kernels(self, hidden: Tensor, mode: Mode) -> bool:
-        """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
-        if not self._may_use_kernels(hidden):
-            return False
-        how = (hidden.device, self.newton.chunk, self._is_usual())
-        in_loop, in_parallel = _covered(self.weight.shape, hidden.shape[0], *how)
-        return in_loop if mode == "sequential" or (mode == "auto" and in_loop) else in_parallel
 
     def _is_usual(self) -> bool:
         """Whether the parallel kernels know the method and its start."""
@@ -324,7 +323,7 @@ class Network(nn.Module):
             warm = self._warm if average is None else not finished or self._can_start_from(average)
             self.__dict__.update(_passed=passed, _looped=None, _warm=warm)
             if finished:
-                warnings.warn(finished, ConvergenceWarning, stacklevel=4)
+                warnings.warn(finished, ConvergenceWarning, stacklevel=5)
         else:
             self.__dict__["_looped"] = hidden.shape[0], way.why
         return states
@@ -347,7 +346,7 @@ class Network(nn.Module):
 
     @property
     def solution(self) -> Solution | None:
-        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
+        """How the last pass went that was not compiled, in parallel or by the loop; its states are not kept. None before the first one."""
         if self._looped is not None:
             rows, why = self._looped
             return looped(self.weight.shape[0], rows, self.weight.device, why)
@@ -355,10 +354,12 @@ class Network(nn.Module):
             return self._passed
         return self._passed.solution()  # read anew: a CUDA graph of the caller may have been replayed since
 
-    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+    def _solver(self) -> Newton:
         scale = "local" if self._wants_digits() else self.newton.scale
-        solver = replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True), scale=scale)
-        guess = self.guess
+        return replace(self.newton, jacobian=GivenJacobian(self._jacobian, exact=True), scale=scale)
+
+    def _solve(self, hidden: Tensor, why: str = "") -> Tensor:
+        solver, guess = self._solver(), self.guess
         if self.warm_start and self._warm:
             guess = self.activations.unsqueeze(1).expand(-1, hidden.shape[0], -1)
         xs = (self.weight, self.bias)

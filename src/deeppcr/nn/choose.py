@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from . import calibrate, cost
+from .arguments import Mode
 
 #: Why a pass is the loop where nothing was chosen.
 ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
@@ -51,3 +52,15 @@ def choose(
     if chunk == "auto" and width > _WIDE and rows == 1 and (back := _back_in_chunks(blocks, width)) is not None:
         found = replace(found, backward="parallel", backward_chunk=back)
     return found
+
+
+def choose_without_kernels(shape: torch.Size, rows: int, device: torch.device) -> tuple[Mode, str]:
+    """Whether in parallel, and why: by a rule of thumb."""
+    steps, width = shape[0], shape[-1]
+    if device.type == "cpu":
+        deep = steps >= 4096 and width <= 16 and rows <= 4
+        rule = "on a CPU the loop wins below 4,096 steps, above width 16 or with more than 4 rows"
+    else:
+        deep = steps >= 64 and width <= 64
+        rule = "without kernels the loop wins below 64 steps or above width 64"
+    return "parallel" if deep else "sequential", rule

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..newton import Loop, Newton
 from .arguments import Mode, check_size
 from .cells import DiagonalGRUCell, DiagonalLSTMCell
+from .operator import operated
 from .recurrent import Recurrent
 
 
@@ -91,6 +92,10 @@ class Diagonal(Recurrent):
         solver = self.newton if mode == "parallel" else Loop() if mode == "sequential" else None
         return self._by_solve(input, hx, reset, solver)
 
+    def _is_proper(self, input: Any, hx: Any) -> bool:
+        self._check(input, hx)
+        return True
+
     def _check(self, input: Any, hx: Any) -> None:
         packed = isinstance(input, PackedSequence)
         x = input.data if packed else input
@@ -130,6 +135,7 @@ class Diagonal(Recurrent):
         return ", ".join([*said, f"mode={self.run_mode}"])
 
 
+@operated
 class DiagonalGRU(Diagonal):
     """A GRU whose recurrences are elementwise, the one of ParaRNN; every channel is a loop by itself, so any width runs in parallel.
 
@@ -157,6 +163,7 @@ class DiagonalGRU(Diagonal):
         return DiagonalGRUCell
 
 
+@operated
 class DiagonalLSTM(Diagonal):
     """An LSTM whose recurrences are elementwise, the one of ParaRNN: it writes as much as it forgets, and gates see the memory.
 

@@ -6,7 +6,8 @@ the last output.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
-from ..runtime import apply_directly, is_batched, is_capturing
+from ..runtime import apply_directly, full_precision, is_batched, is_capturing
 from . import kernels
 from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients
 from .cost import chunks_in_group
@@ -42,13 +43,45 @@ def apply(
         with torch.cuda.device(initial.device):
             return apply(weight, bias, initial, guess, layers, left, last, average)
     if torch.is_grad_enabled() and (weight.requires_grad or bias.requires_grad or initial.requires_grad):
-        return apply_directly(Apply, weight, bias, initial, (guess, layers, left, last, average))
-    return _states(weight, bias, initial, (guess, layers, left, last, average))[0]
+        made = partial(_states, guess=guess, layers=layers, left=left, last=last, average=average)
+        return apply_directly(Apply, weight, bias, initial, layers, made)
+    return _states(weight, bias, initial, guess, layers, left, last, average)[0]
 
 
-def _states(weight: Tensor, bias: Tensor, initial: Tensor, how: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def attach(weight: Tensor, bias: Tensor, initial: Tensor, states: Tensor, layers: Layers, last: bool) -> Tensor:
+    """``states`` [blocks, B, w] that ``apply`` has found before, or the last of them: differentiable, and nothing is solved."""
+    if initial.is_cuda and initial.device.index != torch.cuda.current_device():
+        with torch.cuda.device(initial.device):
+            return attach(weight, bias, initial, states, layers, last)
+
+    def known(weight: Tensor, bias: Tensor, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = inputs_of_layers(weight, bias, initial, states, layers)
+        return (states[-1] if last else states).clone(), aligned(weight.contiguous()), x
+
+    return apply_directly(Apply, weight, bias, initial, layers, known)
+
+
+def inputs_of_layers(weight: Tensor, bias: Tensor, initial: Tensor, states: Tensor, layers: Layers) -> Tensor:
+    """``x`` [T + 1, B, w] of the states after every block [blocks, B, w]: those inside blocks are computed again, all at once."""
+    inside = [torch.cat([initial.unsqueeze(0), states[:-1]])]
+    with full_precision(weight.device):
+        for k in range(layers.skip - 1):
+            value = ACTIVATIONS[layers.activation].function(inside[-1])
+            inside.append(torch.baddbmm(bias[:, k].unsqueeze(1), value, weight[:, k].mT))
+    return torch.cat([torch.stack(inside, 1).flatten(0, 1), states[-1:]])
+
+
+def _states(
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    guess: Tensor | None,
+    layers: Layers,
+    left: list,
+    last: bool,
+    average: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What ``apply`` returns; the weights as the kernels read them, and ``x``."""
-    guess, layers, left, last, average = how
     weight, bias, initial = (aligned(weight.contiguous()), aligned(bias.contiguous()), aligned(initial.contiguous()))
     x, report = run(weight, bias, initial, guess, layers, average)
     left.extend((report, x))
@@ -62,9 +95,12 @@ class Apply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, how: tuple[Any, ...]) -> Any:
-        states, weight, x = _states(weight, bias, initial, how)
-        ctx.layers = how[1]
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor, initial: Tensor, layers: Layers, made: Callable[..., Any]
+    ) -> Any:
+        """``made``: what gives, of the three tensors, the states, the weights as the kernels read them, and ``x``."""
+        states, weight, x = made(weight, bias, initial)
+        ctx.layers = layers
         ctx.save_for_backward(weight, x)
         return states
 
@@ -83,8 +119,8 @@ class Apply(torch.autograd.Function):
         gradient = aligned(grad_outputs[0].contiguous())
         of_weights, of_biases, _ = ctx.needs_input_grad[:3]
         if not (of_weights or of_biases):
-            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None
-        return *all_gradients(weight, x, gradient, ctx.layers), None
+            return None, None, adjoint(weight, x, gradient, ctx.layers)[1], None, None
+        return *all_gradients(weight, x, gradient, ctx.layers), None, None
 
 
 class Passes:

@@ -16,8 +16,10 @@ from ..linear import Dense
 from ..newton import Newton
 from .arguments import Mode, check_size
 from .base import Network
+from .operator import operated
 
 
+@operated
 class MLP(Network):
     """A multi-layer perceptron of constant width: ``z_0 = W x + b``, ``z_l = W_l f(z_{l-1}) + b_l``, output ``W f(z_L) + b``.
 
@@ -82,6 +84,7 @@ class MLP(Network):
         return Dense(x[0] * self._slope(z).unsqueeze(-2))
 
 
+@operated
 class ResNet(Network):
     """A residual network of fully connected layers: every ``skip`` layers, the state before them is added.
 

@@ -5,11 +5,12 @@ Shapes: T steps, B rows, F features of the input, H the hidden size (P where out
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -17,12 +18,13 @@ from torch.utils import _pytree as pytree
 from ..distributed.ranks import Ranks, Trouble
 from ..fused import Call
 from ..newton import Loop, Newton
+from ..runtime import outside_of_graph
 from ..sequence.lengths import up_to
 from ..sequence.words import read_backwards
 from ..solution import Solution
-from ..solve import solve
 from .arguments import Mode, check_mode, check_newton
 from .cells import Restarting, Weights
+from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
@@ -42,7 +44,7 @@ class NoKernels(Exception):
         self.passing = passing
 
 
-class Recurrent(nn.Module):
+class Recurrent(OperatedRecurrent):
     """Layers of a cell, in one direction or both, as in ``torch.nn``. A mixin: whose attributes it reads are those of ``nn.RNNBase``.
 
     What is not given to ``__init__`` has its default in the class, so that a module of ``torch.nn`` may become one of these and back.
@@ -53,12 +55,10 @@ class Recurrent(nn.Module):
     """
 
     input_size: int
-    hidden_size: int
     num_layers: int
     batch_first: bool
     dropout: float
     bidirectional: bool
-    _all_weights: list[list[str]]
 
     run_mode: Mode = "auto"
     newton: Newton = USUAL
@@ -98,6 +98,9 @@ class Recurrent(nn.Module):
         chosen = check_mode(self.run_mode if mode is None else mode)
         if mesh is not None:
             return self._over_ranks(Ranks.of(mesh), input, hx, reset, cu_seqlens, chosen)
+        if torch.compiler.is_compiling() and (why := self._ends_graph(input, hx, cu_seqlens)):
+            eagerly = outside_of_graph(self.forward, why)
+            return eagerly(input, hx, reset=reset, cu_seqlens=cu_seqlens, mode=chosen)
         if cu_seqlens is not None:
             if reset is not None:
                 raise ValueError("reset: sequences by cu_seqlens begin anew by themselves; give one of the two")
@@ -106,6 +109,8 @@ class Recurrent(nn.Module):
             return documents.in_sequence(output), last
         if reset is not None:
             self._check_reset(reset, input)
+        if torch.compiler.is_compiling():
+            return self._run_in_graph(input, hx, reset, chosen)
         return self._run(input, hx, reset, chosen)
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
@@ -171,6 +176,29 @@ class Recurrent(nn.Module):
             kernels: raise NoKernels where a cell has none
             ranks: over which the steps are spread
         """
+        solutions, directions = [], 2 if self.bidirectional else 1
+
+        def run(at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, lengths: Tensor | None) -> Any:
+            forwards = at % directions == 0
+            turned = None if forwards or ranks is not None else len(x) if lengths is None else lengths
+            order = ranks if ranks is None or forwards else ranks.reversed()
+            with read_backwards(turned):
+                solution = self._solve(at, x, start, reset, lengths, solver, kernels, order)
+            solutions.append(solution.without_states())
+            if ranks is None:
+                return solution.states, None
+            return solution.states, tuple(leaf.unsqueeze(0) for leaf in pytree.tree_leaves(solution.final))
+
+        found = self._by_layers(input, hx, reset, run)
+        self.__dict__["_passed"] = tuple(solutions)
+        return found
+
+    def _by_layers(self, input: Any, hx: Any, reset: Tensor | None, run: Callable[..., Any]) -> Any:
+        """
+        Args:
+            run: of a layer in one direction, from its number, inputs [T, B, F], start, resets and lengths to its states, and the
+                last ones [1, B, H] where those are another rank's, else None
+        """
         if isinstance(input, PackedSequence):
             padding = Padding.of(input)
             starts = self._starts(hx, len(padding.lengths), input.data)
@@ -178,7 +206,7 @@ class Recurrent(nn.Module):
                 starts = tuple(leaf.index_select(1, input.sorted_indices) for leaf in starts)
             alike = bool(padding.lengths[-1] == padding.steps)
             lengths = None if alike else padding.lengths
-            output, last = self._layers(padding.pad(input.data), starts, None, lengths, solver, kernels)
+            output, last = self._layers(padding.pad(input.data), starts, None, lengths, run)
             if input.unsorted_indices is not None:
                 last = tuple(leaf.index_select(1, input.unsorted_indices) for leaf in last)
             return input._replace(data=padding.pack(output)), self._nested(last)
@@ -191,7 +219,7 @@ class Recurrent(nn.Module):
             x, reset = x.transpose(0, 1), None if reset is None else reset.T
         if not batched and hx is not None:
             hx = hx.unsqueeze(1) if isinstance(hx, Tensor) else tuple(leaf.unsqueeze(1) for leaf in hx)
-        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, solver, kernels, ranks)
+        output, last = self._layers(x, self._starts(hx, x.shape[1], x), reset, None, run)
         if self.batch_first:
             output = output.transpose(0, 1)
         if batched:
@@ -220,9 +248,7 @@ class Recurrent(nn.Module):
         starts: tuple[Tensor, ...],
         reset: Tensor | None,
         lengths: Tensor | None,
-        solver: Any,
-        kernels: bool,
-        ranks: Ranks | None = None,
+        run: Callable[..., Any],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """
         Args:
@@ -230,12 +256,13 @@ class Recurrent(nn.Module):
             starts: [K, B, H] each
             reset: [T, B]
             lengths: [B]
+            run: as ``_by_layers`` is given it
 
         Returns:
             the outputs of the last layer [T, B, directions * H], and the last states [K, B, H]
         """
         directions = 2 if self.bidirectional else 1
-        dtype, last, solutions = self._dtype_of_outputs(x, starts), [], []
+        dtype, last = self._dtype_of_outputs(x, starts), []
         resets = [reset, None if reset is None or directions == 1 else begins_backwards(reset)]
         for layer in range(self.num_layers):
             outputs = []
@@ -243,29 +270,21 @@ class Recurrent(nn.Module):
                 at = directions * layer + direction
                 seen = x if direction == 0 else reversed_in_time(x, lengths)
                 start = tuple(leaf[at] for leaf in starts)
-                order = ranks if ranks is None or direction == 0 else ranks.reversed()
-                turned = None if direction == 0 or ranks is not None else len(x) if lengths is None else lengths
-                with read_backwards(turned):
-                    solution = self._solve(at, seen, start, resets[direction], lengths, solver, kernels, order)
-                states = (solution.states,) if isinstance(solution.states, Tensor) else solution.states
-                if ranks is None:
-                    last.append(tuple(leaf[-1:] for leaf in states))
-                else:
-                    last.append(tuple(leaf.unsqueeze(0) for leaf in pytree.tree_leaves(solution.final)))
+                found, final = run(at, seen, start, resets[direction], lengths)
+                states = (found,) if isinstance(found, Tensor) else found
+                last.append(tuple(leaf[-1:] for leaf in states) if final is None else final)
                 # Of a state of several tensors each is a view of all of them.
                 output = states[0] if len(states) == 1 else states[0].contiguous()
                 outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
-                solutions.append(solution.without_states())
             x = (outputs[0] if directions == 1 else torch.cat(outputs, -1)).to(dtype)
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
-        self.__dict__["_passed"] = tuple(solutions)
         ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
         return x, tuple(leaf.to(dtype) for leaf in ends)
 
     def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
         """That which PyTorch's own kernels give under autocast."""
-        return _dtype_of_autocast(x.device) or x.dtype
+        return dtype_of_autocast(x.device) or x.dtype
 
     def _solve(
         self,
@@ -284,7 +303,7 @@ class Recurrent(nn.Module):
         """
         weights = self._weights(at)
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
-        mixed = _dtype_of_autocast(x.device)
+        mixed = dtype_of_autocast(x.device)
         with nullcontext() if mixed is None else torch.autocast(x.device.type, mixed):
             xs: Any = self._cell_type().project(x, weights).to(dtype)
         step = self._step(at, weights, dtype, restarting=reset is not None)
@@ -294,7 +313,7 @@ class Recurrent(nn.Module):
         with nullcontext() if mixed is None else torch.autocast(x.device.type, enabled=False):
             if kernels:
                 _require_kernels(step, z0, xs, lengths)
-            return solve(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver, mesh=ranks)
+            return self._solve_steps(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver, mesh=ranks)
 
     def _weights(self, at: int) -> Weights:
         names = self._all_weights[at]
@@ -332,7 +351,7 @@ class Recurrent(nn.Module):
 
     @property
     def solutions(self) -> tuple[Solution, ...]:
-        """How the last pass went, one for each layer and direction in the order of the weights; states are not kept."""
+        """How the last pass went that was not compiled, one for each layer and direction in the order of the weights; states are not kept."""
         passed: Any = self._passed
         if passed and not isinstance(passed[0], Solution):
             return (looped(*passed),) * len(self._all_weights)
@@ -349,13 +368,6 @@ class Recurrent(nn.Module):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
-
-
-def _dtype_of_autocast(device: torch.device) -> torch.dtype | None:
-    """What PyTorch's recurrent modules compute in under autocast: on a GPU float16, whichever was asked for. None without it."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.float16 if device.type == "cuda" else torch.get_autocast_dtype(device.type)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

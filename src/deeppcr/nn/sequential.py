@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..newton import Newton
+from ..runtime import outside_of_graph
 from ..solution import Solution
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton
@@ -69,6 +70,12 @@ class Sequential(nn.Sequential):
             chosen, why = "sequential", EMPTY
         elif len(self) < (3 if low else 1):
             chosen, why = "sequential", "there is nothing between the first layer and the last"
+        if torch.compiler.is_compiling():
+            if chosen == "sequential":
+                return super().forward(input)
+            return outside_of_graph(self.forward, "layers of your own are solved for by looking at values")(
+                input, chosen
+            )
         if chosen == "sequential":
             out = super().forward(input)
             self._passed = input.shape[0] if input.ndim > 1 else 1, input.device, why
@@ -97,7 +104,7 @@ class Sequential(nn.Sequential):
 
     @property
     def solution(self) -> Solution | None:
-        """How the last pass went, in parallel or by the loop; its states are not kept. None before the first one."""
+        """How the last pass went that was not compiled, in parallel or by the loop; its states are not kept. None before the first one."""
         if isinstance(self._passed, tuple):
             return looped(len(self), *self._passed)
         return self._passed

@@ -18,11 +18,12 @@ from ..bounded import Bounded
 from ..convergence import UpdateTest
 from ..fused import covers
 from ..newton import Newton
-from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing, is_exporting
+from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
 from ..solution import Result, Solution
 from .arguments import Mode
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
+from .operator import operated
 from .ragged import Episodes, is_sorted
 from .recurrent import USUAL, NoKernels, Recurrent
 from .recurrent_cost import is_faster_in_parallel
@@ -151,8 +152,7 @@ class TorchLike(Recurrent):
         return found
 
     def _looped(self, input: Any, why: str) -> None:
-        if not is_exporting():
-            self.__dict__["_passed"] = (*self._size_of(input), why)
+        self.__dict__["_passed"] = (*self._size_of(input), why)
 
     def _size_of(self, input: Any) -> tuple[int, int, torch.device]:
         """Steps, rows, and where."""
@@ -201,8 +201,8 @@ class TorchLike(Recurrent):
             faster, why = is_faster_in_parallel(self.mode, *sizes, layers=layers, backward=backward)
             if not faster:
                 return why
-        if in_functorch() or has_tangent(x) or is_exporting() or torch._C._get_tracing_state() is not None:
-            return "a transform, a tangent, a trace or an export is at work"
+        if in_functorch() or has_tangent(x) or torch._C._get_tracing_state() is not None:
+            return "a transform, a tangent or a trace is at work"
         if not _has_kernels_for(self.newton, capturing := is_capturing(device)):
             return _SETTINGS if not capturing else _CAPTURED
         kind = self._kind_of(input, reset)
@@ -261,6 +261,7 @@ def _is_finite(hx: Any) -> bool:
     return all(is_capturing(leaf.device) or in_functorch() or bool(leaf.isfinite().all()) for leaf in leaves)
 
 
+@operated
 class RNN(TorchLike, nn.RNN):
     """``torch.nn.RNN``, in parallel over its steps: ``h_t = f(W x_t + b + U h_{t-1} + c)``, f being tanh or ReLU.
 
@@ -284,7 +285,11 @@ class RNN(TorchLike, nn.RNN):
         # By the attribute that PyTorch's own kernel goes by.
         return ElmanCell(weights, torch.tanh if self.mode == "RNN_TANH" else torch.relu)
 
+    def _options_in_words(self) -> str:
+        return f"nonlinearity='{'tanh' if self.mode == 'RNN_TANH' else 'relu'}', "
 
+
+@operated
 class GRU(TorchLike, nn.GRU):
     """``torch.nn.GRU``, in parallel over its steps: the same arguments, shapes, outputs, parameters and ``state_dict``.
 
@@ -322,6 +327,7 @@ class GRU(TorchLike, nn.GRU):
         return starts[0].dtype if x.device.type == "cpu" else super()._dtype_of_outputs(x, starts)
 
 
+@operated
 class LSTM(TorchLike, nn.LSTM):
     """``torch.nn.LSTM``, in parallel over its steps, with projections (``proj_size``) as well.
 
@@ -343,3 +349,6 @@ class LSTM(TorchLike, nn.LSTM):
 
     def _widths(self) -> tuple[int, ...]:
         return self.proj_size or self.hidden_size, self.hidden_size
+
+    def _options_in_words(self) -> str:
+        return f"proj_size={self.proj_size}, "

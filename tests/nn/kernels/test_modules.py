@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from compiling import compiled_and_counted, value_and_gradients
 from deeppcr import ConvergenceWarning, Newton, PaperTest, Result, Zeros
 from deeppcr.nn import MLP, ResNet
 from kernel_support import error, thorough
@@ -389,6 +390,10 @@ class TestOnTheDevice:
         assert_like_float64(net, torch.randn(3, 4, device="cuda:1"))
 
 
+def has_kernels(net, hidden, mode):
+    return net._may_use_kernels(hidden) and net._way(net.weight, hidden, mode) is not None
+
+
 class _OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU: whether there are kernels is decided without touching values."""
 
@@ -414,9 +419,9 @@ class _OnGpu(torch.Tensor):
 def test_what_the_kernels_are_asked_for(settings, mode, expected):
     net = build("mlp", 64, "cpu", **settings)
     hidden = torch.zeros(2, net.weight.shape[-1], dtype=net.weight.dtype).as_subclass(_OnGpu)
-    assert net._has_kernels(hidden, mode) is expected
+    assert has_kernels(net, hidden, mode) is expected
     with torch.autograd.forward_ad.dual_level():
-        assert not net._has_kernels(hidden, mode)
+        assert not has_kernels(net, hidden, mode)
 
 
 @pytest.mark.parametrize("mode", ["parallel", "auto"])
@@ -441,7 +446,7 @@ def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
-        monkeypatch.setattr(base, "_choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
+        monkeypatch.setattr(base, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -452,9 +457,32 @@ def test_compiled_in_one_graph_where_there_are_no_kernels(width, rows, by_kernel
     x = torch.randn(rows, 4, device=by_kernels)
     with torch.no_grad():
         found = torch.compile(net, backend="eager", fullgraph=True)(x)
-    assert net.solution.result is Result.LOOP
-    assert net.solution.iterations.shape == (rows,)
     assert torch.allclose(found, net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("mlp", "parallel"), ("resnet", "parallel"), ("resnet", "sequential"), *thorough(("mlp", "auto"))],
+)
+@pytest.mark.parametrize("every", [False, True])
+def test_compiled_by_kernels(kind, mode, every, by_kernels, monkeypatch):
+    """Forward and backward, in one graph for two numbers of rows: what the layers inside of a block gave is computed again."""
+    net = build(kind, 12, by_kernels, mode=mode)
+    compiled, graphs = compiled_and_counted(net.hidden_states if every else net)
+    for rows in (3, 2):
+        x = torch.randn(rows, 3 if every else 4, device=by_kernels)
+        eagerly = net.hidden_states if every else net
+        for found, expected in zip(
+            value_and_gradients(compiled, x, changing=1), value_and_gradients(eagerly, x), strict=True
+        ):
+            assert error(found, expected) <= TOLERANCE
+        out = eagerly(x)
+        expected = torch.autograd.grad(out.square().sum(), (net.weight, net.bias))
+        monkeypatch.setattr(Network, "_loop", None)  # nothing goes another way
+        found = torch.autograd.grad(compiled(x).square().sum(), (net.weight, net.bias))
+        for one, other in zip(found, expected, strict=True):
+            assert error(one, other) <= TOLERANCE
+    assert len(graphs) == 2  # with gradients of x, and without
 
 
 @pytest.mark.parametrize(
@@ -471,11 +499,11 @@ def test_compiled_in_one_graph_where_there_are_no_kernels(width, rows, by_kernel
 def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
     net = build("mlp", depth, "cpu", **settings)
     hidden = torch.zeros(rows, 3, device="meta").as_subclass(_OnGpu)
-    if net._has_kernels(hidden, "auto"):
+    if has_kernels(net, hidden, "auto"):
         way = net._way(net.weight, hidden, "auto")
         mode, why = ("sequential", way.why) if way.choice is None else ("parallel", way.choice.why)
     else:
-        mode, why = base._choose_without_kernels(net.weight.shape, rows, hidden.device)
+        mode, why = base.choose_without_kernels(net.weight.shape, rows, hidden.device)
     assert mode == expected
     assert len(why.split()) > 5
 
