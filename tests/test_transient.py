@@ -158,3 +158,15 @@ class TestWhatIsHidden:
         sizes[0] = 1e7
         assert self.hides(sizes, 0.5, closer=sizes)
         assert not self.hides(sizes, 0.5, closer=1e-3 * sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_networks_whose_signals_die_out_by_chance_keep_their_iterations(seed):
+    """Products of random matrices fall, rest, and fall on: nothing lives there that a large start could hide."""
+    make = torch.Generator().manual_seed(seed)
+    weights = torch.randn(600, 8, 8, generator=make) / 8**0.5
+    z0 = torch.randn(4, 8, generator=make)
+    solution = deeppcr.solve(lambda z, w: torch.tanh(z) @ w.mT, z0, weights, solver=Newton())
+    assert solution.result is Result.CONVERGED
+    assert solution.local is None
+    assert solution.iterations.max() <= 8

@@ -77,7 +77,9 @@ def certify(
     small |= floor & bounds.is_rounding(error)
     lost = claimed & (~small | (floor & ~true))
     if not progress.tolerance.local:
-        lost |= claimed & progress.tolerance.hides(torch.maximum(ends.abs(), values.abs()), sequence.initial, error)
+        lost |= claimed & progress.tolerance.hides(
+            torch.maximum(ends.abs(), values.abs()), sequence.initial, error, (ends + error).abs()
+        )
     progress.withdraw(lost)
     progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
     why = []

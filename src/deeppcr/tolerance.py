@@ -23,6 +23,8 @@ _ADDED_UP = 100
 FAINT, SMALL = 100, 0.1
 #: A signal dies out that goes on falling: in as much time as it took to become faint, to less than this part.
 GOES_ON = 0.1
+#: In none of so many such times after it was faint a signal that lives on falls: one that dies may rest for one.
+_TIMES = 6
 #: So many states at least such a time has.
 _SHORTEST = 4
 
@@ -76,7 +78,7 @@ class Tolerance:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
 
         A signal that dies out goes on falling as it fell, and nobody asks for digits of what is left of it. One that became faint in a
-        time, and in as much time after that did not fall on, was hidden by a transient; and where errors are of its own size, by the
+        time, and in six times as much after that did not fall on, was hidden by a transient; and where errors are of its own size, by the
         square root of the tolerance, next to nothing is known of it. That is asked of each number of a row, of times of every length.
 
         Args:
@@ -92,14 +94,16 @@ class Tolerance:
         first += [sizes if closer is None else torch.cat([sizes[:1], closer]).abs_()]
         steps = len(sizes)
         time, shortest = 1, min(_SHORTEST, steps // 2)  # for a moment a number is small whenever its sign changes
+        times = max(1, min(_TIMES, steps // (2 * _SHORTEST)))  # of few states, as of chunks, not more is to be had
         hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
         lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
-        while time < steps - 1:
+        while (count := steps - 1 - times * time) > 0:
             largest, error, nearer = first
             if time >= shortest:
-                before = torch.cat([so_far[:time], largest[1 : steps - time]])[: steps - 1 - time]
-                after, then = largest[1 : steps - time], nearer[1 + time :]
-                off = torch.maximum(error[1 : steps - time], error[1 + time :])
+                before = torch.cat([so_far[:time], largest[1 : steps - time]])[:count]
+                after, later = largest[1 : 1 + count], range(1 + time, 2 + times * time, time)
+                then = torch.stack([nearer[begin : begin + count] for begin in later]).amin(0)
+                off = torch.maximum(error[1 : 1 + count], error[1 + time : 1 + time + count])
                 became_faint = (after <= self.faint * before) & (after > torch.finfo(after.dtype).tiny)
                 hidden |= (became_faint & (then >= lives_on * after) & (off > self.atol + known * after)).any(0)
             first = [torch.cat([torch.maximum(each[:-time], each[time:]), each[-time:]]) for each in first]

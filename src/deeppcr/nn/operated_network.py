@@ -22,8 +22,8 @@ from .operator import in_words
 class OperatedNetwork(nn.Module):
     """The part of a network that has a compiler see all of its layers as one operation (``operator.Operated``)."""
 
-    weight: Tensor
-    bias: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter
     activation: Any
     newton: Newton
     guess: Any

@@ -648,7 +648,7 @@ class TestVanishing:
             assert tolerance(newton=Newton(scale="local")) == (0.0, 1e-5, 0.0)
 
 
-@pytest.mark.parametrize("width", [3, dense.NARROW + 1])
+@pytest.mark.parametrize("width", [3, *thorough(dense.NARROW + 1)])
 @pytest.mark.parametrize(("activation", "size"), [("tanh", 1e8), ("relu", 1e4)])
 def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width, by_kernels):
     """The first layers bring it down; what the later ones make of their biases lives on."""
