@@ -82,7 +82,9 @@ def build(folder: Path) -> Built:
     (sdist,) = folder.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as unpacked:
         with tarfile.open(sdist) as archive:
-            archive.extractall(unpacked, filter="data")
+            archive.extractall(
+                unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+            )  # from Python 3.11.4 on
         (source,) = Path(unpacked).iterdir()
         run(*hatchling, "-t", "wheel", cwd=source)
     (wheel,) = folder.glob("*.whl")

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton
-from deeppcr.fuse.back import Apply
+from deeppcr.fuse.back import Apply, chunk_of
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
 from deeppcr.fuse.program import program_of
@@ -56,7 +56,11 @@ class Fused:
         """The same as states, differentiable."""
         run, bases = self.run(), self.bases()
         found = self.solve(chunk, **options)
-        return self.layout.nest(Apply.apply(found, run, self.layout, *pytree.tree_leaves(self.z0), *bases))
+        return self.layout.nest(
+            Apply.apply(
+                (found.states, chunk_of(run, found.chunk)), run, self.layout, *pytree.tree_leaves(self.z0), *bases
+            )
+        )
 
     def of_step(self, l, adjoint=None):
         """What the program says of step l from z0 on, by NumPy: values [B, D], Jacobians [R, K, K] and, by base, cotangents [B, ...].

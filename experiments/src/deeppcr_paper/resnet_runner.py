@@ -95,7 +95,7 @@ class Runner:
             self.network.guess = deeppcr.Zeros()
         # With the fused kernels, or a fixed number of iterations, nothing in a step asks the host: it is one CUDA graph.
         probe = images.train.new_empty(settings.batch, settings.width)
-        kernels = mode in ("sequential", "parallel") and self.network._has_kernels(probe, mode)
+        kernels = mode in ("sequential", "parallel") and _has_kernels(self.network, probe, mode)
         fixed = mode == "parallel" and isinstance(self.network.newton.stop, deeppcr.FixedIterations)
         self.replayable = kernels or (fixed and self.device.type == "cuda")
         self._replayed: ReplayedSteps | None = None
@@ -339,3 +339,8 @@ def distance(one: Runner, other: Runner) -> float:
     """The largest difference of a parameter."""
     pairs = zip(one.network.parameters(), other.network.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def _has_kernels(network: deeppcr.nn.ResNet, hidden: Tensor, mode: str) -> bool:
+    """Whether the fused kernels do what is asked: the paper's own method, say, they do not."""
+    return network._may_use_kernels(hidden) and network._way(network.weight, hidden, mode) is not None
