@@ -41,7 +41,7 @@ def test_one_sample_that_is_not_finite_leaves_the_others_alone(size):
     assert torch.equal(found.evaluations[kept], alone.evaluations)
     assert (found.final[kept] - alone.final).abs().max() <= 1e-8
     assert not found.final[1].isfinite().any()
-    last = 1 + 7 + int(found.iterations.max())  # with the checks of the rows
+    last = 1 + 18 + int(found.iterations.max())  # with the checks of the rows
     assert (rows[last - 1] == 0).all()  # it is not evaluated to the end
     assert all((each == 1).all() for each in rows[last:])  # and nothing but it goes to the loop
 

@@ -211,7 +211,7 @@ def test_what_counts_as_another_kind_of_run():
         assert run(denoiser.other) == before  # another method
         assert run(denoiser.other) == before - 18
         run(denoiser, 50)
-        assert run(denoiser, 50) == count[-2] - 9  # of fewer steps a sixth is looked at
+        assert run(denoiser, 50) == count[-2] - 18
 
 
 def test_a_model_is_known_however_often_it_is_wrapped():

@@ -16,6 +16,8 @@ from kernel_support import pairwise
 from recurrent_problems import KINDS, LEAST, Configuration, drawn, error, leaves_of
 
 FEW, ALL = 24, 200
+#: A GPU's kernels, whose sums have another order, are held to the tolerance of a solve.
+CLOSE = {"cpu": 1e-6, "cuda": 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +289,8 @@ def test_states_and_copies_go_both_ways(device):
     for twin in (copy.deepcopy(gru), pickle.loads(pickle.dumps(gru))):
         assert twin.run_mode == "parallel"
         assert twin.solutions == ()
-        assert torch.allclose(twin(x)[0], expected, atol=1e-6)  # by kernels, where a cell has some by then
+        found = twin(x)[0]  # by kernels, where a cell has some by then
+        assert torch.equal(found, expected) if device.type == "cpu" else torch.allclose(found, expected, atol=1e-6)
 
 
 def test_weights_may_be_replaced(device):
@@ -301,9 +304,9 @@ def test_weights_may_be_replaced(device):
     found = torch.func.functional_call(gru, doubled, (x,))[0]
     plain = nn.GRU(3, 4, device=device)
     plain.load_state_dict(doubled)
-    assert torch.allclose(found, plain(x)[0], atol=1e-5)
+    assert torch.allclose(found, plain(x)[0], atol=CLOSE[device.type])
     gru.weight_hh_l0 = nn.Parameter(gru.weight_hh_l0.detach() + 1)
-    assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=1e-5)
+    assert torch.allclose(gru(x)[0], gru(x, mode="sequential")[0], atol=CLOSE[device.type])
 
 
 def test_weights_in_half_precision_may_change_in_place(device):
@@ -357,7 +360,7 @@ def test_what_is_not_finite_stays_in_its_row(device):
     x[4, 1, 0] = float("nan")
     with pytest.warns(ConvergenceWarning, match="not finite"):
         found = gru(x)[0]
-    assert torch.allclose(found, gru(x, mode="sequential")[0], atol=1e-5, equal_nan=True)
+    assert torch.allclose(found, gru(x, mode="sequential")[0], atol=CLOSE[device.type], equal_nan=True)
     hx = torch.full((1, 3, 4), float("inf"), device=device)
     assert torch.equal(gru(x[:3], hx)[0].isnan(), gru(x[:3], hx, mode="sequential")[0].isnan())
 

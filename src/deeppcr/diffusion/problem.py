@@ -26,8 +26,6 @@ from .samplers import Coefficients, Steps
 
 #: so many steps, from the first to the last, tell whether a denoiser treats its rows by themselves
 _SPREAD = 16
-#: but of short loops a sixth, and no fewer than these: the checks are not to take longer than the loop
-_FEW = 4
 #: at most so many of them in one call: memory may allow no more
 _TOGETHER = 8
 #: denoisers that do, and in which kinds of runs that was seen; and what they do there
@@ -240,7 +238,7 @@ class Problem:
     @cached_property
     def _spread(self) -> tuple[Tensor, list[int], list[list[int]]]:
         """Inputs [N, D] of steps from the first to the last, which steps they are, and which of them share a call."""
-        steps, count = self.steps, min(self.length, _SPREAD, max(_FEW, self.length // 6))
+        steps, count = self.steps, min(self.length, _SPREAD)
         picked = [round(k * (self.length - 1) / (count - 1)) for k in range(count)]
         assert steps.scale is not None
         sizes = (steps.scale * torch.hypot(steps.signal, steps.spread))[picked]  # for data of unit variance
