@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,8 @@ SOLVE, CAPTURED, BARE, GRAPH = "solve", "solve, captured", "bare loop", "bare lo
 CUDNN = "cuDNN"
 #: Of a bare loop so many steps are run, and their time is scaled.
 PART = 256
+#: And of a loop in a CUDA graph, which is made of graphs of many steps each.
+GRAPH_PART = 2_048
 #: Calls of ``solve`` after the first, before it is timed: what comes again is compiled, checked and recorded first.
 WARM_UP = 3
 #: The ways that ``solve`` has, each asked for by name.
@@ -56,9 +59,22 @@ def solved(
 
 
 def ways(prepared: Prepared, direction: str, error: Callable[[Found], float]) -> dict[str, Method]:
-    """Every way that ``solve`` may choose, but for the loop in Python, which is the bare one; backwards, the loop in a graph takes seconds."""
-    chosen = {name: solver for name, solver in WAYS.items() if direction == FORWARD or "graph" not in name}
-    return {name: solved(prepared, direction, error, solver, optional=True) for name, solver in chosen.items()}
+    """Every way that ``solve`` may choose, but for the loop in Python, which is the bare one.
+
+    The loop in a graph takes seconds: of it a part is run, forward.
+    """
+    found = {
+        name: solved(prepared, direction, error, solver, optional=True)
+        for name, solver in WAYS.items()
+        if "graph" not in name
+    }
+    if direction == FORWARD:
+        length = min(GRAPH_PART, prepared.loop.L)
+        part = Prepared(replace(prepared.loop, L=length), prepared.device)
+        name = 'Loop(by="graph")'
+        method = solved(part, direction, part.residual, WAYS[name], optional=True)
+        found[name] = replace(method, scale=prepared.loop.L / length)
+    return found
 
 
 def bare(prepared: Prepared, direction: str) -> dict[str, Method]:

@@ -138,7 +138,7 @@ def make_ready(loop: Loop, device: torch.device, references: Path) -> None:
             with torch.set_grad_enabled(direction != FORWARD):
                 for solver in (None, None, deeppcr.Loop(by="kernel")):
                     prepared.solve(direction, **({} if solver is None else {"solver": solver}))
-        if not loop.chaotic:
+        if not loop.chaotic and loop in TABLE:
             in_float64(loop.make, loop.L, loop.B, loop.D, device)
     except Exception as error:
         print(f"{loop.name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")

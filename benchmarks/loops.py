@@ -43,7 +43,7 @@ from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
 from kernel_report import number
 from kernels import Case, examine, first_line, line, seconds_of
-from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, WAYS, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
 from records import Results, parse, parser_of, set_up
 
@@ -67,6 +67,7 @@ class Run:
         self.device, self.quick, self.only, self.budget = device, quick, only, budget
         self.alone = False  # the public call without the others
         self.comparing = 200.0  # seconds after which the table goes on without what it compares with
+        self.cold_problems = COLD_PROBLEMS
         self.results = results
 
     def loops(self, listed: Sequence[Loop]) -> list[Loop]:
@@ -82,6 +83,11 @@ class Run:
             found = examine(problem, self.device, self.budget)
         self.add(found)
         return found
+
+    def of_the_table(self, loop: Loop) -> list[Case]:
+        """What was found of it forward."""
+        parameters = loop.parameters | {"direction": FORWARD}
+        return [case for case in self.results.cases if case.suite == "table" and case.parameters == parameters]
 
     def add(self, cases: Sequence[Case]) -> None:
         self.results.cases += cases
@@ -108,7 +114,7 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
 def make_all_ready(run: Run, listed: Sequence[Loop], workers: int, folder: Path) -> None:
     """References and kernels, in so many processes: nothing is timed meanwhile."""
     begun = time.perf_counter()
-    loops = sorted(run.loops(listed), key=lambda loop: -loop.L)
+    loops = sorted(run.loops(listed), key=lambda loop: (loop not in TABLE, -loop.L))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         list(pool.map(partial(make_ready, device=run.device, references=folder), loops))
     loop_problems.REFERENCES = folder
@@ -143,24 +149,30 @@ def table(run: Run) -> None:
 
 
 def choice(run: Run) -> None:
+    """Loops whose ways were timed for the table in this run are not timed again."""
+
     def build(prepared: Prepared, direction: str) -> dict[str, Method]:
         found = {SOLVE: solved(prepared, direction, prepared.residual)}
         return found | ways(prepared, direction, prepared.residual) | {BARE: bare(prepared, direction)[BARE]}
 
-    ratios, slow = [], []
-    for prepared in prepared_loops(run, "choice", CHOICE[:: 9 if run.quick and not run.only else 1]):
-        cases = run.examine("choice", prepared, FORWARD, build)
+    listed = CHOICE[:: 9 if run.quick and not run.only else 1]
+    timed = {loop.name: run.of_the_table(loop) for loop in run.loops(listed)}
+    found = {name: cases for name, cases in timed.items() if time_of(cases, BARE)}
+    for prepared in prepared_loops(run, "choice", [loop for loop in listed if loop.name not in found]):
+        found[prepared.loop.name] = run.examine("choice", prepared, FORWARD, build)
+    ratios, slow = {}, []
+    for name, cases in found.items():
         seconds, plain = time_of(cases), time_of(cases, BARE)
-        others = [min(case.seconds) for case in cases if case.passed and case.method != SOLVE]
         if seconds is None or plain is None:
             continue
-        ratios.append(seconds / min(others))
+        ways_taken = (SOLVE, BARE, *WAYS)
+        ratios[name] = seconds / min(min(case.seconds) for case in cases if case.passed and case.method in ways_taken)
         if seconds > OVER_BARE * plain + OVERHEAD:
-            slow.append(prepared.loop.name)
-        if ratios[-1] > OVER_BEST:
-            print(f"    {ratios[-1]:.2f} of the best way")
+            slow.append(name)
+        if ratios[name] > OVER_BEST:
+            print(f"{name}: {ratios[name]:.2f} of the best way")
     if ratios:
-        share = sum(ratio > OVER_BEST for ratio in ratios) / len(ratios)
+        share = sum(ratio > OVER_BEST for ratio in ratios.values()) / len(ratios)
         run.results.claim(f"share of {len(ratios)} loops over {OVER_BEST} of the best way", share, EXCEPTIONS)
         name = f"loops over {OVER_BARE} of the bare loop and {1e3 * OVERHEAD} ms"
         run.results.claim(f"{name} ({', '.join(slow)})" if slow else name, len(slow), 0)
@@ -170,7 +182,7 @@ def choice(run: Run) -> None:
 def cold(run: Run) -> None:
     """The bare loop is run first, twice: the libraries' own first calls are not ours to answer for."""
     ratios = []
-    for count in range(6 if run.quick else COLD_PROBLEMS):
+    for count in range(6 if run.quick else run.cold_problems):
         drawn = random_problem(count, longest=40 if run.quick else 5000)
         if not drawn.plain:
             continue
@@ -290,6 +302,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=200.0,
         help="seconds of the table after which the rest is timed alone (default: 200)",
     )
+    parser.add_argument("--cold-problems", type=int, default=COLD_PROBLEMS, help="of the fuzz (default: 200)")
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     options = parse(parser, arguments)
     unknown = set(options.only or ()) - {loop.name for loop in CHOICE}
@@ -308,10 +321,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: targets in milliseconds are those of a GPU")
     results = Results("loops", options, budget_seconds=budget, parts=list(options.part))
     run = Run(device, options.quick, options.only, budget, results)
-    run.alone, run.comparing = options.alone, options.comparing
+    run.alone, run.comparing, run.cold_problems = options.alone, options.comparing, options.cold_problems
     if options.workers > 1:
         folder = TemporaryDirectory()
-        make_all_ready(run, TABLE, options.workers, Path(folder.name))
+        listed = CHOICE if "choice" in options.part else TABLE
+        make_all_ready(run, listed, options.workers, Path(folder.name))
     for part in options.part:
         begun = time.perf_counter()
         RUN_PART[part](run)
