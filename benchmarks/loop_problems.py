@@ -132,13 +132,18 @@ def make_ready(loop: Loop, device: torch.device, references: Path) -> None:
     global REFERENCES
     REFERENCES = references
     torch.set_num_threads(1)
+    measured = loop.limits is not None  # the others are timed forward, and have no reference
     try:
         prepared = Prepared(loop, device)
-        for direction in loop.directions:
+        for direction in loop.directions if measured else (FORWARD,):
             with torch.set_grad_enabled(direction != FORWARD):
-                for solver in (None, None, deeppcr.Loop(by="kernel")):
+                for solver in (
+                    (None, None, deeppcr.Loop(by="kernel"))
+                    if measured
+                    else (deeppcr.Loop(by="kernel"), deeppcr.Newton())
+                ):
                     prepared.solve(direction, **({} if solver is None else {"solver": solver}))
-        if not loop.chaotic and loop in TABLE:
+        if measured and not loop.chaotic:
             in_float64(loop.make, loop.L, loop.B, loop.D, device)
     except Exception as error:
         print(f"{loop.name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")

@@ -23,9 +23,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -54,6 +52,8 @@ OVER_BEST, EXCEPTIONS, OVER_BARE, OVERHEAD = 1.25, 0.1, 1.1, 0.3e-3
 HOST, COLD = 0.15e-3, 2.0
 #: Problems of the fuzz.
 COLD_PROBLEMS = 200
+#: Seconds for what is made ready beside each other.
+PREPARING = 120.0
 #: Iterations in a CUDA graph, at least: the first chunks are exact after one.
 FEWEST_ITERATIONS = 2
 
@@ -112,11 +112,17 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
 
 
 def make_all_ready(run: Run, listed: Sequence[Loop], workers: int, folder: Path) -> None:
-    """References and kernels, in so many processes: nothing is timed meanwhile."""
+    """References and kernels, in so many processes: nothing is timed meanwhile. What takes too long is left for later."""
     begun = time.perf_counter()
-    loops = sorted(run.loops(listed), key=lambda loop: (loop not in TABLE, -loop.L))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        list(pool.map(partial(make_ready, device=run.device, references=folder), loops))
+    loops = sorted(run.loops(listed), key=lambda loop: (loop.limits is None, -loop.L))
+    with get_context("spawn").Pool(
+        workers, maxtasksperchild=1
+    ) as pool:  # on leaving it, those that still work are ended
+        made = [pool.apply_async(make_ready, (loop, run.device, folder)) for loop in loops]
+        for loop, each in zip(loops, made, strict=True):
+            each.wait(max(0.0, PREPARING - (time.perf_counter() - begun)))
+            if not each.ready():
+                print(f"{loop.name}: not ready after {PREPARING:.0f} s")
     loop_problems.REFERENCES = folder
     print(f"ready after {time.perf_counter() - begun:.0f} s\n", flush=True)
 
