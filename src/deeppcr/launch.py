@@ -178,30 +178,34 @@ class Noted:
     """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece.
 
     Attributes:
-        early, late: launches, by what they take from a table (see ``_launch_all``): the stream, what is the same in all calls, addresses
+        early, late: launches, by what they take from a table (see ``_launch_all``): the stream, what is the same in all calls, and addresses:
+            of scratch memory, of the tensors, of what lies inside of them, of what lies in the result
         fixed: what is the same in all calls
-        known, made: addresses: in which tensor, how far; of those that are given, and of the result
+        inside, made: addresses inside of a tensor, and of the result: in which, and how far
     """
 
-    __slots__ = ("_device", "_early", "_fixed", "_known", "_late", "_made", "_scratch", "_shape")
+    __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_scratch", "_shape")
 
     def __init__(self, launches: list[_Launch], given: int, shape: tuple[int, ...] | None, scratch: int, device: int):
         """``given``: how many tensors a call brings."""
         self._shape, self._scratch, self._device = shape, scratch, device
         everything = [each for launch in launches for each in launch.arguments]
         places = list(dict.fromkeys(each for each in everything if isinstance(each, _Place)))
-        self._known = [each for each in places if each.slot <= given]
+        self._inside = [each for each in places if each.slot <= given and each.offset]
         self._made = [each for each in places if each.slot > given]
+        whole = [_Place(slot, 0) for slot in range(1 + given)]
         fixed = {id(each): each for each in everything if not isinstance(each, _Place)}  # which tells 1 from True
         self._fixed: list[Any] = list(fixed.values())
-        at = {key: 1 + number for number, key in enumerate((*fixed, *self._known, *self._made))}
+        at = {key: 1 + number for number, key in enumerate((*fixed, *whole, *self._inside, *self._made))}
 
         def entry(launch: _Launch) -> tuple:
             taken = [at[each if isinstance(each, _Place) else id(each)] for each in launch.arguments]
             taken.insert(_STREAM, 0)
             return launch.compiled, launch.compiled.run, itemgetter(*taken)
 
-        waiting = [any(each in self._made for each in launch.arguments if isinstance(each, _Place)) for launch in launches]
+        waiting = [
+            any(each in self._made for each in launch.arguments if isinstance(each, _Place)) for launch in launches
+        ]
         early = waiting.index(True) if True in waiting else len(launches)
         entries = [entry(launch) for launch in launches]
         self._early, self._late = entries[:early], entries[early:]
@@ -253,7 +257,8 @@ class Noted:
         watched, result = is_watched(), None
         scratch = like.new_empty(self._scratch) if self._scratch else None  # which is freed in the order of the stream
         places = (0 if scratch is None else scratch.data_ptr(), *places)
-        table = [current_stream(self._device), *self._fixed, *[places[slot] + offset for slot, offset in self._known]]
+        inside = [places[slot] + offset for slot, offset in self._inside]
+        table = [current_stream(self._device), *self._fixed, *places, *inside]
         _launch_all(self._early, table, watched)
         if self._shape is not None:  # made while the first kernels run
             result = like.new_empty(*self._shape)

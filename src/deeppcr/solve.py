@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from . import ways
 from .across.solve import solve_over
 from .distributed.ranks import Ranks
 from .fused import Call, solve_fused
@@ -38,6 +39,7 @@ from .ways import solve_by
 _ENTRIES = 4096
 #: What a solve is by Newton's method where nobody says otherwise.
 _USUAL = Newton()
+_FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
 
 
 def solve(
@@ -156,6 +158,14 @@ def _solve(
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
     return _Planned(call, length).solve().keeping(every)
+
+
+def solve_call(call: Call, solver: Newton | None) -> Solution:
+    """``solve`` of a call that is known to be right, with all other settings as they are by default."""
+    refuse_transforms("deeppcr.solve")
+    if solver is None and can_be_planned(call):
+        return _Planned(call, None).solve()
+    return ways.solve_call(call, _USUAL if solver is None else solver, _FROM_INITIAL, _IMPLICIT, "loop")
 
 
 def _over_ranks(

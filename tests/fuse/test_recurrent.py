@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from compiling import compiled_and_counted
 from deeppcr import FixedIterations, Newton, Result, attach
 from deeppcr import nn as ours
-from deeppcr.nn import operated_recurrent, torch_like
+from deeppcr.nn import operated_recurrent, steps, torch_like
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
@@ -89,9 +89,9 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
     dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
     module, _ = made(kind, hidden, device, dtype)
     module.run_mode = mode
-    solved, solve = [], operated_recurrent.solve
+    solved, solve = [], operated_recurrent.solve_steps
     monkeypatch.setattr(
-        operated_recurrent, "solve", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
+        operated_recurrent, "solve_steps", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
     )
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled, graphs = compiled_and_counted(module)
@@ -147,7 +147,7 @@ def test_auto_takes_kernels_for_what_comes_again(fast, device):
 
 def test_auto_leaves_to_pytorch_what_has_no_kernels(fast, device, monkeypatch):
     module, _ = made("LSTM", 5, device, proj_size=2)
-    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    monkeypatch.setattr("deeppcr.nn.steps.require_kernels", refusing := Refusing())
     x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
     for _ in range(4):
         module(x)
@@ -160,7 +160,7 @@ class Refusing:
 
     def __call__(self, *arguments):
         self.asked += 1
-        raise ours.recurrent.NoKernels("of this kind")
+        raise steps.NoKernels("of this kind")
 
 
 def test_auto_waits_after_a_solve_that_the_loop_had_to_finish(fast, device, monkeypatch):
@@ -200,7 +200,7 @@ def test_auto_takes_kernels_at_once_where_pytorch_has_none(slow, device, monkeyp
 def test_what_neither_has_kernels_for_is_left_to_pytorch(slow, device, monkeypatch):
     """Whose own words come where it refuses; nobody traces the cell again for them."""
     module, _ = made("GRU", 2, device)
-    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    monkeypatch.setattr("deeppcr.nn.steps.require_kernels", refusing := Refusing())
     for _ in range(3):
         module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))
     assert why(module) == "there are no kernels: of this kind"

@@ -25,8 +25,9 @@ from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
 from .operator import operated
 from .ragged import Episodes, is_sorted
-from .recurrent import USUAL, NoKernels, Recurrent
+from .recurrent import USUAL, Recurrent
 from .recurrent_cost import is_faster_in_parallel
+from .steps import NoKernels
 
 #: Kinds of calls that are remembered of a module.
 _MOST_KINDS = 64
@@ -90,13 +91,9 @@ class TorchLike(Recurrent):
 
     def _solver(self, input: Any, mode: Mode) -> Newton:
         """In auto mode a fixed number of passes is for a capture: calls outside of one, which make the kernels for it, look when they are done."""
-        device = self._size_of(input)[2]
-        fixed = self.newton.stop.fixed is not None
-        return (
-            replace(self.newton, stop=UpdateTest())
-            if mode == "auto" and fixed and not is_capturing(device)
-            else self.newton
-        )
+        if mode != "auto" or self.newton.stop.fixed is None or is_capturing(self._size_of(input)[2]):
+            return self.newton
+        return replace(self.newton, stop=UpdateTest())
 
     # PyTorch's own kernel.
 
