@@ -156,7 +156,7 @@ def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor
     if known is None:
         return make()
     if known is not _UNKNOWN:
-        return known.again(tensors[-1], *[tensor.data_ptr() for tensor in tensors])
+        return known.again(tensors[-1], *map(Tensor.data_ptr, tensors))
     assert _calls.noting is None, "a call that is noted makes no other one"
     _calls.noting = []
     try:

@@ -99,7 +99,7 @@ def solve_call(call: Call, solver: Newton, guess: Any, gradient: Gradient, on_fa
 
 def _is_captured(leaves: list[Any]) -> bool:
     """Whether the caller captures a CUDA graph on the device of one of these."""
-    return any([isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in leaves])
+    return any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in leaves)
 
 
 @contextmanager

@@ -8,7 +8,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from compiling import compiled_and_counted
 from deeppcr import FixedIterations, Newton, Result, attach
 from deeppcr import nn as ours
+from deeppcr.fuse.outputs import Outputs
+from deeppcr.fused import Call
 from deeppcr.nn import operated_recurrent, steps, torch_like
+from deeppcr.nn.cells import Restarting
+from deeppcr.sequence.fingerprint import structure_of
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
@@ -105,6 +109,58 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
             agree(found, module(x, mode="sequential"), module, module, x)
     assert len(graphs) == 1
     assert len(solved) == (2 if mode == "auto" else 3)
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [("DiagonalGRU", 3), ("RNN", 2), *thorough(("GRU", 9), ("LSTM", 9))])
+def test_gradients_of_a_single_row_are_not_summed_over_rows(kind, hidden, device, monkeypatch):
+    """They are written where they belong, in the dtype of what they are gradients of."""
+    dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
+    module, plain = made(kind, hidden, device, dtype)
+    x = torch.randn(9, 1, 2, dtype=dtype, device=device, requires_grad=True)
+    written, of_bases = [], Outputs.of_bases
+    monkeypatch.setattr(Outputs, "of_bases", lambda *given: written.append(given[0]) or of_bases(*given))
+    module(x, mode="parallel")
+    found = module(x, mode="parallel")
+    agree(found, plain(x) if plain is not module else module(x, mode="sequential"), module, plain, x)
+    assert len(written) == 2  # once to see whether the kernels fit
+    assert all(not per_step for outputs in written for per_step, _ in outputs._summed)
+
+
+def test_auto_looks_at_a_call_once(fast, device, monkeypatch):
+    """To find out whether there are kernels, and to run them."""
+    module, _ = made("RNN", 2, device)
+    x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        looked = []
+        monkeypatch.setattr(
+            Call, "_find_refusal", lambda call, step, look=Call._find_refusal: looked.append(1) or look(call, step)
+        )
+        module(x)
+    assert why(module).startswith("fused kernels")
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "projected", "DiagonalGRU", "DiagonalLSTM"])
+def test_cells_tell_all_that_they_depend_on(kind, bias, restarting, device):
+    """A walk through what a cell holds finds no other tensors, and cells that do something else are told apart."""
+    options = {"proj_size": 1} if kind == "projected" else {}
+    module = getattr(ours, "LSTM" if options else kind)(2, 3, bias=bias, device=device, **options)
+    cell = module._step(0, module._weights(0), torch.float32, restarting=restarting)
+    told, tensors = structure_of(cell)
+    walked = structure_of(lambda z, x: cell(z, x))[1]
+    assert {id(each) for each in tensors} == {id(each) for each in walked}
+    assert told == structure_of(cell)[0]
+    tensors[0].requires_grad_(False)
+    assert told != structure_of(cell)[0]
+    tensors[0].requires_grad_()
+    if kind == "RNN":
+        module.mode = "RNN_RELU"
+        other = module._cell(module._weights(0))
+        assert told != structure_of(Restarting(other) if restarting else other)[0]
 
 
 def test_ragged_rows_and_resets_have_kernels(device):
@@ -239,7 +295,7 @@ def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch)
         assert why(module).startswith("fused kernels")  # which look when they are done, outside of a capture
         assert module.solutions[0].result is Result.CONVERGED
         capturing.append(True)
-        assert module._why_by_torch(x, None) == ""
+        assert module._why_by_torch(x, None)[0] == ""
         assert module._solver(x, "auto") is module.newton
         module.newton = Newton()
-        assert module._why_by_torch(x, None) == torch_like._CAPTURED
+        assert module._why_by_torch(x, None)[0] == torch_like._CAPTURED

@@ -164,7 +164,11 @@ class BoundKernels:
         self.bases: list[Tensor] = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
-        self.pointers: tuple[Tensor, ...] = tuple([self.bases[leaf.base] for leaf in program.leaves])
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Of every leaf the tensor that it is read from. Launches that are made again have no need of it."""
+        return tuple([self.bases[leaf.base] for leaf in self.program.leaves])
 
     def kinds(self, *sizes: int) -> tuple[Any, ...]:
         """What the kernels are compiled for beside their constants."""
