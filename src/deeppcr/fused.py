@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
-from .newton import Newton
+from .newton import USUAL, Newton
 from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
@@ -221,18 +221,10 @@ _AS_USUAL = [
 
 def covers(newton: Newton) -> bool:
     """Whether kernels do what these settings ask for."""
-    global _covered
-    if newton is _covered:
+    if newton is USUAL:  # to compare all of them takes as long as a launch
         return True
     asks_for_more = any(getattr(newton, name) != usual for name, usual in _AS_USUAL)
-    found = not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
-    if found:
-        _covered = newton
-    return found
-
-
-#: The last settings that kernels do: most calls come with the same ones, and to compare all of them takes as long as a launch.
-_covered: Newton | None = None
+    return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 
 @cache

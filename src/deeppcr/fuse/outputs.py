@@ -5,19 +5,11 @@ Shapes: L steps in N chunks, B rows.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from .bound import BoundKernels
 from .parts import Leaf
-
-
-@lru_cache(maxsize=256)
-def _side_by_side(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a tensor whose numbers lie side by side."""
-    return tuple(shape[at + 1 :].numel() for at in range(len(shape)))
 
 
 class Outputs:
@@ -76,6 +68,9 @@ class Outputs:
                 row = run.bases[slot].shape[1:].numel() // self._batch
                 strides += (self._batch * row, row, *numbers)
         self.strides: tuple[int, ...] = tuple(strides)
+        #: Of bases that are one sum: how their numbers lie in it.
+        self._views = {at: torch.empty(run.bases[at].shape, device="meta").stride()
+                       for at, (kind, _) in self._places.items() if not any(kind)}  # fmt: skip
 
     @staticmethod
     def of(run: BoundKernels) -> Outputs:
@@ -110,10 +105,10 @@ class Outputs:
             sums[kind] = written.sum(over) if over else written
         for index, (kind, begin) in self._places.items():
             base = run.bases[index]
-            if any(kind):
+            if index in self._views:  # in one view instead of two
+                part = sums[kind].as_strided(base.shape, self._views[index], begin)
+            else:
                 part = sums[kind].narrow(-1, begin, base.shape[sum(kind) :].numel()).reshape(base.shape)
-            else:  # in one view instead of two
-                part = sums[kind].as_strided(base.shape, _side_by_side(base.shape), begin)
             found[index] = part if part.dtype is base.dtype else part.to(base.dtype)
         if self._added:
             self._add_up(run, sums, found)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
-from ..newton import Loop, Newton
+from ..newton import USUAL, Loop, Newton
 from ..runtime import outside_of_graph
 from ..sequence.words import read_backwards
 from ..solution import Solution
@@ -27,8 +26,6 @@ from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
-#: Settings of the parallel mode where nobody has others.
-USUAL = Newton()
 _AS_IT_IS = nullcontext()
 
 
@@ -307,7 +304,7 @@ class Recurrent(OperatedRecurrent):
         # Of parameters as they are: a module is asked for an attribute in vain before it looks there.
         known = self._parameters
         names = self._all_weights[at]
-        return {_short(name): known[name] if name in known else getattr(self, name) for name in names}
+        return {name.partition("_l")[0]: known[name] if name in known else getattr(self, name) for name in names}
 
     def _step(self, at: int, weights: Weights, dtype: torch.dtype, *, restarting: bool) -> Any:
         """The cell of a layer in one direction; the same as long as its weights are: what is known of a step is found by it."""
@@ -358,12 +355,6 @@ class Recurrent(OperatedRecurrent):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
-
-
-@lru_cache(maxsize=4096)
-def _short(name: str) -> str:
-    """A weight's name without its layer."""
-    return name[: name.index("_l")]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -25,7 +25,7 @@ from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
 from .operator import operated
 from .ragged import Episodes, is_sorted
-from .recurrent import USUAL, Recurrent
+from .recurrent import Recurrent
 from .recurrent_cost import is_faster_in_parallel
 from .steps import NoKernels
 
@@ -241,7 +241,7 @@ def _has_kernels_for(newton: Newton, capturing: bool) -> bool:
     """Whether kernels do what these settings ask for: while a graph is captured, only a fixed number of passes."""
     if newton.stop.fixed is not None:
         return covers(replace(newton, stop=UpdateTest()))
-    return not capturing and (newton is USUAL or covers(newton))
+    return not capturing and covers(newton)
 
 
 def _is_too_long(steps: int, x: Tensor) -> bool:
