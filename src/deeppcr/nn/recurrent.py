@@ -302,7 +302,7 @@ class Recurrent(OperatedRecurrent):
 
     def _weights(self, at: int) -> Weights:
         # Of parameters as they are: a module is asked for an attribute in vain before it looks there.
-        known = self._parameters
+        known: dict[str, Any] = self._parameters
         names = self._all_weights[at]
         return {name.partition("_l")[0]: known[name] if name in known else getattr(self, name) for name in names}
 
