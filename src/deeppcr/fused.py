@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
 from .convergence import ENOUGH, error_left
-from .newton import Newton
+from .newton import USUAL, Newton
 from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
 from .sequence.fingerprint import structure_of
@@ -115,20 +115,19 @@ class Call:
 
     def _find_refusal(self, step: Any) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
-        first = self.states[0] if self.states else None
-        if not isinstance(first, Tensor) or not has_kernels(first.device):
+        first, length = self.states[0] if self.states else None, self.length
+        if not isinstance(first, Tensor) or not has_kernels(device := first.device):
             return "kernels need a CUDA device, Triton and NumPy"
         several = isinstance(step, (list, tuple, nn.ModuleList))
         if several or isinstance(self.step, WithHistory) or not callable(self.step):
             return "a list of steps that are not alike, or one that looks further back, is not covered"
-        if type(self.length) is not int or self.length < 1 or self.given_length not in (None, self.length):
+        if type(length) is not int or length < 1 or self.given_length not in (None, length):
             return "its length is not known"
-        device = first.device
         for leaf in (*self.states, *self.inputs):
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != device:
                 return "what is not a dense tensor on the same device is not covered"
         for leaf in self.inputs:
-            if leaf.ndim == 0 or leaf.shape[0] != self.length:
+            if leaf.ndim == 0 or leaf.shape[0] != length:
                 return "inputs of several lengths are not covered"
         if torch.is_autocast_enabled(device.type) or is_transformed() or torch._C._len_torch_dispatch_stack():
             return "autocast, transforms and observers of operations are not covered"
@@ -222,6 +221,8 @@ _AS_USUAL = [
 
 def covers(newton: Newton) -> bool:
     """Whether kernels do what these settings ask for."""
+    if newton is USUAL:  # to compare all of them takes as long as a launch
+        return True
     asks_for_more = any(getattr(newton, name) != usual for name, usual in _AS_USUAL)
     return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
@@ -286,14 +287,16 @@ def solve_fused(
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
-    compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
-    if differentiated and compiled_for not in fused.gradients_fit and fixed is None:
-        try:  # now, while there is another way
-            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
-        except too_large as error:
-            fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
-            return fused.kernels.no_gradients
-        fused.gradients_fit.add(compiled_for)
+    if differentiated and fixed is None and not run.shape.fits:
+        compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
+        if compiled_for not in fused.gradients_fit:
+            try:  # now, while there is another way
+                back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
+            except too_large as error:
+                fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
+                return fused.kernels.no_gradients
+            fused.gradients_fit.add(compiled_for)
+        run.shape.fits = True
     if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
@@ -448,12 +451,13 @@ class FusedSolution(Solution):
         return FusedSolution((found, layout, [0] * layout.rows), **known)
 
     def without_states(self) -> FusedSolution:
-        known = {name: value for name, value in self.__dict__.items() if name != "_late"}
         late = self._late
         if late is not None:
             found, layout, exact = late
-            late = replace(found, states=found.states.new_empty(0)), layout, exact
-        return FusedSolution(late, **known | {"states": None, "z0": None})
+            late = found.without_states(), layout, exact
+        made = FusedSolution()
+        made.__dict__.update(self.__dict__, states=None, z0=None, _late=late)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         make, late = _LATE.get(name), self.__dict__.get("_late")

@@ -7,8 +7,9 @@ how a small system is cut up takes longer than to solve it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +63,8 @@ def launch(
     else:
         # By pointers: of a tensor the launcher would ask where it lies, and the driver whether that is true.
         given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-        _launch_all([_template(compiled, programs, (*given, *constants))], current_stream(device), (), is_watched())
+        table = (*_head(compiled, programs), *given, *constants)
+        _launch_all([(compiled, compiled.run, _all_of)], (current_stream(device), *table), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
 
@@ -71,22 +73,24 @@ def launch(
 _STREAM, _FIRST = 3, 9
 
 
-def _template(compiled: Any, programs: int, arguments: Iterable, pointers: Sequence[tuple] = ()) -> tuple:
-    """One launch: all that ``run`` takes, but for the stream and for pointers: at which place, into which tensor, how far."""
-    head = [programs, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
-    return compiled, compiled.run, [*head, *arguments], pointers
+def _head(compiled: Any, programs: int) -> tuple:
+    """What ``run`` takes before the arguments of the kernel, but for the stream."""
+    return programs, 1, 1, compiled.function, compiled.packed_metadata, None, None, None
 
 
-def _launch_all(launches: list[tuple], stream: int, places: tuple[int, ...], watched: bool) -> None:
-    for compiled, run, template, pointers in launches:
-        arguments = template.copy()
-        arguments[_STREAM] = stream
-        for at, slot, offset in pointers:
-            arguments[at] = places[slot] + offset
+def _all_of(table: tuple) -> tuple:
+    """What ``run`` takes, of the stream and all else in order."""
+    return *table[1 : 1 + _STREAM], table[0], *table[1 + _STREAM :]
+
+
+def _launch_all(launches: Sequence[tuple], table: Sequence[Any], watched: bool) -> None:
+    """Each launch takes what it needs from one table: that of all launches is looked up before the first, and none is put together in Python."""
+    for compiled, run, taken in launches:
         if watched:
-            compiled[tuple(arguments[:_STREAM])](*arguments[_FIRST:])
+            arguments = taken(table)
+            compiled[arguments[:_STREAM]](*arguments[_FIRST:])
         else:  # what that does, but for the hooks and what they are told
-            run(*arguments)
+            run(*taken(table))
 
 
 def _remember(cache: dict, key: Hashable, value: Any) -> None:
@@ -125,6 +129,20 @@ class _Computes(TorchDispatchMode):
         return found
 
 
+class _Place(NamedTuple):
+    """An address: in which tensor of a call, and how far from where that begins."""
+
+    slot: int
+    offset: int
+
+
+class _Launch(NamedTuple):
+    """A launch with all that ``run`` takes but for the stream: numbers, and places where it takes addresses."""
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+
+
 def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor | None]) -> Tensor | None:
     """What ``make`` does by launches alone: by the same launches again, where a call under this key was noted.
 
@@ -138,7 +156,7 @@ def repeat(key: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Tensor
     if known is None:
         return make()
     if known is not _UNKNOWN:
-        return known.again(tensors[-1], *[tensor.data_ptr() for tensor in tensors])
+        return known.again(tensors[-1], *map(Tensor.data_ptr, tensors))
     assert _calls.noting is None, "a call that is noted makes no other one"
     _calls.noting = []
     try:
@@ -157,19 +175,40 @@ def noted(key: Hashable) -> Noted | None:
 
 
 class Noted:
-    """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece."""
+    """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece.
 
-    __slots__ = ("_device", "_early", "_late", "_scratch", "_shape")
+    Attributes:
+        early, late: launches, by what they take from a table (see ``_launch_all``): the stream, what is the same in all calls, and addresses:
+            of scratch memory, of the tensors, of what lies inside of them, of what lies in the result
+        fixed: what is the same in all calls
+        inside, made: addresses inside of a tensor, and of the result: in which, and how far
+    """
 
-    def __init__(
-        self,
-        early: list[tuple[Any, ...]],
-        late: list[tuple[Any, ...]],
-        shape: tuple[int, ...] | None,
-        scratch: int,
-        device: int,
-    ):
-        self._early, self._late, self._shape, self._scratch, self._device = early, late, shape, scratch, device
+    __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_scratch", "_shape")
+
+    def __init__(self, launches: list[_Launch], given: int, shape: tuple[int, ...] | None, scratch: int, device: int):
+        """``given``: how many tensors a call brings."""
+        self._shape, self._scratch, self._device = shape, scratch, device
+        everything = [each for launch in launches for each in launch.arguments]
+        places = list(dict.fromkeys(each for each in everything if isinstance(each, _Place)))
+        self._inside = [each for each in places if each.slot <= given and each.offset]
+        self._made = [each for each in places if each.slot > given]
+        whole = [_Place(slot, 0) for slot in range(1 + given)]
+        fixed = {id(each): each for each in everything if not isinstance(each, _Place)}  # which tells 1 from True
+        self._fixed: list[Any] = list(fixed.values())
+        at = {key: 1 + number for number, key in enumerate((*fixed, *whole, *self._inside, *self._made))}
+
+        def entry(launch: _Launch) -> tuple:
+            taken = [at[each if isinstance(each, _Place) else id(each)] for each in launch.arguments]
+            taken.insert(_STREAM, 0)
+            return launch.compiled, launch.compiled.run, itemgetter(*taken)
+
+        waiting = [
+            any(each in self._made for each in launch.arguments if isinstance(each, _Place)) for launch in launches
+        ]
+        early = waiting.index(True) if True in waiting else len(launches)
+        entries = [entry(launch) for launch in launches]
+        self._early, self._late = entries[:early], entries[early:]
 
     @staticmethod
     def of(
@@ -190,12 +229,12 @@ class Noted:
         for slot, tensor in enumerate(every):
             if homes.setdefault(_storage(tensor), (1 + slot, tensor.data_ptr()))[0] != 1 + slot:
                 shared.add(_storage(tensor))
-        found, scratch, own, early = [], 0, {_storage(tensor) for tensor in made}, 0
-        for number, (compiled, programs, arguments) in enumerate(launches):
-            pointers = []
-            for at, argument in enumerate(arguments):
+        found, scratch, own = [], 0, {_storage(tensor) for tensor in made}
+        for compiled, programs, arguments in launches:
+            placed: list[Any] = []
+            for argument in arguments:
                 if id(argument) in itself:
-                    pointers.append((_FIRST + at, itself[id(argument)], 0))
+                    placed.append(_Place(itself[id(argument)], 0))
                 elif isinstance(argument, Tensor):
                     home = _storage(argument)
                     if home in shared:
@@ -206,24 +245,26 @@ class Noted:
                         homes[home] = 0, home - scratch
                         scratch += -(-argument.untyped_storage().nbytes() // 128) * 128  # a line of the cache each
                     slot, begins = homes[home]
-                    pointers.append((_FIRST + at, slot, argument.data_ptr() - begins))
-            fixed = [None if isinstance(each, Tensor) else each for each in arguments]
-            found.append(_template(compiled, programs, fixed, pointers))
-            if early == number and all(slot <= len(tensors) for _, slot, _ in pointers):
-                early += 1
+                    placed.append(_Place(slot, argument.data_ptr() - begins))
+                else:
+                    placed.append(argument)
+            found.append(_Launch(compiled, (*_head(compiled, programs), *placed)))
         shape = None if result is None else tuple(result.shape)
-        return Noted(found[:early], found[early:], shape, -(-scratch // like.element_size()), like.get_device())
+        return Noted(found, len(tensors), shape, -(-scratch // like.element_size()), like.get_device())
 
     def again(self, like: Tensor, *places: int) -> Tensor | None:
         """For tensors that lie at these places; a result is of the dtype of one of them."""
-        stream, watched, result = current_stream(self._device), is_watched(), None
-        scratch = like.new_empty(self._scratch) if self._scratch else like  # which is freed in the order of the stream
-        places = (scratch.data_ptr(), *places)
-        _launch_all(self._early, stream, places, watched)
+        watched, result = is_watched(), None
+        scratch = like.new_empty(self._scratch) if self._scratch else None  # which is freed in the order of the stream
+        places = (0 if scratch is None else scratch.data_ptr(), *places)
+        inside = [places[slot] + offset for slot, offset in self._inside]
+        table = [current_stream(self._device), *self._fixed, *places, *inside]
+        _launch_all(self._early, table, watched)
         if self._shape is not None:  # made while the first kernels run
             result = like.new_empty(*self._shape)
-            places = (*places, result.data_ptr())
-        _launch_all(self._late, stream, places, watched)
+            begins = result.data_ptr()
+            table += [begins + offset for _, offset in self._made]
+            _launch_all(self._late, table, watched)
         return result
 
 

@@ -124,6 +124,10 @@ class Newton:
         return chunk
 
 
+#: The settings where nobody has others: most calls come with these, which tell themselves by being the same.
+USUAL = Newton()
+
+
 def Picard(**settings: Any) -> Newton:
     """Picard's iteration: Newton's with the identity for a Jacobian. Takes the arguments of ``Newton``.
 

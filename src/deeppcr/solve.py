@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from . import ways
 from .across.solve import solve_over
 from .distributed.ranks import Ranks
 from .fused import Call, solve_fused
 from .gradient import Gradient, Implicit, Unrolled
 from .guess import RepeatInitial, as_guess
 from .jacobian import Jacobian
-from .newton import Loop, Newton
+from .newton import USUAL, Loop, Newton
 from .plan import Probe, Record, record_of
 from .runtime import has_tangent, in_functorch, is_capturing, outside_of_graph, random_state, version_of
 from .sequence.emit import Emitting
@@ -36,8 +37,7 @@ from .ways import solve_by
 
 #: So many entries of xs are taken apart at a time.
 _ENTRIES = 4096
-#: What a solve is by Newton's method where nobody says otherwise.
-_USUAL = Newton()
+_FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
 
 
 def solve(
@@ -154,8 +154,16 @@ def _solve(
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
     if not plain or not can_be_planned(call):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
-        return solve_by(step, z0, xs, length, batch_dims, _USUAL, guess, gradient, on_failure, every).keeping(every)
+        return solve_by(step, z0, xs, length, batch_dims, USUAL, guess, gradient, on_failure, every).keeping(every)
     return _Planned(call, length).solve().keeping(every)
+
+
+def solve_call(call: Call, solver: Newton | None) -> Solution:
+    """``solve`` of a call that is known to be right, with all other settings as they are by default."""
+    refuse_transforms("deeppcr.solve")
+    if solver is None and can_be_planned(call):
+        return _Planned(call, None).solve()
+    return ways.solve_call(call, USUAL if solver is None else solver, _FROM_INITIAL, _IMPLICIT, "loop")
 
 
 def _over_ranks(
@@ -177,7 +185,7 @@ def _over_ranks(
         if given is not only and given != only:
             raise ValueError(f"{name}: with a mesh there is {only!r} alone, got {given!r}")
     return solve_over(
-        ranks, step, z0, xs, length, batch_dims, _USUAL if solver is None else solver, guess, gradient, on_failure
+        ranks, step, z0, xs, length, batch_dims, USUAL if solver is None else solver, guess, gradient, on_failure
     )
 
 
@@ -299,7 +307,7 @@ class _Planned:
         return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
 
     def _by_kernels(self) -> Solution | None:
-        found = solve_fused(self.call, _USUAL, None, every=self.call.every)
+        found = solve_fused(self.call, USUAL, None, every=self.call.every)
         if isinstance(found, str):
             return None
         if found.result is Result.LOOP:
@@ -327,7 +335,7 @@ class _Planned:
         with warnings.catch_warnings():
             # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
             warnings.simplefilter("ignore", ConvergenceWarning)
-            found = self.record.timed("newton", lambda: self._by(_USUAL))
+            found = self.record.timed("newton", lambda: self._by(USUAL))
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):

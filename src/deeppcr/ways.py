@@ -60,22 +60,30 @@ def solve_by(
     every: int = 1,
 ) -> Solution:
     """``every``: the states after every so many steps are to be kept; where all are computed anyway, all are returned."""
-    capturing = any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in pytree.tree_leaves(z0))
-    if capturing:
+    if isinstance(solver, Newton):
+        return solve_call(Call(step, z0, xs, length, batch_dims, every), solver, guess, gradient, on_failure)
+    if _is_captured(pytree.tree_leaves(z0)):
         _refuse_capture(step, solver, gradient, on_failure)
     sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
-    if isinstance(solver, Loop):
-        if solver.by == "python":
-            return _by_loop(sequence_of(watched=False), every)  # in which a step may keep what it likes
-        if solver.by == "kernel":
-            return _loop_in_kernel(Call(step, z0, xs, length, batch_dims, every), gradient)
-        sequence = sequence_of(traced=True)
-        with _watched(sequence):
-            return _by_graph(sequence, gradient)
-    call = Call(step, z0, xs, length, batch_dims, every)
+    if solver.by == "python":
+        return _by_loop(sequence_of(watched=False), every)  # in which a step may keep what it likes
+    if solver.by == "kernel":
+        return _loop_in_kernel(Call(step, z0, xs, length, batch_dims, every), gradient)
+    sequence = sequence_of(traced=True)
+    with _watched(sequence):
+        return _by_graph(sequence, gradient)
+
+
+def solve_call(call: Call, solver: Newton, guess: Any, gradient: Gradient, on_failure: str) -> Solution:
+    """By Newton's method, through the kernels of the step where it has some."""
+    capturing = _is_captured(call.states)
+    if capturing:
+        _refuse_capture(call.given[0], solver, gradient, on_failure)
     fused = _by_kernels(call, solver, guess, gradient, on_failure, capturing)
     if isinstance(fused, Solution):
         return fused
+    (step, xs), z0 = call.given, call.z0
+    sequence_of = partial(Sequence, step, z0, xs, length=call.given_length, batch_dims=call.batch_dims)
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
     sequence, plan = sequence_of(traced=captured), Plan()
@@ -87,6 +95,11 @@ def solve_by(
             return _unseen(sequence, start, solver, gradient, plan)
         found = _replayed(sequence, start, solver, gradient, plan) if captured else None
         return found or _in_parallel(call, sequence, start, solver, gradient, on_failure, plan, through=through)
+
+
+def _is_captured(leaves: list[Any]) -> bool:
+    """Whether the caller captures a CUDA graph on the device of one of these."""
+    return any(isinstance(leaf, Tensor) and is_capturing(leaf.device) for leaf in leaves)
 
 
 @contextmanager

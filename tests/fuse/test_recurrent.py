@@ -8,7 +8,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from compiling import compiled_and_counted
 from deeppcr import FixedIterations, Newton, Result, attach
 from deeppcr import nn as ours
-from deeppcr.nn import operated_recurrent, torch_like
+from deeppcr.fuse.outputs import Outputs
+from deeppcr.fused import Call
+from deeppcr.nn import operated_recurrent, steps, torch_like
+from deeppcr.nn.cells import Restarting
+from deeppcr.sequence.fingerprint import structure_of
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
@@ -89,9 +93,9 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
     dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
     module, _ = made(kind, hidden, device, dtype)
     module.run_mode = mode
-    solved, solve = [], operated_recurrent.solve
+    solved, solve = [], operated_recurrent.solve_steps
     monkeypatch.setattr(
-        operated_recurrent, "solve", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
+        operated_recurrent, "solve_steps", lambda *call, **how: solved.append(solve(*call, **how)) or solved[-1]
     )
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled, graphs = compiled_and_counted(module)
@@ -105,6 +109,58 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
             agree(found, module(x, mode="sequential"), module, module, x)
     assert len(graphs) == 1
     assert len(solved) == (2 if mode == "auto" else 3)
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [("DiagonalGRU", 3), ("RNN", 2), *thorough(("GRU", 9), ("LSTM", 9))])
+def test_gradients_of_a_single_row_are_not_summed_over_rows(kind, hidden, device, monkeypatch):
+    """They are written where they belong, in the dtype of what they are gradients of."""
+    dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
+    module, plain = made(kind, hidden, device, dtype)
+    x = torch.randn(9, 1, 2, dtype=dtype, device=device, requires_grad=True)
+    written, of_bases = [], Outputs.of_bases
+    monkeypatch.setattr(Outputs, "of_bases", lambda *given: written.append(given[0]) or of_bases(*given))
+    module(x, mode="parallel")
+    found = module(x, mode="parallel")
+    agree(found, plain(x) if plain is not module else module(x, mode="sequential"), module, plain, x)
+    assert len(written) == 2  # once to see whether the kernels fit
+    assert all(not per_step for outputs in written for per_step, _ in outputs._summed)
+
+
+def test_auto_looks_at_a_call_once(fast, device, monkeypatch):
+    """To find out whether there are kernels, and to run them."""
+    module, _ = made("RNN", 2, device)
+    x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        looked = []
+        monkeypatch.setattr(
+            Call, "_find_refusal", lambda call, step, look=Call._find_refusal: looked.append(1) or look(call, step)
+        )
+        module(x)
+    assert why(module).startswith("fused kernels")
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "projected", "DiagonalGRU", "DiagonalLSTM"])
+def test_cells_tell_all_that_they_depend_on(kind, bias, restarting, device):
+    """A walk through what a cell holds finds no other tensors, and cells that do something else are told apart."""
+    options = {"proj_size": 1} if kind == "projected" else {}
+    module = getattr(ours, "LSTM" if options else kind)(2, 3, bias=bias, device=device, **options)
+    cell = module._step(0, module._weights(0), torch.float32, restarting=restarting)
+    told, tensors = structure_of(cell)
+    walked = structure_of(lambda z, x: cell(z, x))[1]
+    assert {id(each) for each in tensors} == {id(each) for each in walked}
+    assert told == structure_of(cell)[0]
+    tensors[0].requires_grad_(False)
+    assert told != structure_of(cell)[0]
+    tensors[0].requires_grad_()
+    if kind == "RNN":
+        module.mode = "RNN_RELU"
+        other = module._cell(module._weights(0))
+        assert told != structure_of(Restarting(other) if restarting else other)[0]
 
 
 def test_ragged_rows_and_resets_have_kernels(device):
@@ -147,7 +203,7 @@ def test_auto_takes_kernels_for_what_comes_again(fast, device):
 
 def test_auto_leaves_to_pytorch_what_has_no_kernels(fast, device, monkeypatch):
     module, _ = made("LSTM", 5, device, proj_size=2)
-    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    monkeypatch.setattr("deeppcr.nn.steps.require_kernels", refusing := Refusing())
     x = torch.randn(9, 2, 2, dtype=torch.float64, device=device)
     for _ in range(4):
         module(x)
@@ -160,7 +216,7 @@ class Refusing:
 
     def __call__(self, *arguments):
         self.asked += 1
-        raise ours.recurrent.NoKernels("of this kind")
+        raise steps.NoKernels("of this kind")
 
 
 def test_auto_waits_after_a_solve_that_the_loop_had_to_finish(fast, device, monkeypatch):
@@ -200,7 +256,7 @@ def test_auto_takes_kernels_at_once_where_pytorch_has_none(slow, device, monkeyp
 def test_what_neither_has_kernels_for_is_left_to_pytorch(slow, device, monkeypatch):
     """Whose own words come where it refuses; nobody traces the cell again for them."""
     module, _ = made("GRU", 2, device)
-    monkeypatch.setattr("deeppcr.nn.recurrent._require_kernels", refusing := Refusing())
+    monkeypatch.setattr("deeppcr.nn.steps.require_kernels", refusing := Refusing())
     for _ in range(3):
         module(torch.randn(9, 2, 2, dtype=torch.float64, device=device))
     assert why(module) == "there are no kernels: of this kind"
@@ -239,7 +295,7 @@ def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch)
         assert why(module).startswith("fused kernels")  # which look when they are done, outside of a capture
         assert module.solutions[0].result is Result.CONVERGED
         capturing.append(True)
-        assert module._why_by_torch(x, None) == ""
+        assert module._why_by_torch(x, None)[0] == ""
         assert module._solver(x, "auto") is module.newton
         module.newton = Newton()
-        assert module._why_by_torch(x, None) == torch_like._CAPTURED
+        assert module._why_by_torch(x, None)[0] == torch_like._CAPTURED

@@ -33,15 +33,15 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     """
     program, rows = run.program, run.rows
     run.kernels.sweep  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-    chunk = min(chunk, run.length)
-    chunks = -(-run.length // chunk)
-    given = aligned(given.resolve_neg().contiguous())
+    chunk, chunks, parts, size = _cut(run, chunk)
+    if given.is_neg() or not given.is_contiguous():
+        given = given.resolve_neg().contiguous()
+    given = aligned(given)
     outputs = Outputs.of(run)
     memory = outputs.memory(run, chunks)
     of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
     notes = Notes(_PASSES, rows, run.device)
-    parts = run.workspace_of(chunks)
-    workspace = torch.empty(sum(parts), dtype=program.dtype, device=run.device)
+    workspace = torch.empty(size, dtype=program.dtype, device=run.device)
     tolerance = (0.0, _TOLERANCE[program.dtype], 0, 1)
 
     def all_of_it() -> None:
@@ -71,6 +71,17 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
 
     run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
     return of_initial, outputs.of_bases(run, memory)
+
+
+def _cut(run: Run, chunk: int) -> tuple[int, int, list[int], int]:
+    """Steps of a chunk, how many chunks, and the parts of a workspace and its size."""
+    found = run.shape.cuts.get(("back", chunk))
+    if found is None:
+        steps = min(chunk, run.length)
+        chunks = -(-run.length // steps)
+        parts = run.workspace_of(chunks)
+        found = run.shape.cuts["back", chunk] = steps, chunks, parts, sum(parts)
+    return found
 
 
 def _sweep_lanes(

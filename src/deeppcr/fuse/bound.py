@@ -72,6 +72,7 @@ class Shape:
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
+        fits: whether the kernels of gradients are known to fit the device
         outputs: where a backward pass writes; None before the first
     """
 
@@ -101,6 +102,7 @@ class Shape:
         self.kinds: tuple[Any, ...] = _kinds(initial, bases)
         self.cuts: dict[tuple[Any, ...], Any] = {}
         self.outputs: Any = None
+        self.fits: bool = False
 
     def read_from(self, bases: list[Tensor]) -> list[Tensor]:
         """The bases, or copies of them, in which the numbers of a step and row lie side by side."""
@@ -155,12 +157,18 @@ class BoundKernels:
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
         kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-        self.initial: Tensor = aligned(initial.detach().resolve_neg().contiguous())
+        if initial.requires_grad or initial.is_neg() or not initial.is_contiguous():
+            initial = initial.detach().resolve_neg().contiguous()
+        self.initial: Tensor = aligned(initial)
         self.shape: Shape = Shape.of(kernels, self.initial, bases, length)
         self.bases: list[Tensor] = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
-        self.pointers: tuple[Tensor, ...] = tuple([self.bases[leaf.base] for leaf in program.leaves])
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Of every leaf the tensor that it is read from. Launches that are made again have no need of it."""
+        return tuple([self.bases[leaf.base] for leaf in self.program.leaves])
 
     def kinds(self, *sizes: int) -> tuple[Any, ...]:
         """What the kernels are compiled for beside their constants."""

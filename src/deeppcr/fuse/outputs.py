@@ -36,10 +36,11 @@ class Outputs:
         for leaf in program.leaves:
             base, kind = run.bases[leaf.base], (leaf.per_step, leaf.per_row)
             apart, whole = program.are_apart(leaf.base), program.covers_whole(leaf.base)
+            alone = leaf.per_step and (leaf.per_row or self._batch == 1)  # of a single row there is no sum over rows
             if not leaf.dtype.is_floating_point:  # nothing is written
                 self._slots.append(None)
                 inside.append((0, 0))
-            elif all(kind) and apart:
+            elif alone and apart:
                 self._direct[leaf.base] = whole
                 self._slots.append(leaf.base)
                 inside.append((leaf.spacing, leaf.offset))
@@ -64,9 +65,12 @@ class Outputs:
             elif isinstance(slot, tuple):
                 strides += (self._batch * self._summed[slot], self._summed[slot], *numbers)
             else:
-                row = run.bases[slot].shape[2:].numel()
+                row = run.bases[slot].shape[1:].numel() // self._batch
                 strides += (self._batch * row, row, *numbers)
         self.strides: tuple[int, ...] = tuple(strides)
+        #: Of bases that are one sum: how their numbers lie in it.
+        self._views = {at: torch.empty(run.bases[at].shape, device="meta").stride()
+                       for at, (kind, _) in self._places.items() if not any(kind)}  # fmt: skip
 
     @staticmethod
     def of(run: BoundKernels) -> Outputs:
@@ -101,8 +105,11 @@ class Outputs:
             sums[kind] = written.sum(over) if over else written
         for index, (kind, begin) in self._places.items():
             base = run.bases[index]
-            part = sums[kind].narrow(-1, begin, base.shape[sum(kind) :].numel())
-            found[index] = (part if part.shape == base.shape else part.reshape(base.shape)).to(base.dtype)
+            if index in self._views:  # in one view instead of two
+                part = sums[kind].as_strided(base.shape, self._views[index], begin)
+            else:
+                part = sums[kind].narrow(-1, begin, base.shape[sum(kind) :].numel()).reshape(base.shape)
+            found[index] = part if part.dtype is base.dtype else part.to(base.dtype)
         if self._added:
             self._add_up(run, sums, found)
         return [found.get(index) for index in range(len(run.bases))]

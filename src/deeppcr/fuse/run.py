@@ -6,7 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,7 +89,9 @@ class Kind:
             self.patience = _PATIENCE
 
     def copy(self) -> Kind:
-        return replace(self)
+        made = object.__new__(Kind)  # by ``replace`` it takes as long as a launch
+        made.__dict__.update(self.__dict__)
+        return made
 
     @property
     def goes_on_from_ends(self) -> bool:
@@ -126,7 +128,7 @@ def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:
     return min(length, max(least, busy))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Found:
     """What a run came to.
 
@@ -154,6 +156,11 @@ class Found:
     unsettled: int
     others: Others | None = None
     suspected: Tensor | None = None
+
+    def without_states(self) -> Found:
+        made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
+        made.__dict__.update(self.__dict__, states=self.states.new_empty(0))
+        return made
 
 
 @dataclass(frozen=True)

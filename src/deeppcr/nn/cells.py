@@ -8,22 +8,32 @@ Shapes: T steps, B rows, H the hidden size, P that of the output of a projected 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..sequence.fingerprint import Told
+
 State = Tensor | tuple[Tensor, Tensor]
 #: A layer's parameters in one direction by their names without the layer: "weight_ih", "weight_hh", "bias_ih", ...
 Weights = dict[str, Tensor]
 
 
-class ElmanCell:
-    """``h' = f(x + W h)``, the gates of all steps [T, B, H]."""
+class Cell(Told):
+    """What a cell does depends on its class and the shapes of its weights, where it does not tell otherwise."""
 
     weight: Tensor
+
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        return None, (self.weight,)
+
+
+class ElmanCell(Cell):
+    """``h' = f(x + W h)``, the gates of all steps [T, B, H]."""
+
     activation: Callable[[Tensor], Tensor]
 
     def __init__(self, weights: Weights, activation: Callable[[Tensor], Tensor] = torch.tanh):
@@ -32,16 +42,18 @@ class ElmanCell:
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         return self.activation(gates + linear(h, self.weight))
 
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        return self.activation, (self.weight,)
+
     @staticmethod
     def project(x: Tensor, weights: Weights) -> Tensor:
         bias, recurrent = weights.get("bias_ih"), weights.get("bias_hh")
         return linear(x, weights["weight_ih"], bias if bias is None or recurrent is None else bias + recurrent)
 
 
-class GRUCell:
+class GRUCell(Cell):
     """PyTorch's gated recurrent unit, the gates of all steps [T, B, 3 H]: reset, update, new."""
 
-    weight: Tensor
     bias: Tensor | None
 
     def __init__(self, weights: Weights):
@@ -55,15 +67,17 @@ class GRUCell:
         new = torch.tanh(to_new + reset * from_new)
         return new + update * (h - new)
 
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        return None, (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     @staticmethod
     def project(x: Tensor, weights: Weights) -> Tensor:
         return linear(x, weights["weight_ih"], weights.get("bias_ih"))
 
 
-class LSTMCell:
+class LSTMCell(Cell):
     """PyTorch's long short-term memory, the gates of all steps [T, B, 4 H]: write, forget, new, read; the state is (h [B, P], c [B, H])."""
 
-    weight: Tensor
     projection: Tensor | None
 
     def __init__(self, weights: Weights):
@@ -76,14 +90,17 @@ class LSTMCell:
         h = torch.sigmoid(read) * torch.tanh(c)
         return h if self.projection is None else linear(h, self.projection), c
 
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        return None, (self.weight,) if self.projection is None else (self.weight, self.projection)
+
     project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
-class DiagonalGRUCell:
+class DiagonalGRUCell(Cell):
     """A GRU each of whose channels sees itself alone: recurrent weights [3, H] for reset, update, new."""
 
     def __init__(self, weights: Weights):
-        self.weight: Tensor = weights["weight_hh"]
+        self.weight = weights["weight_hh"]
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         to_reset, to_update, to_new = gates.chunk(3, -1)
@@ -95,11 +112,10 @@ class DiagonalGRUCell:
     project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
-class DiagonalLSTMCell:
+class DiagonalLSTMCell(Cell):
     """An LSTM each of whose channels sees itself alone, that writes as much as it forgets: recurrent weights [3, H] for forget, new, read;
     and [2, H] by which the gates that forget and read see the memory."""
 
-    weight: Tensor
     peephole: Tensor
 
     def __init__(self, weights: Weights):
@@ -114,14 +130,21 @@ class DiagonalLSTMCell:
         read = torch.sigmoid(to_read + self.weight[2] * h + self.peephole[1] * c)
         return read * torch.tanh(c), c
 
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        return None, (self.weight, self.peephole)
+
     project: Callable[[Tensor, Weights], Tensor] = staticmethod(ElmanCell.project)
 
 
-class Restarting:
+class Restarting(Told):
     """A cell whose state is zero before those steps that begin anew: what it sees at a step is (gates, reset [B])."""
 
     def __init__(self, cell: Any):
         self.cell = cell
+
+    def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
+        known, tensors = self.cell.told()
+        return (type(self.cell), known), tensors
 
     def __call__(self, state: State, x: tuple[Tensor, Tensor]) -> State:
         gates, reset = x

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..newton import Newton
+from ..newton import USUAL, Newton
 from .arguments import Mode, check_mode, check_newton
-from .recurrent import USUAL
 from .sequential import DEEP, Sequential
 from .torch_like import GRU, LSTM, RNN
 

@@ -19,10 +19,10 @@ from ..fused import FusedSolution
 from ..newton import Newton
 from ..runtime import is_transformed
 from ..solution import Solution
-from ..solve import solve
 from . import operator
 from .arguments import Mode
 from .operator import in_words
+from .steps import solve_steps
 
 
 class OperatedRecurrent(nn.Module):
@@ -36,7 +36,7 @@ class OperatedRecurrent(nn.Module):
     _nested: Callable[[tuple[Tensor, ...]], Any]
     _by_layers: Callable[..., Any]
     #: What solves; of a module that an operator runs, one that keeps the states, or knows them already.
-    _solve_steps: Callable[..., Any] = staticmethod(solve)
+    _solve_steps: Callable[..., Any] = staticmethod(solve_steps)
 
     def _ends_graph(self, input: Any, hx: Any, cu_seqlens: Tensor | None) -> str:
         """Why a call is left out of a compiler's graph; empty where it is not."""
@@ -91,7 +91,7 @@ class OperatedRecurrent(nn.Module):
         found: list[Solution] = []
 
         def noted(*arguments: Any, **options: Any) -> Solution:
-            found.append(solve(*arguments, **options))
+            found.append(solve_steps(*arguments, **options))
             return found[-1]
 
         module._solve_steps = noted
@@ -115,10 +115,8 @@ class OperatedRecurrent(nn.Module):
             with _as_they_lie(x):
                 return _by_step(module._run(x, hx, reset, "sequential"), states)
 
-        def known(
-            step: Any, z0: Any, xs: Any, *, batch_dims: int, lengths: None, solver: Newton, mesh: None
-        ) -> list[Tensor]:
-            return attach(step, z0, xs, tuple(states), solver, batch_dims=batch_dims)
+        def known(step: Any, z0: Any, xs: Any, *, solver: Newton, **_: Any) -> list[Tensor]:
+            return attach(step, z0, xs, tuple(states), solver, batch_dims=1)
 
         module._solve_steps = known
         start = tuple(leaf[0] for leaf in module._starts(hx, x.shape[1], x))

@@ -16,10 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
-from ..fused import Call
-from ..newton import Loop, Newton
+from ..newton import USUAL, Loop, Newton
 from ..runtime import outside_of_graph
-from ..sequence.lengths import up_to
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton
@@ -28,20 +26,7 @@ from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
-#: Settings of the parallel mode where nobody has others.
-USUAL = Newton()
-
-
-class NoKernels(Exception):
-    """A cell has none, and the message says why.
-
-    Attributes:
-        passing: it may have some in another call: somebody observes this one, say
-    """
-
-    def __init__(self, reason: str, *, passing: bool = False):
-        super().__init__(reason)
-        self.passing = passing
+_AS_IT_IS = nullcontext()
 
 
 class Recurrent(OperatedRecurrent):
@@ -182,7 +167,7 @@ class Recurrent(OperatedRecurrent):
             forwards = at % directions == 0
             turned = None if forwards or ranks is not None else len(x) if lengths is None else lengths
             order = ranks if ranks is None or forwards else ranks.reversed()
-            with read_backwards(turned):
+            with _AS_IT_IS if turned is None else read_backwards(turned):
                 solution = self._solve(at, x, start, reset, lengths, solver, kernels, order)
             solutions.append(solution.without_states())
             if ranks is None:
@@ -233,7 +218,7 @@ class Recurrent(OperatedRecurrent):
     def _starts(self, hx: Any, rows: int, like: Tensor) -> tuple[Tensor, ...]:
         """The initial states as a tuple, [K, B, H] each."""
         if hx is None:
-            return tuple(like.new_zeros(len(self._all_weights), rows, width) for width in self._widths())
+            return tuple([like.new_zeros(len(self._all_weights), rows, width) for width in self._widths()])
         return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
     @staticmethod
@@ -269,18 +254,19 @@ class Recurrent(OperatedRecurrent):
             for direction in range(directions):
                 at = directions * layer + direction
                 seen = x if direction == 0 else reversed_in_time(x, lengths)
-                start = tuple(leaf[at] for leaf in starts)
+                start = tuple([leaf[at] for leaf in starts])
                 found, final = run(at, seen, start, resets[direction], lengths)
                 states = (found,) if isinstance(found, Tensor) else found
-                last.append(tuple(leaf[-1:] for leaf in states) if final is None else final)
+                last.append(tuple([leaf[-1:] for leaf in states]) if final is None else final)
                 # Of a state of several tensors each is a view of all of them.
                 output = states[0] if len(states) == 1 else states[0].contiguous()
                 outputs.append(output if direction == 0 else reversed_in_time(output, lengths))
-            x = (outputs[0] if directions == 1 else torch.cat(outputs, -1)).to(dtype)
+            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            x = x if x.dtype is dtype else x.to(dtype)
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
         ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
-        return x, tuple(leaf.to(dtype) for leaf in ends)
+        return x, tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in ends])
 
     def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
         """That which PyTorch's own kernels give under autocast."""
@@ -304,20 +290,21 @@ class Recurrent(OperatedRecurrent):
         weights = self._weights(at)
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
         mixed = dtype_of_autocast(x.device)
-        with nullcontext() if mixed is None else torch.autocast(x.device.type, mixed):
-            xs: Any = self._cell_type().project(x, weights).to(dtype)
+        with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, mixed):
+            xs: Any = self._cell_type().project(x, weights)
+        xs = xs if xs.dtype is dtype else xs.to(dtype)
         step = self._step(at, weights, dtype, restarting=reset is not None)
         if reset is not None:
             xs = (xs, reset)
-        z0 = self._nested(tuple(leaf.to(dtype) for leaf in start))
-        with nullcontext() if mixed is None else torch.autocast(x.device.type, enabled=False):
-            if kernels:
-                _require_kernels(step, z0, xs, lengths)
-            return self._solve_steps(step, z0, xs, batch_dims=1, lengths=lengths, solver=solver, mesh=ranks)
+        z0 = self._nested(tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in start]))
+        with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, enabled=False):
+            return self._solve_steps(step, z0, xs, lengths=lengths, solver=solver, mesh=ranks, kernels=kernels)
 
     def _weights(self, at: int) -> Weights:
+        # Of parameters as they are: a module is asked for an attribute in vain before it looks there.
+        known: dict[str, Any] = self._parameters
         names = self._all_weights[at]
-        return {name[: name.index("_l")]: getattr(self, name) for name in names}
+        return {name.partition("_l")[0]: known[name] if name in known else getattr(self, name) for name in names}
 
     def _step(self, at: int, weights: Weights, dtype: torch.dtype, *, restarting: bool) -> Any:
         """The cell of a layer in one direction; the same as long as its weights are: what is known of a step is found by it."""
@@ -372,13 +359,3 @@ class Recurrent(OperatedRecurrent):
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other
-
-
-def _require_kernels(step: Any, z0: Any, xs: Any, lengths: Tensor | None) -> None:
-    """Make them, where that was not done before."""
-    if lengths is not None:
-        step, xs = up_to(lengths, step, z0, xs, None, 1)
-    call = Call(step, z0, xs, None, 1)
-    found = call.make()
-    if isinstance(found, str):
-        raise NoKernels(found, passing=call.refusal is not None)

@@ -25,8 +25,9 @@ from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY
 from .operator import operated
 from .ragged import Episodes, is_sorted
-from .recurrent import USUAL, NoKernels, Recurrent
+from .recurrent import Recurrent
 from .recurrent_cost import is_faster_in_parallel
+from .steps import NoKernels
 
 #: Kinds of calls that are remembered of a module.
 _MOST_KINDS = 64
@@ -66,9 +67,9 @@ class TorchLike(Recurrent):
     _known: Bounded | None = None
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
-        why = ASKED if mode == "sequential" else ""
+        why, kind = ASKED if mode == "sequential" else "", None
         if mode == "auto":
-            why = self._why_by_torch(input, reset)
+            why, kind = self._why_by_torch(input, reset)
         if why and reset is None and isinstance(input, Tensor):  # which PyTorch looks at itself
             return self._by_torch(input, hx, None, why)
         if not self._is_proper(input, hx):
@@ -80,23 +81,19 @@ class TorchLike(Recurrent):
                 found = self._by_solve(input, hx, reset, self._solver(input, mode), kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
-                if not reason.passing:
-                    self._remember(self._kind_of(input, reset), _Known(why, math.inf))
+                if kind is not None and not reason.passing:
+                    self._remember(kind, _Known(why, math.inf))
             else:
-                if mode == "auto":
-                    self._learn(self._kind_of(input, reset))
+                if kind is not None:
+                    self._learn(kind)
                 return found
         return self._by_torch(input, hx, reset, why)
 
     def _solver(self, input: Any, mode: Mode) -> Newton:
         """In auto mode a fixed number of passes is for a capture: calls outside of one, which make the kernels for it, look when they are done."""
-        device = self._size_of(input)[2]
-        fixed = self.newton.stop.fixed is not None
-        return (
-            replace(self.newton, stop=UpdateTest())
-            if mode == "auto" and fixed and not is_capturing(device)
-            else self.newton
-        )
+        if mode != "auto" or self.newton.stop.fixed is None or is_capturing(self._size_of(input)[2]):
+            return self.newton
+        return replace(self.newton, stop=UpdateTest())
 
     # PyTorch's own kernel.
 
@@ -187,49 +184,45 @@ class TorchLike(Recurrent):
 
     # Which way, where it is to be chosen.
 
-    def _why_by_torch(self, input: Any, reset: Tensor | None) -> str:
-        """Why not in parallel; empty where it is. Most calls are asked, and few are in parallel: what decides for most comes first."""
+    def _why_by_torch(self, input: Any, reset: Tensor | None) -> tuple[str, tuple | None]:
+        """Why not in parallel, empty where it is; and the kind of call, as far as it came to that. Most calls are asked, and few are in
+        parallel: what decides for most comes first."""
         x = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(x, Tensor) or x.ndim not in (2, 3):
-            return "no such input is known"
+            return "no such input is known", None
         if not has_kernels(x.device):
-            return "without a GPU and Triton PyTorch's own kernel wins"
+            return "without a GPU and Triton PyTorch's own kernel wins", None
         (steps, rows, device), backward = self._size_of(input), self._goes_back(x)
         only = _is_too_long(steps, x)  # for PyTorch's own kernel: ours are not the faster ones, they are all there is
         if not only:
             sizes, layers = (steps, rows, self.hidden_size), len(self._all_weights)
             faster, why = is_faster_in_parallel(self.mode, *sizes, layers=layers, backward=backward)
             if not faster:
-                return why
+                return why, None
         if in_functorch() or has_tangent(x) or torch._C._get_tracing_state() is not None:
-            return "a transform, a tangent or a trace is at work"
+            return "a transform, a tangent or a trace is at work", None
         if not _has_kernels_for(self.newton, capturing := is_capturing(device)):
-            return _SETTINGS if not capturing else _CAPTURED
-        kind = self._kind_of(input, reset)
+            return _SETTINGS if not capturing else _CAPTURED, None
+        weight = getattr(self, self._all_weights[0][1])
+        # What decides about kernels: all but the length and what tensors hold.
+        kind = rows, device, x is not input, reset is not None, weight.dtype, backward
         known = None if self._known is None else self._known.get(kind)
         if known is None:
             self._remember(kind, known := _Known())
             if not only:
-                return _FIRST
+                return _FIRST, kind
         if capturing and not known.made:
-            return _CAPTURED
+            return _CAPTURED, kind
         if only:
-            return known.why if known.calls == math.inf else ""  # for good: there are no kernels
+            return known.why if known.calls == math.inf else "", kind  # for good: there are no kernels
         if known.calls > 0:
             left = known.calls - 1
             self._remember(kind, known._replace(why=known.why if left else "", calls=left))
-        return known.why
+        return known.why, kind
 
     def _goes_back(self, x: Tensor) -> bool:
         """Whether a backward pass may come."""
         return torch.is_grad_enabled() and (x.requires_grad or getattr(self, self._all_weights[0][1]).requires_grad)
-
-    def _kind_of(self, input: Any, reset: Tensor | None) -> tuple:
-        """What decides about kernels: all but the length and what tensors hold."""
-        _, rows, device = self._size_of(input)
-        packed = isinstance(input, PackedSequence)
-        x, weight = input.data if packed else input, getattr(self, self._all_weights[0][1])
-        return rows, device, packed, reset is not None, weight.dtype, self._goes_back(x)
 
     def _remember(self, kind: tuple, known: _Known) -> None:
         if self._known is None:
@@ -248,7 +241,7 @@ def _has_kernels_for(newton: Newton, capturing: bool) -> bool:
     """Whether kernels do what these settings ask for: while a graph is captured, only a fixed number of passes."""
     if newton.stop.fixed is not None:
         return covers(replace(newton, stop=UpdateTest()))
-    return not capturing and (newton is USUAL or covers(newton))
+    return not capturing and covers(newton)
 
 
 def _is_too_long(steps: int, x: Tensor) -> bool:
