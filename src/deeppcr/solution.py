@@ -206,11 +206,20 @@ class Solution:
     def known_steps(self) -> Tensor:
         """[*batch], after how many steps the states have digits that the tolerance vouches for.
 
-        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have, and
-        the exact steps where no tolerance is promised.
+        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have; never
+        more than the exact steps where no tolerance is promised, and in rows that ended without one: after a value that is not finite
+        nothing is known.
         """
-        if self.dropped is not None:
-            return self.dropped.known_steps
+        known = self.dropped.known_steps if self.dropped is not None else self._with_digits()
+        without = [result.failed or result is Result.UNCERTIFIED for result in self.results]
+        if not any(without):
+            return known
+        return torch.where(
+            torch.tensor(without, device=known.device).reshape(known.shape), known.minimum(self.exact_steps), known
+        )
+
+    def _with_digits(self) -> Tensor:
+        """[*batch], after how many steps states are as large as the tolerance asks for."""
         if self.tolerance is None or self.states is None:
             return self.exact_steps
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)

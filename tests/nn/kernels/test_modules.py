@@ -650,7 +650,12 @@ class TestVanishing:
 
 @pytest.mark.parametrize(
     ("activation", "size", "width"),
-    [("tanh", 1e8, 3), ("relu", 1e4, 3), ("relu", 1e6, 8), *thorough(("relu", 1e8, 8), ("relu", 1e5, dense.NARROW + 1))],
+    [
+        ("tanh", 1e8, 3),
+        ("relu", 1e4, 3),
+        ("relu", 1e6, 8),
+        *thorough(("relu", 1e8, 8), ("relu", 1e5, dense.NARROW + 1)),
+    ],
 )
 def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width, by_kernels):
     """The first layers bring it down, or more than half of them; what the later ones make of their biases lives on."""
