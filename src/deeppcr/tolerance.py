@@ -29,6 +29,10 @@ _TIMES = 6
 _PROOF = 1e-9
 #: So many states at least such a time has.
 _SHORTEST = 4
+#: Sizes of so many chunks are looked at: of the first ones more than of the last ones.
+LOOKS = 16
+#: What became faint, and in the chunks that are left would fall at least to this part at the same rate, should have fallen.
+STILL_TO_FALL = 3e-3
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -197,3 +201,27 @@ def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance
     torch.maximum(allowed, values.abs(), out=allowed)
     allowed.mul_(10 * tolerance.rtol + rounding).add_(10 * tolerance.atol)
     return (values - states).abs_(), allowed
+
+
+def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:
+    """[B]: by what size of the initial state the tolerance of all later ones is measured: in ``nn.kernels``, the same of a row.
+
+    By its own, but where the first chunks bring it far down, and what it is brought down to lives on to the end: then by the size of that.
+    Else a large initial state would hide all that comes after it (``Tolerance.hides``, which looks everywhere).
+
+    A signal that dies out goes on falling as it fell. So what became faint must have had the time to fall much further at that rate, and
+    have not done so. Where a signal has died, chunks hold noise, which is as steady; but it falls from pass to pass.
+
+    Args:
+        sizes: [N + 1, B], of the initial state and of the ends of chunks
+        before: the same in the pass before; None in the first one
+    """
+    first, chunks = sizes[0], len(sizes) - 1
+    there = [-(-((k + 1) ** 2) * chunks // LOOKS**2) for k in range(LOOKS)]
+    size, past = sizes[there], torch.tensor(there, device=sizes.device).unsqueeze(1)
+    least = size.flip(0).cummin(0).values.flip(0)
+    hidden = (size > 0) & (size <= max(rtol, min(FAINT * rtol, SMALL)) * first) & (least >= GOES_ON * size)
+    steady = size >= 2.0**-23 * first
+    hidden &= steady if before is None else steady | (size >= GOES_ON * before[there])
+    hidden &= torch.log(size / first) * (chunks - past) <= past * math.log(STILL_TO_FALL)
+    return torch.where(hidden, size, first).amin(0)

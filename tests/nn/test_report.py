@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from deeppcr import Result
-from deeppcr.nn.layers import size_at_first
 from deeppcr.nn.report import Report
+from deeppcr.tolerance import size_at_first
 
 # Corrections of four passes, in units of the tolerance, and the pass after which the row is settled.
 ROWS = {

@@ -27,8 +27,7 @@ import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
-from ..tolerance import FAINT, GOES_ON, SMALL
-from .layers import LOOKS, STILL_TO_FALL
+from ..tolerance import FAINT, GOES_ON, LOOKS, SMALL, STILL_TO_FALL
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
@@ -41,7 +40,7 @@ _NOISE = tl.constexpr(2.0**-23)
 _FAINT, _SMALL, _GOES_ON = tl.constexpr(FAINT), tl.constexpr(SMALL), tl.constexpr(GOES_ON)
 #: Of so many of the chunks sizes are looked at.
 _LOOKS = tl.constexpr(LOOKS)
-#: The logarithm of ``layers.STILL_TO_FALL``.
+#: The logarithm of ``tolerance.STILL_TO_FALL``.
 _STILL_TO_FALL = tl.constexpr(math.log(STILL_TO_FALL))
 
 
@@ -211,7 +210,7 @@ def gather(
 
 @triton.jit
 def size_at_first(found, limit, passes, row, rows, chunks, rtol):
-    """``layers.size_at_first`` of a row: that says what is meant."""
+    """``tolerance.size_at_first`` of a row: that says what is meant."""
     k = tl.arange(0, _LOOKS)
     there = ((k + 1) * (k + 1) * chunks + _LOOKS * _LOOKS - 1) // (_LOOKS * _LOOKS)
     sizes, sizes_before = sizes_of(found, limit, passes, row, rows), sizes_of(found, limit, passes + 1, row, rows)

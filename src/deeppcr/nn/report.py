@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..convergence import ENOUGH, error_left_of_one
 from ..solution import Dropped, Plan, Result, Solution
-from ..tolerance import Tolerance
-from .layers import size_at_first
+from ..tolerance import Tolerance, size_at_first
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Report:
 
     def known_steps(self, taken: list[int]) -> Tensor:
         """[B], of rows that took so many passes: see ``Solution.known_steps``. All where the loop went on, or digits of every state were
-        asked for, by the caller or because something large hid them (``layers.size_at_first``)."""
+        asked for, by the caller or because something large hid them (``size_at_first``)."""
         atol, rtol, first = self.tolerance
         chunks = -(-self.blocks // self.chunk)
         known = torch.full((len(taken),), self.blocks)
