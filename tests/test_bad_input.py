@@ -138,13 +138,13 @@ def test_bad_input_is_named(call, error, message):
 def test_a_step_that_fails_says_what_it_was_called_with():
     with pytest.raises(RuntimeError) as raised:  # the batch first, where the steps are expected
         solve(step, ONES, torch.ones(2, 7, 3))
-    (note,) = raised.value.__notes__
+    note, _ = raised.value.__notes__  # and what does not fit: see below
     assert note.startswith(
         "deeppcr called step(z, x) with z: float32[2, 3] on cpu, x = xs[0]: float32[7, 3] on cpu (step 1)"
     )
     with pytest.raises(TypeError) as raised:
         solve(step, ONES, length=3)
-    assert raised.value.__notes__ == ["deeppcr called step(z) with z: float32[2, 3] on cpu (step 1)"]
+    assert raised.value.__notes__[0] == "deeppcr called step(z) with z: float32[2, 3] on cpu (step 1)"
 
 
 @pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
@@ -416,3 +416,39 @@ def test_steps_of_a_scan_backwards_are_told_in_the_numbers_of_the_caller():
         deeppcr.ConvergenceWarning, match=r"step 7 produced .*; xs\[0\] holds an infinity there.* from its last step"
     ):
         deeppcr.scan(lambda z, x: (0.5 * z + x, z), torch.zeros(2), xs, reverse=True, solver=Newton())
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), deeppcr.Loop()], ids=str)
+class TestWhatDoesNotFitIsTold:
+    """Beside what the step itself raises."""
+
+    @staticmethod
+    def notes(error, *arguments, **options):
+        with pytest.raises(error) as raised:
+            deeppcr.solve(*arguments, **options)
+        return "".join(raised.value.__notes__)
+
+    def test_a_step_that_takes_no_input(self, solver):
+        notes = self.notes(TypeError, lambda z: 0.5 * z, torch.ones(2, 3), torch.ones(20, 2, 3), solver=solver)
+        assert "since xs is given a step is called as step(z, x)" in notes
+
+    def test_a_step_that_takes_one_where_there_is_none(self, solver):
+        notes = self.notes(TypeError, lambda z, x: 0.5 * z, torch.ones(2, 3), length=20, solver=solver)
+        assert "without xs a step is called as step(z)" in notes
+
+    def test_inputs_of_another_batch(self, solver):
+        notes = self.notes(
+            RuntimeError, lambda z, x: 0.5 * z + x, torch.ones(2, 3), torch.ones(20, 4, 3), solver=solver
+        )
+        assert (
+            "xs has 4 rows where z0 has 2: [20, 4, 3], of which a step sees [4, 3], beside a state of [2, 3]" in notes
+        )
+
+
+@pytest.mark.parametrize("solver", [None, Newton()], ids=str)
+def test_a_generator_of_its_own_in_the_step(solver):
+    """Refused as PyTorch's own is, whatever way is taken; ``Loop()`` is the loop, which may draw."""
+    generator = torch.Generator()
+    step = lambda z, x: 0.5 * z + x + 0.01 * torch.randn(z.shape, generator=generator)  # noqa: E731
+    with pytest.raises(StepError, match="draws random numbers"):
+        deeppcr.solve(step, torch.ones(2, 3), torch.ones(200, 2, 3), solver=solver)

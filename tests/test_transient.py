@@ -81,6 +81,18 @@ def test_a_burst_in_the_middle():
     assert off[120:].max() <= 1e-3
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+@pytest.mark.parametrize("at", [280, 290, 295])
+def test_a_burst_near_the_end(at, chunk):
+    """Nothing can be seen to live on there: but a signal that dies out is not larger than ever before just then."""
+    step = lambda z, x: 0.5 * z + torch.sin(2 * torch.tanh(z)) * 0.9 + x  # noqa: E731
+    xs, z0 = driven(), torch.zeros(1)
+    xs[at] = 6e7
+    found, _ = solve(step, z0, xs, solver=Newton(chunk=chunk))
+    loop = plain_loop(step, z0, xs)
+    assert ((found.states - loop).abs() <= 1e-3 * loop.abs().clamp(min=0.1)).all()
+
+
 def test_signals_of_a_time_between_bursts_and_silence():
     xs, z0 = driven(), torch.zeros(1)
     xs[20], xs[260], xs[150:260] = 3e8, 1e9, 0.0
@@ -170,3 +182,17 @@ def test_networks_whose_signals_die_out_by_chance_keep_their_iterations(seed):
     assert solution.result is Result.CONVERGED
     assert solution.local is None
     assert solution.iterations.max() <= 8
+
+
+@pytest.mark.parametrize("keep", ["all", 50])
+@pytest.mark.parametrize("on_failure", ["loop", "return"])
+@pytest.mark.parametrize("solver", [None, Newton(), deeppcr.Loop(), deeppcr.Jacobi()], ids=str)
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+def test_nothing_is_known_after_a_value_that_is_not_finite(solver, on_failure, keep):
+    """Whatever way was taken."""
+    xs = torch.full((300, 1), 0.1)
+    xs[150] = 10.0
+    step = lambda z, x: torch.where(x > 5, z * float("nan"), 0.5 * torch.tanh(z) + x)  # noqa: E731
+    found = deeppcr.solve(step, torch.ones(2, 1), xs, solver=solver, on_failure=on_failure, keep=keep)
+    assert found.result is Result.NON_FINITE
+    assert found.known_steps.tolist() == found.exact_steps.tolist() == [150, 150]

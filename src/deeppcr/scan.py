@@ -54,8 +54,9 @@ def scan(
             dimension. Without any tensor in it there is no step: ``init`` and [] are returned
         dim: along which dimension of xs the steps lie, and of ys
         reverse: from the last entry to the first; ys lie as xs do
-        batch_dims: so many leading dimensions of the carry's floating tensors are rows that do not influence each other: say so where it is
-            true, for it makes a parallel solve much cheaper. Default: 0, since PyTorch's scan knows of no rows
+        batch_dims: so many leading dimensions of the carry's floating tensors are rows that do not influence each other. Default: 0, all
+            of the carry is one state, since PyTorch's scan knows of no rows (the default of ``deeppcr.solve`` is 1 where a state has more than
+            one dimension). Give ``batch_dims=1`` where the carry is a batch: it makes a parallel solve much cheaper
         solver: as for ``deeppcr.solve``
         return_solution: return the Solution, too: its ``states`` are the floating tensors of the carry after every step, a tuple, each
             [L, ...], in the order of the steps; and its ``plan`` says which way was taken

@@ -195,15 +195,31 @@ class Solution:
         """What is told of a solve, for who keeps that longer than the states and what they are differentiated by."""
         return replace(self, states=None, z0=None)
 
+    def in_short(self) -> Solution:
+        """The same, with what is known of the digits of states, which is looked at here."""
+        if self.tolerance is None or self.dropped is not None:
+            return self.without_states()
+        length = len(pytree.tree_leaves(self.states)[0])
+        return replace(self.without_states(), dropped=Dropped(length, length, None, self.known_steps))
+
     @cached_property
     def known_steps(self) -> Tensor:
         """[*batch], after how many steps the states have digits that the tolerance vouches for.
 
-        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have, and
-        the exact steps where no tolerance is promised.
+        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have; never
+        more than the exact steps where no tolerance is promised, and in rows that ended without one: after a value that is not finite
+        nothing is known.
         """
-        if self.dropped is not None:
-            return self.dropped.known_steps
+        known = self.dropped.known_steps if self.dropped is not None else self._with_digits()
+        without = [result.failed or result is Result.UNCERTIFIED for result in self.results]
+        if not any(without):
+            return known
+        return torch.where(
+            torch.tensor(without, device=known.device).reshape(known.shape), known.minimum(self.exact_steps), known
+        )
+
+    def _with_digits(self) -> Tensor:
+        """[*batch], after how many steps states are as large as the tolerance asks for."""
         if self.tolerance is None or self.states is None:
             return self.exact_steps
         batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
@@ -222,7 +238,8 @@ class Solution:
     @cached_property
     def message(self) -> str:
         """The result in words, with the step and row it is about."""
-        if self.tolerance is None or self.states is None or not self.result.trusted or not self.known_steps.numel():
+        told = self.states is not None or self.dropped is not None
+        if self.tolerance is None or not told or not self.result.trusted or not self.known_steps.numel():
             return self.description
         fewest = int(self.known_steps.min())
         if fewest == (len(pytree.tree_leaves(self.states)[0]) if self.dropped is None else self.dropped.length):

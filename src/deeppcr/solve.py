@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, repeat
@@ -31,7 +32,8 @@ from .sequence.kept import KeptStates
 from .sequence.layout import Layout, note_call
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
-from .sequence.words import in_words
+from .sequence.trace import Draws
+from .sequence.words import in_words, what_does_not_fit
 from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows
 from .ways import solve_by
 
@@ -115,10 +117,20 @@ def solve(
     >>> solution.states.shape, solution.final.shape
     (torch.Size([10, 1]), torch.Size([1]))
     """
-    run: Any = _solve
+    run: Any = _explained
     if torch.compiler.is_compiling():
         run = outside_of_graph(run, "deeppcr.solve looks at values to decide when to stop")
     return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure, mesh)
+
+
+def _explained(step: Any, z0: Any, xs: Any, length: Any, batch_dims: int | None, *others: Any) -> Solution:
+    """``_solve``; what a step raises that does not fit its arguments says so."""
+    try:
+        return _solve(step, z0, xs, length, batch_dims, *others)
+    except (TypeError, RuntimeError) as error:
+        for note in what_does_not_fit(step, z0, xs, batch_dims):
+            error.add_note(note)
+        raise
 
 
 def _solve(
@@ -400,17 +412,18 @@ class _Planned:
             )  # the first call of all may set what stays; and of a kind once is enough
             drawn = random_state(layout.device) if watched else None
             try:
-                if both is None:
-                    z = one(z, *x)
-                else:
-                    z, output = both(z, *x)
-                    outputs.append(output)
+                with Draws() if watched else nullcontext() as draws:
+                    if both is None:
+                        z = one(z, *x)
+                    else:
+                        z, output = both(z, *x)
+                        outputs.append(output)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
                     note_call(error, index, z, *x)
                 raise
-            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
+            if drawn is not None and (draws.seen or not torch.equal(drawn, random_state(layout.device))):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")

@@ -25,8 +25,14 @@ FAINT, SMALL = 100, 0.1
 GOES_ON = 0.1
 #: In none of so many such times after it was faint a signal that lives on falls: one that dies may rest for one.
 _TIMES = 6
+#: It may be fewer where it became fainter: at that rate it would have fallen to less than this part by then.
+_PROOF = 1e-9
 #: So many states at least such a time has.
 _SHORTEST = 4
+#: Sizes of so many chunks are looked at: of the first ones more than of the last ones.
+LOOKS = 16
+#: What became faint, and in the chunks that are left would fall at least to this part at the same rate, should have fallen.
+STILL_TO_FALL = 3e-3
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -78,8 +84,9 @@ class Tolerance:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
 
         A signal that dies out goes on falling as it fell, and nobody asks for digits of what is left of it. One that became faint in a
-        time, and in six times as much after that did not fall on, was hidden by a transient; and where errors are of its own size, by the
-        square root of the tolerance, next to nothing is known of it. That is asked of each number of a row, of times of every length.
+        time, and in up to six times as much after that did not fall on, was hidden by a transient; so was one that became faint after it
+        was larger than ever before. Where errors are of its own size, by the square root of the tolerance, next to nothing is known of
+        it. That is asked of each number of a row, of times of every length.
 
         Args:
             states: [n, B, D], that follow each other, after the initial one [B, D]
@@ -97,15 +104,28 @@ class Tolerance:
         times = max(1, min(_TIMES, steps // (2 * _SHORTEST)))  # of few states, as of chunks, not more is to be had
         hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
         lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
-        while (count := steps - 1 - times * time) > 0:
+        proof = max(_PROOF, self.faint**times)
+        while steps - 1 - time > 0:
             largest, error, nearer = first
-            if time >= shortest:
+            then, off = torch.full_like(largest, math.inf), error[1:]
+            for lived in range(1, times + 1) if time >= shortest else ():
+                count = steps - 1 - lived * time
+                if count <= 0:
+                    break
                 before = torch.cat([so_far[:time], largest[1 : steps - time]])[:count]
-                after, later = largest[1 : 1 + count], range(1 + time, 2 + times * time, time)
-                then = torch.stack([nearer[begin : begin + count] for begin in later]).amin(0)
-                off = torch.maximum(error[1 : 1 + count], error[1 + time : 1 + time + count])
-                became_faint = (after <= self.faint * before) & (after > torch.finfo(after.dtype).tiny)
+                after = largest[1 : 1 + count]
+                then = torch.minimum(then[:count], nearer[1 + lived * time : 1 + lived * time + count])
+                off = torch.maximum(off[:count], error[1 + lived * time : 1 + lived * time + count])
+                fell = min(
+                    self.faint, proof ** (1 / lived)
+                )  # as much in each of the times that it lived on, and it would be as small
+                became_faint = (after <= fell * before) & (after > torch.finfo(after.dtype).tiny)
                 hidden |= (became_faint & (then >= lives_on * after) & (off > self.atol + known * after)).any(0)
+            if time >= shortest and steps > 2 * time:
+                # After a burst so near to the end that nothing can be seen to live on. What dies out was never larger than at first.
+                earlier, burst, after = so_far[-2 * time - 1 : -time - 1], largest[-2 * time : -time], largest[-time:]
+                fell = (after <= self.faint * burst) & (after > torch.finfo(after.dtype).tiny)
+                hidden |= (fell & (earlier <= lives_on * burst) & (error[-time:] > self.atol + known * after)).any(0)
             first = [torch.cat([torch.maximum(each[:-time], each[time:]), each[-time:]]) for each in first]
             time *= 2
         return hidden.any(-1)
@@ -181,3 +201,27 @@ def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance
     torch.maximum(allowed, values.abs(), out=allowed)
     allowed.mul_(10 * tolerance.rtol + rounding).add_(10 * tolerance.atol)
     return (values - states).abs_(), allowed
+
+
+def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:
+    """[B]: by what size of the initial state the tolerance of all later ones is measured: in ``nn.kernels``, the same of a row.
+
+    By its own, but where the first chunks bring it far down, and what it is brought down to lives on to the end: then by the size of that.
+    Else a large initial state would hide all that comes after it (``Tolerance.hides``, which looks everywhere).
+
+    A signal that dies out goes on falling as it fell. So what became faint must have had the time to fall much further at that rate, and
+    have not done so. Where a signal has died, chunks hold noise, which is as steady; but it falls from pass to pass.
+
+    Args:
+        sizes: [N + 1, B], of the initial state and of the ends of chunks
+        before: the same in the pass before; None in the first one
+    """
+    first, chunks = sizes[0], len(sizes) - 1
+    there = [-(-((k + 1) ** 2) * chunks // LOOKS**2) for k in range(LOOKS)]
+    size, past = sizes[there], torch.tensor(there, device=sizes.device).unsqueeze(1)
+    least = size.flip(0).cummin(0).values.flip(0)
+    hidden = (size > 0) & (size <= max(rtol, min(FAINT * rtol, SMALL)) * first) & (least >= GOES_ON * size)
+    steady = size >= 2.0**-23 * first
+    hidden &= steady if before is None else steady | (size >= GOES_ON * before[there])
+    hidden &= torch.log(size / first) * (chunks - past) <= past * math.log(STILL_TO_FALL)
+    return torch.where(hidden, size, first).amin(0)

@@ -5,6 +5,7 @@ import torch
 
 from deeppcr import Result
 from deeppcr.nn.report import Report
+from deeppcr.tolerance import size_at_first
 
 # Corrections of four passes, in units of the tolerance, and the pass after which the row is settled.
 ROWS = {
@@ -47,3 +48,37 @@ def test_rows_that_were_not_settled_were_finished_by_the_loop(report):
     ]
     assert solution.residual.tolist() == expected
     assert "up to step 12" in solution.message
+
+
+class TestSizeAtFirst:
+    """What the tolerance of later states is measured by, of rows by themselves. In the kernels it is the same."""
+
+    @staticmethod
+    def of(sizes, before=None, rtol=1e-5):
+        sizes = torch.tensor(sizes, dtype=torch.float32).unsqueeze(1)
+        before = None if before is None else torch.tensor(before, dtype=torch.float32).unsqueeze(1)
+        return float(size_at_first(sizes, before, rtol))
+
+    @pytest.mark.parametrize("chunks", [4, 10, 64, 300])
+    @pytest.mark.parametrize("gone", [0.25, 0.5, 0.6])
+    def test_of_a_transient_that_is_gone(self, chunks, gone):
+        last = max(1, round(gone * chunks))
+        sizes = [1e6 * 1e-6 ** min(1, chunk / last) for chunk in range(chunks + 1)]
+        assert self.of(sizes) <= 20  # of sizes that are looked at
+
+    @pytest.mark.parametrize("rate", [0.99, 0.9, 0.5, 0.1])
+    def test_of_a_signal_that_dies_out(self, rate):
+        assert self.of([rate**chunk for chunk in range(65)]) == 1
+
+    def test_of_one_that_falls_in_steps(self):
+        assert self.of([10.0 ** -(chunk // 10) for chunk in range(64)]) == 1
+
+    def test_noise_is_known_by_what_it_was_in_the_pass_before(self):
+        sizes = [1e10, *[1.0] * 32]
+        assert self.of(sizes, sizes) == 1
+        assert self.of(sizes, [100 * size for size in sizes]) == torch.tensor(1e10)
+        assert self.of(sizes) == torch.tensor(1e10)
+
+    def test_of_nothing(self):
+        assert self.of([0.0] * 9) == 0
+        assert self.of([1.0, *[0.0] * 9]) == 1

@@ -370,7 +370,7 @@ class Network(OperatedNetwork):
             self._keep_activations(solution.states.detach())
         if why:
             solution.plan.note(why)
-        self._passed, self._looped = replace(solution, states=None), None
+        self._passed, self._looped = solution.in_short(), None
         return solution.states
 
     def _apply_activation(self, z: Tensor) -> Tensor:

@@ -220,12 +220,12 @@ class Kernels:
 
         weight, bias, initial = self.tensors(blocks, rows)
         x = torch.empty((blocks * self.kind.skip + 1, rows, self.width), device=self.device)
-        found = torch.zeros(2, 2, rows, device=self.device)
         layers = self.layers(chunk)
         plan = forward.plan_for(blocks, rows, self.width, layers, False, weight.device)
+        found = torch.zeros(2 + plan.chunks + 1, 2, rows, device=self.device)
         network = forward.network_of(weight, bias, x, layers, plan)
         if network.plan.chunks > 1:
-            network.prepare(initial, None, found)
+            network.prepare(initial, None, found, 2)
         return network, initial, found
 
     def layers(self, chunk: int) -> Any:

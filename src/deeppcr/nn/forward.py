@@ -168,6 +168,7 @@ class _Narrow:
     initial: Tensor
     guess: Tensor
     found: Tensor
+    limit: int
     guess_step: int
     guess_row: int
     workspace: Tensor
@@ -187,11 +188,12 @@ class _Narrow:
 
         given = () if self.guess is self.initial else (self.guess,)
         tensors = (self.weight, self.bias, self.initial, *given, self.workspace, self.found, self.x)
-        repeat((self.plan, first_pass, self.guess_step, self.guess_row, len(given)), tensors, make)
+        repeat((self.plan, self.limit, first_pass, self.guess_step, self.guess_row, len(given)), tensors, make)
 
-    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
-        """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found."""
-        self.initial, self.guess, self.found = initial, initial if guess is None else guess, found
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor, passes: int) -> None:
+        """Before the first pass: from where the chunks start (see ``kernels.roll``), and where to write what is found, ``passes`` at most."""
+        self.initial, self.guess = initial, initial if guess is None else guess
+        self.found, self.limit = found, passes
         self.guess_step = 0 if guess is None else guess.stride(0)
         self.guess_row = initial.shape[-1] if guess is None else guess.stride(1) if guess.ndim == 3 else 0
         self.workspace = self.x.new_empty(self.plan.workspace)
@@ -199,7 +201,7 @@ class _Narrow:
     def whole(self, start: Tensor, first: int, found: Tensor, passes: int) -> None:
         """One layer after the other from block ``first`` on, in the rows that so many passes have not settled."""
         arguments = (
-            self.weight, self.bias, start, start, 0, 0, self.x, self.x, found,
+            self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, 0,
             self.rows, first, self.blocks, passes, self.blocks, 0, 0,
         )  # fmt: skip
         warps, stages = self.plan.shape.without
@@ -213,7 +215,7 @@ class _Narrow:
         warps, stages = shape.with_products if product else shape.without
         arguments = (
             self.weight, self.bias, self.initial, self.guess, self.guess_step, self.guess_row,
-            self.x, self.workspace, self.found,
+            self.x, self.workspace, self.found, self.limit,
             self.rows, 0, self.blocks, passes, plan.chunk, plan.chunks, plan.groups,
         )  # fmt: skip
         constants = (*plan.constants, *how, False, stages)
@@ -222,7 +224,7 @@ class _Narrow:
         programs = (plan.groups - 1) * self.rows
         launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
         warps, stages = shape.without
-        arguments = (*arguments, *self.layers.tolerance)
+        arguments = (*arguments, self.limit, *self.layers.tolerance)
         launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
 
 
@@ -240,8 +242,8 @@ class _Wide(_Narrow):
         self._one_pass(first_pass, True)
         self._one_pass(first_pass + 1, False)
 
-    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor) -> None:
-        self.initial, self.initial_step, self.found = initial, 0, found
+    def prepare(self, initial: Tensor, guess: Tensor | None, found: Tensor, passes: int) -> None:
+        self.initial, self.initial_step, self.found, self.limit = initial, 0, found, passes
         if guess is not None:
             picked = guess[self.plan.chunk - 1 : (self.plan.chunks - 1) * self.plan.chunk : self.plan.chunk]
             if picked.ndim == 2:
@@ -254,17 +256,17 @@ class _Wide(_Narrow):
         sizes = (self.rows, first, self.blocks, passes, self.blocks)
         if self.width <= HELD_WITHOUT_PRODUCT:
             warps, stages = WIDE_LOOP
-            arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, *sizes, 0, 0)
+            arguments = (self.weight, self.bias, start, start, 0, 0, self.x, self.x, found, 0, *sizes, 0, 0)
             constants = (1, False, *self.constants[:3], False, "", True, stages)
             launch(kernels.roll, self.rows, arguments, constants, warps=warps)
         else:
-            arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, *sizes)
+            arguments = (self.weight, self.bias, start, 0, self.x, self.x, self.x, found, 0, *sizes)
             launch(kernels.roll_wide, self.rows, arguments, (*self.constants[:3], 64, True), warps=16)
 
     def _one_pass(self, passes: int, product: bool) -> None:
         plan = self.plan
         arguments = (
-            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found,
+            self.weight, self.bias, self.initial, self.initial_step, self.x, self.starts, self.ends, self.found, self.limit,
             self.rows, 0, self.blocks, passes, plan.chunk,
         )  # fmt: skip
         launch(kernels.roll_wide, plan.chunks * self.rows, arguments, (*self.constants, False), warps=8)
@@ -277,7 +279,7 @@ class _Wide(_Narrow):
         deltas[1:] = self.ends[:-1] - self.starts[1:]
         # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
         dense.solve_in_place(self.products, deltas, refined=False)
-        arguments = (deltas, self.ends, self.starts, self.found, self.rows, passes)
+        arguments = (deltas, self.ends, self.starts, self.found, self.limit, self.rows, passes)
         arguments = (*arguments, *self.layers.tolerance)
         launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
@@ -320,9 +322,9 @@ def run(
 
     captured = is_capturing(weight.device)
     most = network.captured_rounds if captured else _ROUNDS
-    found = weight.new_empty(2 * most, 2, rows)
-    network.prepare(initial, guess, found)
-    report = Report(blocks, plan.chunk, found, most)
+    found = weight.new_empty(2 * most + plan.chunks + 1, 2, rows)
+    network.prepare(initial, guess, found, 2 * most)
+    report = Report(blocks, plan.chunk, found, most, tolerance=layers.tolerance)
     for rounds in range(1, most + 1):
         network.one_round(2 * rounds - 2)
         if captured or rounds < min(plan.rounds, most):

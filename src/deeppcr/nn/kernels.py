@@ -10,7 +10,8 @@ chunks: every group's product and term, then from these the correction before ea
 
 All this lies in one ``workspace``: see ``parts``. What a pass found is two numbers a row, ``found`` [passes, 2, B]: its largest correction in units of the tolerance, and
 its largest miss. From the last two corrections every program of the next pass sees whether its row is done, so nobody
-has to ask the host.
+has to ask the host. Behind ``limit`` passes come ``sizes`` [N + 1, 2, B]: the largest number of the initial state and of every end, by
+even passes and by odd ones. By them every program sees what a large initial state would hide.
 """
 
 # Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
@@ -19,22 +20,28 @@ has to ask the host.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
-from ..tolerance import FAINT, GOES_ON, SMALL
+from ..tolerance import FAINT, GOES_ON, LOOKS, SMALL, STILL_TO_FALL
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
-          "guess_step", "guess_row"]  # fmt: skip
+          "guess_step", "guess_row", "limit"]  # fmt: skip
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
 _NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
 #: What is smaller than this part of an initial state may be noise.
 _NOISE = tl.constexpr(2.0**-23)
 _FAINT, _SMALL, _GOES_ON = tl.constexpr(FAINT), tl.constexpr(SMALL), tl.constexpr(GOES_ON)
+#: Of so many of the chunks sizes are looked at.
+_LOOKS = tl.constexpr(LOOKS)
+#: The logarithm of ``tolerance.STILL_TO_FALL``.
+_STILL_TO_FALL = tl.constexpr(math.log(STILL_TO_FALL))
 
 
 @triton.jit
@@ -85,9 +92,15 @@ def settled(found, passes, row, rows):
     return done
 
 
+@triton.jit
+def sizes_of(found, limit, passes, row, rows):
+    """Where the sizes of a row lie that this pass sees: the next chunk's is two times ``rows`` further on."""
+    return found + (limit * 2 + passes % 2) * rows + row
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def roll(
-    weights, biases, initial, guess, guess_step, guess_row, x, workspace, found,
+    weights, biases, initial, guess, guess_step, guess_row, x, workspace, found, limit,
     rows, first_block, blocks, passes, chunk_blocks, chunks, groups,
     SKIP: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,6 +131,8 @@ def roll(
         z = tl.load(source + i, mask=inside, other=0.0)
         if not WHOLE:
             tl.store(starts + (chunk * rows + row) * WIDTH + i, z, mask=inside)
+            if chunk == 0:
+                tl.store(sizes_of(found, limit, passes, row, rows), tl.max(tl.abs(z), 0))
         if PRODUCT:
             product = (i[:, None] == i[None, :]).to(tl.float32)
         first = first_block + chunk * chunk_blocks
@@ -150,6 +165,7 @@ def roll(
         if not WHOLE:
             out = tl.cast(chunk * rows + row, tl.int64)
             tl.store(ends + out * WIDTH + i, z, mask=inside)
+            tl.store(sizes_of(found, limit, passes, row, rows) + (chunk + 1) * 2 * rows, tl.max(tl.abs(z), 0))
             if PRODUCT:
                 tile = i[:, None] * WIDTH + i[None, :]
                 tl.store(products + out * WIDTH * WIDTH + tile, product, mask=square)
@@ -193,24 +209,20 @@ def gather(
 
 
 @triton.jit
-def size_of(states, chunk, row, rows, i, inside, WIDTH: tl.constexpr):
-    """The largest number of a row of states [N, B, w]."""
-    at = tl.cast(chunk, tl.int64) * rows + row
-    return tl.max(tl.abs(tl.load(states + at * WIDTH + i, mask=inside, other=0.0)), 0)
-
-
-@triton.jit
-def size_at_first(starts, ends, row, rows, chunks, rtol, i, inside, WIDTH: tl.constexpr):
-    """The size of the initial state. Where the first chunk, or the first half of them, brings it far down, and that lives on to the end,
-    that of what it is brought down to: else it would hide all that comes after it (``Tolerance.hides``)."""
-    size = size_of(starts, 0, row, rows, i, inside, WIDTH)
-    after = size_of(ends, 0, row, rows, i, inside, WIDTH)
-    later = size_of(ends, tl.maximum(chunks // 2 - 1, 0), row, rows, i, inside, WIDTH)
-    then = size_of(ends, chunks - 1, row, rows, i, inside, WIDTH)
-    faint = tl.maximum(size * 0 + rtol, tl.minimum(size * 0 + _FAINT * rtol, _SMALL)) * size
-    # Of a signal that dies out, chunks far behind the first hold noise, which is steady as well.
-    later = tl.where((later <= faint) & (later >= _NOISE * size) & (then >= _GOES_ON * later), later, size)
-    return tl.where((after <= faint) & (then >= _GOES_ON * after), after, later)
+def size_at_first(found, limit, passes, row, rows, chunks, rtol):
+    """``tolerance.size_at_first`` of a row: that says what is meant."""
+    k = tl.arange(0, _LOOKS)
+    there = ((k + 1) * (k + 1) * chunks + _LOOKS * _LOOKS - 1) // (_LOOKS * _LOOKS)
+    sizes, sizes_before = sizes_of(found, limit, passes, row, rows), sizes_of(found, limit, passes + 1, row, rows)
+    first, size = tl.load(sizes), tl.load(sizes + there * 2 * rows)
+    # From each of them on, to the end.
+    least = tl.min(tl.load(sizes + tl.maximum(there[:, None], there[None, :]) * 2 * rows), 1)
+    before = tl.load(sizes_before + there * 2 * rows, mask=k * 0 + passes > 0, other=float("inf"))
+    faint = tl.maximum(first * 0 + rtol, tl.minimum(first * 0 + _FAINT * rtol, _SMALL)) * first
+    hidden = (size > 0) & (size <= faint) & (least >= _GOES_ON * size)
+    hidden = hidden & ((size >= _NOISE * first) | (size >= _GOES_ON * before))
+    hidden = hidden & (tl.log(size / first) * (chunks - there) <= there * _STILL_TO_FALL)
+    return tl.min(tl.where(hidden, size, first), 0)
 
 
 @triton.jit
@@ -239,7 +251,7 @@ def correct(start, delta, end, exact, least, rtol):
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    workspace, found, rows, passes, group_chunks, chunks, groups, atol, rtol, first,
+    workspace, found, rows, passes, group_chunks, chunks, groups, limit, atol, rtol, first,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Correct the starts of a group of chunks, and note the largest correction as the number of this pass.
@@ -253,7 +265,7 @@ def spread(
     tile = i[:, None] * WIDTH + i[None, :]
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
-        least = atol + rtol * first * size_at_first(starts, ends, row, rows, chunks, rtol, i, inside, WIDTH)
+        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, rtol)
         delta = tl.zeros((PADDED,), tl.float32)
         largest, missed = 0.0, 0.0
         for earlier in tl.range(0, group, num_stages=STAGES):
@@ -291,7 +303,7 @@ def spread(
 
 @triton.jit(do_not_specialize=_SIZES)
 def roll_wide(
-    weights, biases, initial, initial_step, x, starts, ends, found,
+    weights, biases, initial, initial_step, x, starts, ends, found, limit,
     rows, first_block, blocks, passes, chunk_blocks,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -307,8 +319,12 @@ def roll_wide(
         if WHOLE or passes == 0:
             source, source_step = initial, initial_step
         start = tl.load(source + chunk * source_step + row * WIDTH + j, mask=inside, other=0.0)
+        sizes = sizes_of(found, limit, passes, row, rows)
         if not WHOLE:
             tl.store(starts + (chunk * rows + row) * WIDTH + j, start, mask=inside)
+            if chunk == 0:
+                tl.store(sizes, tl.max(tl.abs(start), 0))
+        largest = 0.0
         first = first_block + chunk * chunk_blocks
         last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
         state = x + tl.cast(row, tl.int64) * WIDTH
@@ -327,25 +343,27 @@ def roll_wide(
                 z = tl.sum(w * value[None, :], 1) + b
                 if (layer == last - 1) & (not WHOLE):
                     tl.store(ends + (chunk * rows + row) * WIDTH + top + i, z, mask=here)
+                    largest = tl.maximum(largest, tl.max(tl.abs(z), 0))
                 if (layer == last - 1) & (last < blocks):
                     pass  # the next chunk's start, which that one writes
                 else:
                     tl.store(state + (at + 1) * rows * WIDTH + top + i, z, mask=here)
             tl.debug_barrier()
+        if not WHOLE:
+            tl.store(sizes + (chunk + 1) * 2 * rows, largest)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def correct_wide(
-    deltas, ends, starts, found, rows, passes, atol, rtol, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    deltas, ends, starts, found, limit, rows, passes, atol, rtol, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Correct the start of one chunk by its entry of ``deltas`` [N, B, w]."""
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
     inside = i < WIDTH
     if not settled(found, passes, row, rows):
-        least = atol + rtol * first * size_at_first(
-            starts, ends, row, rows, tl.num_programs(0) // rows, rtol, i, inside, WIDTH
-        )
+        chunks = tl.num_programs(0) // rows
+        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, rtol)
         at = (chunk * rows + row) * WIDTH + i
         start = tl.load(starts + at, mask=inside, other=0.0)
         delta = tl.load(deltas + at, mask=inside, other=0.0)

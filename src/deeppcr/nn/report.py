@@ -1,6 +1,6 @@
 """How a pass over a network went: read off what the kernels have found, or known beforehand.
 
-Shapes: B rows.
+Shapes: N chunks, B rows.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..convergence import ENOUGH, error_left_of_one
-from ..solution import Plan, Result, Solution
+from ..solution import Dropped, Plan, Result, Solution
+from ..tolerance import Tolerance, size_at_first
 
 
 @dataclass
 class Report:
-    """How a parallel pass went; ``found`` [passes, 2, B] is read only when somebody asks."""
+    """How a parallel pass went; ``found`` [passes, 2, B], and behind these the sizes of chunks (see ``kernels``), is read only when
+    somebody asks."""
 
     blocks: int
     chunk: int
@@ -25,6 +27,7 @@ class Report:
     rounds: int
     finished: bool = False
     note: str = ""  # for the plan
+    tolerance: tuple[float, float, float] = (0.0, 0.0, 0.0)  # as of ``Layers``
 
     def passes_taken(self) -> list[int]:
         """For each row the passes until it was settled, 0 where it was not: as ``kernels.settled`` sees it."""
@@ -41,6 +44,25 @@ class Report:
     def iterations(self, taken: list[int]) -> list[int]:
         """Of rows that took so many passes: two are one iteration, and rows that were not settled took all."""
         return [-(-passes // 2) or self.rounds for passes in taken]
+
+    def known_steps(self, taken: list[int]) -> Tensor:
+        """[B], of rows that took so many passes: see ``Solution.known_steps``. All where the loop went on, or digits of every state were
+        asked for, by the caller or because something large hid them (``size_at_first``)."""
+        atol, rtol, first = self.tolerance
+        chunks = -(-self.blocks // self.chunk)
+        known = torch.full((len(taken),), self.blocks)
+        if first == 0:
+            return known.to(self.found.device)
+        even, odd = self.found[-chunks - 1 :].cpu().unbind(1)
+        last = torch.tensor([(passes or 1) - 1 for passes in taken])
+        sizes, before = torch.where(last % 2 == 0, even, odd), torch.where(last % 2 == 0, odd, even)
+        tolerance = Tolerance(atol, rtol)
+        scale = torch.maximum(size_at_first(sizes, before, rtol), sizes[1:])
+        faint = tolerance.has_died_out(sizes[1:].unsqueeze(-1), scale.unsqueeze(-1))
+        lost = faint.long().flip(0).cumprod(0).sum(0)
+        # What the ends of chunks tell, the layers before the first of them that is lost are known by.
+        known = torch.where((lost > 0) & (torch.tensor(taken) > 0), (chunks - lost) * self.chunk, known)
+        return known.to(self.found.device)
 
     def solution(self) -> Solution:
         taken = self.passes_taken()
@@ -64,6 +86,8 @@ class Report:
             updates=self.found[: 2 * self.rounds : 2, 0],
             plan=plan,
             description=worst.value.format(step=min(exact)),
+            tolerance=Tolerance(*self.tolerance[:2], local=self.tolerance[2] == 0),
+            dropped=Dropped(self.blocks, self.blocks, None, self.known_steps(taken)),
         )
 
 

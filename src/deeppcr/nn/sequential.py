@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class Sequential(nn.Sequential):
             return torch.stack(states)
 
         solution = solve_finite_rows(lambda start: solve(layers, start, solver=self.newton), loop, state)
-        self._passed = replace(solution, states=None)
+        self._passed = solution.in_short()
         return solution.states[-1]
 
     @property

@@ -173,7 +173,9 @@ def _same_entries(a: Any, b: Any) -> bool:
 
 
 def changes_in_place(name: str) -> str:
-    return f"step: changes {name} in place, which would overwrite the solver's states; use an operation that returns a new tensor"
+    return (
+        f"step: changes {name} in place; write it with operations that return new tensors (z + 1 instead of z.add_(1))"
+    )
 
 
 def _written_to(group: StepGroup, number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -81,3 +82,26 @@ def _not_finite_in(inputs: Callable[[int], Any], index: int, layout: Layout, row
 def _of_row(leaf: Tensor, layout: Layout, row: int) -> Tensor:
     batch = layout.batch_shape
     return leaf.reshape(layout.rows, -1)[row] if leaf.shape[: len(batch)] == batch else leaf
+
+
+def what_does_not_fit(step: Any, z0: Any, xs: Any, batch_dims: int | None) -> list[str]:
+    """Of a step that raised: what the caller may have meant otherwise, to be told beside what was raised."""
+    notes, inputs = [], [leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor)]
+    called = "step(z)" if xs is None else "step(z, x)"
+    if callable(step):
+        try:
+            inspect.signature(step).bind(*("z",) if xs is None else ("z", "x"))
+        except TypeError as error:
+            why = "without xs" if xs is None else "since xs is given"
+            notes.append(f"deeppcr: {why} a step is called as {called}, and this one does not take that: {error}")
+        except ValueError:
+            pass  # nobody knows what a builtin takes
+    states = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor)]
+    rows = states[0].shape[0] if states and states[0].ndim > 1 and batch_dims in (None, 1) else None
+    for leaf in inputs if rows is not None else []:
+        if leaf.ndim == states[0].ndim + 1 and leaf.shape[1] not in (1, rows):
+            shapes = (
+                f"{[*leaf.shape]}, of which a step sees {[*leaf.shape[1:]]}, beside a state of {[*states[0].shape]}"
+            )
+            notes.append(f"deeppcr: xs has {leaf.shape[1]} rows where z0 has {rows}: {shapes}")
+    return notes

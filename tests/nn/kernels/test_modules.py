@@ -648,13 +648,43 @@ class TestVanishing:
             assert tolerance(newton=Newton(scale="local")) == (0.0, 1e-5, 0.0)
 
 
-@pytest.mark.parametrize("width", [3, *thorough(dense.NARROW + 1)])
-@pytest.mark.parametrize(("activation", "size"), [("tanh", 1e8), ("relu", 1e4)])
+@pytest.mark.parametrize(
+    ("activation", "size", "width"),
+    [
+        ("tanh", 1e8, 3),
+        ("relu", 1e4, 3),
+        ("relu", 1e6, 8),
+        *thorough(("relu", 1e8, 8), ("relu", 1e5, dense.NARROW + 1)),
+    ],
+)
 def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width, by_kernels):
-    """The first layers bring it down; what the later ones make of their biases lives on."""
+    """The first layers bring it down, or more than half of them; what the later ones make of their biases lives on."""
     net = build("mlp", 40, by_kernels, width=width, activation=activation, mode="parallel", newton=Newton(chunk=4))
     with torch.no_grad():
         net.weight.mul_(1.5)
-        x = torch.randn(2, 4, device=by_kernels) * size
-        assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= 1e-3
-        assert net.solution.result is Result.CONVERGED
+        hidden = net.input(torch.randn(2, 4, device=by_kernels) * size)
+        states, loop = net.hidden_states(hidden).cpu(), in_float64(net).hidden_states(hidden.cpu().double())
+    off = (states - loop).abs().amax(-1) / loop.abs().amax(-1)
+    assert off.max() <= 1e-3
+    assert net.solution.result is Result.CONVERGED
+    assert net.solution.known_steps.tolist() == [40, 40]
+
+
+def test_what_dies_out_is_told(by_kernels):
+    """Where nothing lives on, digits are not asked for, and ``known_steps`` says so; where they are, all are known."""
+    net = build("mlp", 40, by_kernels, activation="tanh", mode="parallel", newton=Newton(chunk=4))
+    with torch.no_grad():
+        net.bias.zero_()
+        x = torch.randn(2, 4, device=by_kernels)
+        states = net.hidden_states(net.input(x))
+        size = torch.cat([net.input(x).unsqueeze(0), states]).abs().amax(-1)
+        solution = net.solution
+        for known, of_row in zip(solution.known_steps.tolist(), size.T.tolist(), strict=True):
+            assert known % 4 == 0
+            assert of_row[known] > 1e-3 * of_row[0] >= of_row[known + 4]
+        assert solution.result is Result.CONVERGED
+        assert f"after step {int(solution.known_steps.min())} states have died out" in solution.message
+        net.newton = Newton(chunk=4, scale="local")
+        net(x)
+        assert net.solution.known_steps.tolist() == [40, 40]
+        assert "died out" not in net.solution.message
