@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import test_transient as alone
+from deeppcr.tolerance import Tolerance
 from problems import plain_loop
 
 
@@ -48,16 +49,32 @@ def test_a_burst_on_one_rank_and_rows_by_themselves(team):
     assert said["iterations"][0] == usual["iterations"][0]
 
 
-def test_a_burst_in_more_steps_than_are_told_of(team):
-    """Of so many chunks ranks tell each other the largest of groups; what is finer each sees in its own part."""
-    length = 2 * 3000
-    xs, z0 = torch.sin(torch.arange(length) ** 2.0), torch.zeros(1)
-    xs[100], xs[400] = 3e8, 3e8  # what lives between is shorter than groups tell of
-    said, states, loop = solved(team, "forgetting", z0, xs, lengths=[3000, 3000], chunk=1)
-    assert said["local"] == [True]
-    off = (states - loop).abs()
-    assert off[120:400].max() <= 1e-3
-    assert off[420:].max() <= 1e-3
+def signal(kind, length):
+    """The sizes of states, the initial one first."""
+    at = torch.arange(length + 1.0)
+    sizes = {
+        "lives": torch.ones(length + 1),
+        "dies": 0.99**at,
+        "lives for a while": torch.where(at < max(40, length // 12), 1.0, 0.0),
+        "becomes large in the end": torch.where(at > length - 5, 1e9, 1.0),
+    }[kind]
+    sizes[0] = 1.0 if kind == "dies" else 1e7
+    return sizes
+
+
+@pytest.mark.parametrize("length", [60, 3000])  # of the longer one the largest of groups are told
+@pytest.mark.parametrize("kind", ["lives", "dies", "lives for a while", "becomes large in the end"])
+def test_the_rule_is_that_of_one_process(team, kind, length):
+    sizes = signal(kind, length)
+    for lengths in ([length // 2] * 2, [length // 4, length - length // 4], [0, length]):
+        for errors in (0.5, 1e-6):
+            found = team.results(
+                2, "distributed.transients", "hides", sizes=sizes, errors=errors, lengths=lengths, rtol=1e-5
+            )
+            initial, states = sizes[0].view(1, 1), sizes[1:].view(-1, 1, 1)
+            expected = Tolerance(0.0, 1e-5).hides(states, initial, torch.full_like(states, errors))
+            assert found == [bool(expected)] * 2
+            assert bool(expected) == (kind != "dies" and errors == 0.5)
 
 
 def test_what_cannot_be_found_is_left_to_the_loop_and_told(team):

@@ -9,6 +9,9 @@ import torch
 import deeppcr
 import test_transient as alone
 from deeppcr import distributed
+from deeppcr.across.part import Part
+from deeppcr.across.progress import Shared
+from deeppcr.distributed.ranks import Ranks
 
 SOLVERS = {
     "newton": deeppcr.Newton(),
@@ -43,3 +46,12 @@ def died_out(mesh, seed, lengths):
     weights = distributed.shard(weights, mesh, lengths=lengths)
     found = deeppcr.solve(lambda z, w: torch.tanh(z) @ w.mT, z0, weights, solver=deeppcr.Newton(), mesh=mesh)
     return found.result.name, found.local, int(found.iterations.max())
+
+
+def hides(mesh, sizes, errors, lengths, rtol):
+    """Of sizes [1 + L] of states and their errors, by what ranks tell each other."""
+    initial, states = sizes[0].view(1, 1), distributed.shard(sizes[1:].view(-1, 1, 1), mesh, lengths=lengths)
+    part = Part(Ranks.of(mesh), torch.tanh, initial, None, len(states), 1)
+    entry, *_ = part.meet(states)
+    progress = Shared(part, deeppcr.Newton(rtol=rtol), 1)
+    return bool(progress.hides(states, torch.full_like(states, errors), None, entry))
