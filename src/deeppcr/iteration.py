@@ -6,6 +6,7 @@ Shapes: L steps in N chunks of C, B rows, D the packed state. The unknowns are t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Outcome:
     local: Tensor | None = None
 
     @staticmethod
-    def of(states: Tensor, run: Safeguarded) -> Outcome:
+    def of(states: Tensor, run: Safeguarded[Any]) -> Outcome:
         progress = run.progress
         none = torch.zeros(0, progress.layout.rows, device=states.device)
         return Outcome(
@@ -83,7 +84,7 @@ def first_ends(sequence: Sequence, guess: Guess, chunk: int) -> Tensor:
     return torch.cat([ends, guess.states(sequence, range(sequence.length - 1, sequence.length))])
 
 
-class Iteration(Safeguarded):
+class Iteration(Safeguarded[Progress]):
     """One run in one process. ``progress`` knows which rows and chunks are finished.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ FAR = 10.0
 _CLOSER_LOOKS = 4
 #: For ``Progress.bounds`` where nobody knows what a step rounds: no more than the largest number beside it does.
 ANY_ROUNDING = partial(torch.full_like, fill_value=math.inf)
+_Progress = TypeVar("_Progress", bound=Progress)
 
 
-class Safeguarded:
+class Safeguarded(Generic[_Progress]):
     """One run: its unknowns, how an update is applied to them, and its safeguards.
 
     How often a run looks, and at what, is up to who derives from this: in one process a look takes an evaluation of the steps and spares
@@ -41,7 +43,7 @@ class Safeguarded:
     """
 
     newton: Newton
-    progress: Progress
+    progress: _Progress
     chunk: int
     plan: Plan
     ends: Tensor
@@ -50,7 +52,7 @@ class Safeguarded:
     rolled_on: bool
     reasons: tuple[str, ...]
 
-    def __init__(self, newton: Newton, progress: Progress, ends: Tensor, chunk: int, plan: Plan):
+    def __init__(self, newton: Newton, progress: _Progress, ends: Tensor, chunk: int, plan: Plan):
         self.newton, self.progress, self.chunk, self.plan = newton, progress, chunk, plan
         self.ends = self.guess = ends
         self.first, self.rolled_on = 0, False

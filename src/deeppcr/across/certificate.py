@@ -22,11 +22,10 @@ from .part import Part
 from .progress import Shared
 
 
-class Certified(Safeguarded):
+class Certified(Safeguarded[Shared]):
     """What an iteration over ranks asks of what it found."""
 
     part: Part
-    progress: Shared
     entry: Tensor
 
     def __init__(self, newton: Newton, part: Part, ends: Tensor, chunk: int, plan: Plan):
