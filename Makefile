@@ -14,6 +14,9 @@ PY := $(VENV)/bin/python
 extra = $(VENV)/.with-$(1)
 endif
 
+# Bytecode is kept, whatever the caller's shell says: without it every process of the tests compiles all of them and the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One make does one thing at a time, and two makes started side by side wait for each other (where flock exists):
 # they would install into the same environment.
 .NOTPARALLEL:

@@ -226,9 +226,8 @@ class Progress:
         self.codes = torch.where(rows, result.severity, self.codes)
         self.prefix = torch.where(rows, torch.minimum(self.prefix, self.iterations), self.prefix)
 
-    def join(self, fine: Tensor) -> None:
-        """Exact are only chunks that each begin where the one before it ends, ``fine`` [N, B]; who claimed more loses the claim."""
-        joined = self.leading(fine)
+    def join(self, joined: Tensor) -> None:
+        """Exact are only the first ``joined`` [B] chunks, which each begin where the one before it ends; who claimed more loses the claim."""
         self.prefix = torch.minimum(self.prefix, joined)
         if self.stop.promises:
             lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
@@ -270,11 +269,29 @@ class Progress:
                 rounding = torch.maximum(rounding, products(signs * before).abs())
             rounding = torch.minimum(rounding, most)
         if scale is None:
-            scale = self.tolerance.scale(states, initial)
-        if self.local is not None:
-            around = replace(self.tolerance, local=True).scale(states, initial)
-            scale = torch.where(self.local.unsqueeze(-1), around, scale)
+            scale = self.scale(states, initial)
         return Bounds(self.tolerance, scale[first:], self.eps * rounding)
+
+    @property
+    def asks_for_every_state(self) -> bool:
+        """Whether digits of every state are asked for, in some row at least."""
+        return self.tolerance.local or self.local is not None
+
+    def scale(self, states: Tensor, initial: Tensor, peak: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+        """[N, B, D], the size of every component: that up to each state, or around it where rows are asked for that.
+
+        Args:
+            peak: [B, D], the size up to the initial state, where that is not the first of all
+            after: [B, D], the state after the last, where there is one
+        """
+        around = states
+        if self.asks_for_every_state:
+            following = states if after is None else torch.cat([states, after.unsqueeze(0)])
+            around = replace(self.tolerance, local=True).scale(following, initial)[: len(states)]
+            if self.local is None:
+                return around
+        so_far = self.tolerance.scale(states, initial if peak is None else peak)
+        return so_far if self.local is None else torch.where(self.local.unsqueeze(-1), around, so_far)
 
     def look_closer(self, rows: Tensor) -> None:
         """From now on these rows [B] are asked for digits of every state, relative to the size around it; progress is measured anew."""

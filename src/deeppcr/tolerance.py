@@ -80,6 +80,10 @@ class Tolerance:
         """A number that is no larger than this part of its largest size so far is faint: of its digits not much is known."""
         return max(self.rtol, min(FAINT * self.rtol, SMALL))
 
+    def is_faint(self, states: Tensor, scale: Tensor) -> Tensor:
+        """[B]: whether any number of states [n, B, D] of such a scale is."""
+        return (states.abs() <= self.faint * scale).any(-1).any(0)
+
     def hides(self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
 

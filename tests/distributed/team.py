@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -17,8 +16,14 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TESTS = Path(__file__).parents[1]
+#: Where cases and what they test are found; and kernels, where a case asks for them, are interpreted.
+_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+    "TRITON_INTERPRET": "1",
+}
 #: Seconds that a rank waits for the others in a message.
 TIMEOUT = 20
 #: and that a case may take.
@@ -35,13 +40,11 @@ class Raised:
 
 
 def _work(rank: int, count: int, sizes: tuple[int, ...], store: str, pipe: Any) -> None:
-    sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"  # where a case asks for kernels
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
     )
@@ -64,17 +67,21 @@ class Team:
     def __init__(self, count: int, sizes: tuple[int, ...]):
         self.count, self.sizes = count, sizes
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # Imported once for all ranks of all teams: each by itself takes seconds to.
+        context.set_forkserver_preload(["torch.distributed", "distributed.cases", "distributed.more_cases"])
         self.folder = tempfile.TemporaryDirectory()
         store = os.path.join(self.folder.name, "store")
         self.pipes, self.processes = [], []
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, count, sizes, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        with mock.patch.dict(
+            os.environ, _ENVIRONMENT
+        ):  # which the process that they are forked from has to know before it imports
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(rank, count, sizes, store, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
         for pipe in self.pipes:
             assert self._heard(pipe) == "ready"
 

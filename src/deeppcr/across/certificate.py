@@ -15,48 +15,29 @@ from ..certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BAC
 from ..convergence import NEGLIGIBLE, still_to_come
 from ..linear import Blocks
 from ..newton import Newton
+from ..safeguards import Safeguarded, largest_of
 from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
-from ..tolerance import Bounds
 from .part import Part
-from .progress import Shared, largest_of
+from .progress import Shared
 
 
-class Certified:
-    """What an iteration over ranks asks of what it found. Whose attributes it reads are those of ``Iteration``."""
+class Certified(Safeguarded[Shared]):
+    """What an iteration over ranks asks of what it found."""
 
-    newton: Newton
     part: Part
-    plan: Plan
-    progress: Shared
-    chunk: int
-    first: int
-    ends: Tensor
     entry: Tensor
-    reasons: tuple[str, ...]
 
-    def starts(self) -> Tensor:
-        raise NotImplementedError
+    def __init__(self, newton: Newton, part: Part, ends: Tensor, chunk: int, plan: Plan):
+        super().__init__(newton, Shared(part, newton, chunk), ends, chunk, plan)
+        self.part = part
 
     def linearise(self) -> tuple[Tensor, Blocks]:
         raise NotImplementedError
 
-    def bounds(self, products: Callable[[Tensor], Tensor] | None = None, *, all_of_them: bool = False) -> Bounds:
-        raise NotImplementedError
-
-    def meet(self, **measures: Tensor) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def end_stuck(self) -> None:
-        """Rows whose updates stay small and shrink no more: rounding is all that is left, or the Jacobians are not the step's."""
-        progress = self.progress
-        if self.newton.quadratic:
-            values, blocks = self.linearise()
-            true = self.has_derivative(values, blocks.apply)
-            if (progress.stuck & ~true).any():
-                self.reasons = (FALSE_DERIVATIVE,)
-                progress.finish(progress.stuck & ~true, Result.NOT_CONVERGED)
-        progress.finish(progress.stuck, Result.PRECISION_FLOOR)
+    def has_derivative_at_ends(self) -> Tensor:
+        values, blocks = self.linearise()
+        return self.has_derivative(values, blocks.apply)
 
     def has_derivative(self, values: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
         """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say: see ``certificate``."""
@@ -100,16 +81,20 @@ class Certified:
             progress.withdraw(claimed, Result.UNCERTIFIED)
             self._not_certified("the step cannot be differentiated")
             return
-        bounds = self.bounds(push, all_of_them=True)
+        bounds = self.bounds(push)
         error, known = self._error(push, bounds.rounding, residual, blocks)
         true = self.has_derivative(values, push)
         ratio, rounded = bounds.ratio(error), (error.abs() > 100 * bounds.rounding).any(-1)
-        _, _, (worst, beyond) = part.meet(self.ends, largest_of(ratio), largest_of(rounded.double()))
+        faint = progress.tolerance.is_faint(self.ends, bounds.scale)
+        _, _, (worst, beyond, faint) = part.meet(self.ends, largest_of(ratio), largest_of(rounded.double()), faint)
         small, is_rounding = worst <= torch.where(true & known, TAKEN_BACK, 1), beyond == 0
         progress.withdraw(claimed & ~small & is_rounding, Result.PRECISION_FLOOR)
         floor = progress.codes == Result.PRECISION_FLOOR.severity
         small |= floor & is_rounding
         lost = claimed & (~small | (floor & ~true))
+        if not progress.tolerance.local and ((faint > 0) & claimed).any():
+            sizes = torch.maximum(self.ends.abs(), values.abs())
+            lost |= claimed & self.hides(sizes, error.abs(), (self.ends + error).abs())
         progress.withdraw(lost)
         progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
         if (claimed & ~lost & ~true).any():
@@ -117,7 +102,7 @@ class Certified:
         if (claimed & ~lost & true & ~known).any():
             self._not_certified("products with the true Jacobians did not converge")
         self.ends = torch.where((claimed & ~lost & true & known).unsqueeze(-1), self.ends + error, self.ends)
-        self.meet()
+        self.tell()
 
     def _not_certified(self, why: str) -> None:
         self.reasons = (*self.reasons, why)

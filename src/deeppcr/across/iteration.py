@@ -2,7 +2,8 @@
 
 An iteration linearises at the last states, solves for the update, and tells the other ranks what came out: one prefix of affine maps and one
 packed message. By the latter all ranks know the same and decide alike. What an iteration finds is also a look at the one before: a row is
-done when its residual was within the tolerance, and what true Jacobians made of it, too. That last update is made, and not counted.
+done when its residual was within the tolerance, and what true Jacobians made of it, too. That last update is made, and not counted. (In one
+process a look by itself is cheaper than Jacobians; here it would take as many messages as an iteration.)
 
 Shapes: N chunks on this rank (n of them from chunk ``first`` on), B rows, D the packed state.
 """
@@ -16,43 +17,35 @@ import torch
 from torch import Tensor
 
 from ..guess import Guess
-from ..iteration import ANY_ROUNDING, FAR, GAP, Outcome, first_ends
+from ..iteration import GAP, Outcome, first_ends
 from ..linear import Blocks, LinearSolver
 from ..newton import Newton
+from ..safeguards import ANY_ROUNDING, largest_of
 from ..solution import Plan, Result
 from ..tolerance import Bounds
 from .certificate import Certified
 from .kernels import Kernels
 from .part import Part, nearest
-from .progress import Shared, largest_of
 
 
 class Iteration(Certified):
     """One run on all ranks, of which each has its own unknowns.
 
     Attributes:
-        ends: [N, B, D], the states after this rank's chunks; always finite
         entry: [B, D], the state that this rank starts from
         peak: [B, D], how large each number of a state was before this rank's part
+        after: [B, D], where digits of every state are asked for: the one after this rank's part, if there is one
         sizes: [B, D], in the end: of all states of all ranks
     """
 
-    newton: Newton
-    part: Part
-    plan: Plan
-    progress: Shared
-    chunk: int
-    first: int
-    ends: Tensor
     entry: Tensor
     peak: Tensor
     sizes: Tensor
     after: Tensor | None
-    guess: Tensor
-    rolled_on: bool
     values: Tensor | None
     unit: Tensor | None
     far: bool
+    faint: Tensor
 
     def __init__(
         self,
@@ -63,25 +56,27 @@ class Iteration(Certified):
         plan: Plan,
         kernels: Kernels | None = None,
     ):
-        self.newton, self.part, self.chunk, self.plan, self.kernels = newton, part, chunk, plan, kernels
-        self.progress = Shared(part, newton, chunk)
-        self.first = 0
-        self.blocks: Blocks | None = None  # of no step: what structure they have on all ranks
-        self.reasons: tuple[str, ...] = ()
-        # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank.
-        self.values = self.unit = None
-        self.far = False  # whether some state of some rank may have been thrown far away
-        self.ends = part.empty()
+        ends = part.empty()
         with part.trouble.kept():
             if part.sequence is not None and guess is not None:
-                self.ends = first_ends(part.sequence, guess, chunk).detach().clone()
-        self.guess, self.rolled_on = self.ends, False
-        self.meet()
+                ends = first_ends(part.sequence, guess, chunk).detach().clone()
+        super().__init__(newton, part, ends, chunk, plan)
+        self.kernels = kernels
+        self.structure: Blocks | None = None  # blocks of no step: what structure they have on all ranks
+        # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank; whether some
+        # state of some rank may have been thrown far away; rows that are faint somewhere.
+        self.values = self.unit = None
+        self.far, self.faint = False, torch.zeros_like(self.progress.active)
+        self.tell()
 
-    def meet(self, **measures: Tensor) -> dict[str, Tensor]:
+    @property
+    def before(self) -> Tensor:
+        return self.entry
+
+    def tell(self, **measures: Tensor) -> dict[str, Tensor]:
         self.entry, self.peak, found = self.part.meet(self.ends, *measures.values())
         self.after = None
-        if self.progress.tolerance.local:  # the size around a step is that of the one after it, too
+        if self.progress.asks_for_every_state:  # the size around a step is that of the one after it, too
             held = self.ends[:1] if len(self.ends) else self.part.empty().new_zeros(1, *self.entry.shape)
             ahead = self.part.ranks.reversed().before(
                 torch.cat([held.flatten(), held.new_full((1,), len(self.ends))]), nearest
@@ -90,22 +85,19 @@ class Iteration(Certified):
         return dict(zip(measures, found, strict=True))
 
     def starts(self) -> Tensor:
-        return torch.cat([self.entry.unsqueeze(0), self.ends[:-1]])[self.first :] if len(self.ends) else self.ends
+        return super().starts() if len(self.ends) else self.ends
 
-    def bounds(self, products: Callable[[Tensor], Tensor] | None = None, *, all_of_them: bool = False) -> Bounds:
-        first = 0 if all_of_them else self.first
-        tolerance, states = self.progress.tolerance, self.ends
-        if not len(states):
-            return Bounds(tolerance, states, states)
-        if not tolerance.local:
-            scale = tolerance.scale(states, self.peak)
-        elif self.after is None:
-            scale = tolerance.scale(states, self.entry)
-        else:
-            scale = tolerance.scale(torch.cat([states, self.after.unsqueeze(0)]), self.entry)[:-1]
-        if products is not None and not self.newton.quadratic:
-            products = ANY_ROUNDING
-        return self.progress.bounds(states, self.entry, first, products, scale)
+    def scale(self) -> Tensor:
+        return self.progress.scale(self.ends, self.entry, self.peak, self.after)
+
+    def bounds(self, products: Callable[[Tensor], Tensor] | None = None) -> Bounds:
+        return super().bounds(products) if len(self.ends) else Bounds(self.progress.tolerance, self.ends, self.ends)
+
+    def hides(self, sizes: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
+        return self.progress.hides(sizes, errors, closer, self.entry)
+
+    def has_faint(self, rows: Tensor, ends: Tensor, bounds: Bounds) -> bool:
+        return bool((self.faint & rows).any())
 
     @torch.no_grad()
     def run(self) -> Outcome:
@@ -115,10 +107,6 @@ class Iteration(Certified):
             self.iterate(counts)
             if not counts or not progress.active.any() or (not tested and progress.count >= progress.limit):
                 break
-            if tested and self.newton.stop.promises and bool(progress.stuck.any()):
-                self.end_stuck()
-                if not progress.active.any():
-                    break
             hopeless = progress.why_hopeless() if tested else None
             if hopeless and not self.roll_on():
                 self.reasons = (*self.reasons, hopeless)
@@ -149,11 +137,11 @@ class Iteration(Certified):
                 except Exception as error:
                     self._locate(error, starts)
                     raise
-        if self.blocks is None:
-            self.blocks = self.part.agree_on(blocks)
+        if self.structure is None:
+            self.structure = self.part.agree_on(blocks)
         if blocks is None:
-            shape = self.blocks.data.shape[1:]
-            blocks = type(self.blocks)(self.blocks.data.new_zeros(len(values), *shape))
+            shape = self.structure.data.shape[1:]
+            blocks = type(self.structure)(self.structure.data.new_zeros(len(values), *shape))
         if self.newton.shrink != 1.0:
             blocks = type(blocks)(blocks.data * self.newton.shrink)
         return values, blocks
@@ -172,30 +160,36 @@ class Iteration(Certified):
                     break
         error.args = (f"{error} ({where})",)
 
+    def evaluate(self, ends: Tensor | None = None) -> Tensor:
+        entry, ends = (self.entry, self.ends) if ends is None else (self.part.meet(ends)[0], ends)
+        values = ends[self.first :]
+        with self.part.trouble.kept():
+            if self.part.sequence is not None and len(values):
+                starts = torch.cat([entry.unsqueeze(0), ends[:-1]])[self.first :]
+                values = (self.kernels or self.part.sequence).roll_out(starts, self.chunk, self.first)[0]
+        return values
+
+    def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
+        return self.part.solve(blocks, residual, self.newton.linear, choose=self.choose)
+
     def iterate(self, counts: bool) -> None:
         """One iteration; ``counts``: False for a look after the last."""
-        progress = self.progress
+        progress, promises = self.progress, self.newton.stop.promises
         values, blocks = self.linearise()
         if self.far:
             values, blocks = self.call_back(values, blocks)
-        ends = self.ends[self.first :]
-        frozen, next_exact = progress.frozen(self.first)
-        # From an exact start a value that is not finite is the sequence's own; elsewhere the iterate has strayed: the chain is cut there.
+        before, first = self.ends, self.first
+        ends = before[first:]
+        frozen, next_exact = progress.frozen(first)
+        # From an exact start a value that is not finite is the sequence's own, which all ranks have to hear first.
         finite = torch.isfinite(values).all(-1) | frozen
         lost = (~finite & next_exact).any(0)
         if not finite.all():
             blocks = blocks.where(finite & ~frozen)
-        residual = torch.where((finite & ~frozen).unsqueeze(-1), values - ends, 0)
-        delta = self.part.solve(blocks, residual, self.newton.linear, choose=self.choose)
+        residual, delta = self.correct(values, blocks, finite, frozen, next_exact)
 
-        moved = ends + delta
-        moved = torch.where(torch.isfinite(moved).all(-1, keepdim=True), moved, values)
-        moved = torch.where(next_exact.unsqueeze(-1), values, moved)  # exact, whatever else happens
-        usable = torch.isfinite(moved).all(-1) & ~frozen
-        moved = torch.where(usable.unsqueeze(-1), moved, ends)
-        came_out = torch.where(finite.unsqueeze(-1), values, ends)
+        moved, came_out = self.ends[first:], torch.where(finite.unsqueeze(-1), values, ends)
         unit = largest_of(came_out.abs()) if self.unit is None else self.unit
-        before, self.ends = self.ends, torch.cat([self.ends[: self.first], moved])
         bounds = self.bounds(blocks.apply)
         update = torch.where(frozen, 0, bounds.ratio(delta))
         off = torch.where(finite, bounds.ratio(residual), math.inf)
@@ -209,28 +203,33 @@ class Iteration(Certified):
             "worst": largest_of(update),
             "off": largest_of(off),
             "residual": largest_of(residual.abs().nan_to_num(math.inf, math.inf)).amax(-1),
-            "unsettled": -progress.leading(settled, self.first),
+            "unsettled": -progress.leading(settled, first),
             "large": ~small,
             "lost": lost,
             "unit": largest_of(came_out.abs()),
-            "far": self._far(moved, came_out, unit).any(0) if len(moved) else torch.zeros_like(progress.active),
+            "far": self.find_far(moved, came_out, unit).any(0) if len(moved) else torch.zeros_like(progress.active),
         }
+        if self.newton.quadratic and promises:
+            measures["faint"] = progress.tolerance.is_faint(ends, bounds.scale)
         if not self.newton.quadratic:
             measures |= progress.rates(delta, bounds)
-        found = self.meet(**measures)
-        progress.heard(found, counts=counts)
+        found = self.tell(**measures)
+        self.faint = found.get("faint", torch.zeros_like(self.faint)) > 0
         self.far = bool(((found["far"] > 0) & progress.active).any())
-        self.values, self.unit = torch.cat([before[: self.first], came_out]), found["unit"].to(self.ends.dtype)
+        self.values, self.unit = torch.cat([before[:first], came_out]), found["unit"].to(self.ends.dtype)
 
-    def _far(self, ends: Tensor, values: Tensor, unit: Tensor) -> Tensor:
-        """[n, B]: which states an update threw far away from what came out before it, every component in a unit [B, D] of its own."""
-        unit = unit.clamp(min=torch.finfo(ends.dtype).tiny)
-        sizes = ((each / unit).abs().amax(-1) for each in (ends, values))
-        return (next(sizes) > FAR * next(sizes)) & self.progress.active
+        done = progress.seem_done(found)
+        hidden = self.hidden_among(done, ends, came_out, delta, blocks, bounds) if promises else None
+        progress.heard(found, done if hidden is None else done & ~hidden, counts=counts)
+        if hidden is not None:  # their updates were measured otherwise until now
+            progress.look_closer(hidden)
+            self.tell()
+        if counts and promises and bool(progress.stuck.any()):
+            self.end_stuck(came_out, delta, blocks, bounds)
 
     def call_back(self, values: Tensor, blocks: Blocks) -> tuple[Tensor, Blocks]:
-        """States that the last update threw far away, to where the step says they do not belong, get their step values back, and so do
-        those that follow: see ``deeppcr.iteration.Iteration``. Ranks ask each other only where some state is far away.
+        """States that the last update threw far away get their step values back: see ``find_thrown``. Ranks ask each other only where some
+        state is far away.
 
         Args:
             values, blocks: at the states as they are
@@ -238,70 +237,20 @@ class Iteration(Certified):
         Returns:
             at the states as they are then
         """
-        progress, ends = self.progress, self.ends[self.first :]
+        ends = self.ends[self.first :]
         assert self.values is not None
         assert self.unit is not None
-        last, unit = self.values[self.first :], self.unit.clamp(min=torch.finfo(ends.dtype).tiny)
-        far = self._far(ends, last, unit)
-        off = ((values - ends) / unit).abs().amax(-1) > 0.1 * (ends / unit).abs().amax(-1)
-        told = -progress.leading(~(far & off), self.first)
-        _, (wrong,) = self.part.say(self.part.ranks, ends.new_zeros(1), torch.maximum, (told,))
-        if not ((-wrong < progress.chunks) & progress.active).any():
+        last = self.values[self.first :]
+        thrown, begin = self.find_thrown(values - ends, last, self.unit)
+        if not ((begin < self.progress.chunks) & self.progress.active).any():
             return values, blocks
-        thrown = far & (progress.index[self.first :] >= -wrong)
-        self.ends = torch.cat([self.ends[: self.first], torch.where(thrown.unsqueeze(-1), last, ends)])
-        self.meet()
+        self.replace(torch.where(thrown.unsqueeze(-1), last, ends))
+        self.tell()
         return self.linearise()
 
     def roll_on(self) -> bool:
-        """Where Newton is hopeless from the guess, roll the chunks out from it, again and again: see ``deeppcr.iteration.Iteration``.
-
-        Each time the ranks tell each other where they ended.
-
-        Returns:
-            whether the iteration is worth going on with
-        """
-        progress, ends = self.progress, self.ends
-        left = progress.chunks - int(progress.prefix[progress.active].min())
-        to_the_end = 2 * progress.count + left <= progress.chunks // 2
-        if not progress.compare_with_loop or (self.rolled_on and not to_the_end):
-            return False
-        self.rolled_on = True
-        most = left if to_the_end else left // 2
-        frozen, _ = progress.frozen(0)
-        self.ends = torch.where(frozen.unsqueeze(-1), ends, self.guess)
-        self.meet()
-        residuals: list[Tensor] = []  # [B] each, in units of the tolerance
-        while len(residuals) < most and (to_the_end or progress.falls(residuals)):
-            last = values = self.ends[self.first :]
-            with self.part.trouble.kept():
-                if self.part.sequence is not None and len(last):
-                    values = (self.kernels or self.part.sequence).roll_out(self.starts(), self.chunk, self.first)[0]
-            finite = torch.isfinite(values).all(-1)
-            off = torch.where(frozen[self.first :], 0, self.bounds().ratio(values - last))
-            moved = torch.where((finite & ~frozen[self.first :]).unsqueeze(-1), values, last)
-            self.ends = torch.cat([self.ends[: self.first], moved])
-            residuals.append(self.meet(off=largest_of(off))["off"])
-        return self._keep_what_came_near(ends, residuals)
-
-    def _keep_what_came_near(self, ends: Tensor, residuals: list[Tensor]) -> bool:
-        """After the chunks were rolled out: rows that are no nearer get their ``ends`` [N, B, D] back, but for what is exact now."""
-        progress, times = self.progress, len(residuals)
-        if times:
-            finite = torch.isfinite(torch.stack(residuals)).all(0)
-            near = progress.active & finite & progress.came_near(residuals[0], residuals[-1])
-            self.plan.note(
-                f"after {progress.count} iterations the chunks were rolled out {times} times from the guess: "
-                f"{int(near.sum())} of {int(progress.active.sum())} rows came near"
-            )
-            progress.advance(finite, times)
-            exact = progress.index < progress.prefix
-            self.ends = torch.where((near | exact).unsqueeze(-1), self.ends, ends)
-            worth = progress.is_early or bool(near.any()) or not progress.active.any()
-        else:
-            self.ends, worth = ends, progress.is_early
+        worth = super().roll_on()
         self.values, self.unit, self.far = None, None, False  # of other states
-        self.meet()
         return worth
 
     def choose(self, couplings: Blocks) -> LinearSolver:
@@ -323,13 +272,5 @@ class Iteration(Certified):
         self.entry, self.peak, (joined, sizes) = part.meet(states, gaps, largest_of(states.abs()))
         self.sizes = sizes.to(states.dtype)
         if self.chunk > 1:
-            progress.joined_at(-joined.long())
-        none = torch.zeros(0, part.layout.rows, device=states.device)
-        return Outcome(
-            states=states,
-            results=progress.results,
-            iterations=progress.iterations,
-            exact_steps=progress.exact_steps,
-            updates=torch.stack(progress.updates) if progress.updates else none,
-            reasons=self.reasons,
-        )
+            progress.join(-joined.long())
+        return Outcome.of(states, self)

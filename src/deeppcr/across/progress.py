@@ -12,9 +12,13 @@ from torch import Tensor
 
 from ..convergence import Progress, error_left, still_to_come
 from ..newton import Newton
+from ..safeguards import largest_of
 from ..solution import Result
 from ..tolerance import ROUNDED, Bounds
 from .part import Part
+
+#: Of so many groups of chunks, all ranks together, it is told how large they are.
+_GROUPS = 256
 
 
 class Shared(Progress):
@@ -57,32 +61,57 @@ class Shared(Progress):
             return torch.full_like(self.prefix, self.chunks)
         return super().leading(fine, first)
 
-    def joined_at(self, joined: Tensor) -> None:
-        """Exact are only the first ``joined`` [B] chunks; who claimed more loses the claim."""
-        self.prefix = torch.minimum(self.prefix, joined)
-        if self.stop.promises:
-            lost = (joined < self.chunks) & (self.codes == Result.CONVERGED.severity)
-            self.codes = torch.where(lost, Result.NOT_CONVERGED.severity, self.codes)
+    def hides(self, sizes: Tensor, errors: Tensor, closer: Tensor | None, entry: Tensor) -> Tensor:
+        """[B]: ``Tolerance.hides`` of the whole, on all ranks alike.
 
-    def heard(self, found: dict[str, Tensor], *, counts: bool) -> Tensor:
-        """After an iteration, and what all ranks said of it; returns which rows are done by it alone, [B].
+        Ranks tell each other the largest of groups of their chunks, so many that the message does not depend on the number of steps. By
+        those a transient is seen that hides something on another rank; what is finer than a group, each rank sees in its own part.
 
         Args:
-            counts: False for a look after the last iteration, at what it left
+            sizes, errors, closer: [N, B, D], of this rank; not below 0
+            entry: [B, D], the state that this rank starts from
         """
+        dtype = torch.promote_types(sizes.dtype, torch.float32)
+        series = torch.stack([sizes, errors, sizes if closer is None else closer]).to(dtype)
+        group = -(-self.chunks // _GROUPS)
+        counts = [-(-each // group) for each in self.part.cut(self.chunk)[0]]
+        padded = series.new_zeros(3, max(counts) * group, *series.shape[2:])
+        padded[:, : len(sizes)] = series
+        grouped = padded.unflatten(1, (-1, group)).amax(2)
+        own = torch.zeros_like(self.active)
+        if group > 1 and len(sizes):
+            own = self.tolerance.hides(series[0], entry.to(dtype), series[1], series[2])
+        told = self.part.ranks.gather(torch.cat([grouped.flatten(), own.to(dtype)]))
+        hidden = (told[:, -len(own) :] > 0).any(0)
+        groups = told[:, : -len(own)].unflatten(1, grouped.shape)
+        joined = torch.cat([each[:, :count] for each, count in zip(groups, counts, strict=True)], 1)
+        return hidden | self.tolerance.hides(joined[0], self.part.initial.detach().to(dtype), joined[1], joined[2])
+
+    def seem_done(self, found: dict[str, Tensor]) -> Tensor:
+        """[B]: by what all ranks said after an iteration, rows of which the one before was enough."""
         self.finish(found["lost"] > 0, Result.NON_FINITE)
-        worst, off, looked = found["worst"], found["off"], self.count > 0 and self.stop.fixed is None
         if self._first_residual is None:
             self._first_residual = found["residual"].to(self.layout.dtype)
-        done = torch.zeros_like(self.active)
-        if looked:
-            size = found["residual"].to(self.layout.dtype)[None, :, None]
-            done = self.active & self.stop.residual_suffices(size, self._first_residual)
-            if not self.stop.by_residual:
-                done &= (off <= 1) & (error_left(worst, worst, self.updates[-1]) <= 1) & self.quadratic
+        if not self.count or self.stop.fixed is not None:
+            return torch.zeros_like(self.active)
+        size = found["residual"].to(self.layout.dtype)[None, :, None]
+        done = self.active & self.stop.residual_suffices(size, self._first_residual)
+        if not self.stop.by_residual:
+            worst = found["worst"]
+            done &= (found["off"] <= 1) & (error_left(worst, worst, self.updates[-1]) <= 1) & self.quadratic
+        return done
+
+    def heard(self, found: dict[str, Tensor], done: Tensor, *, counts: bool) -> None:
+        """After an iteration, and what all ranks said of it.
+
+        Args:
+            done: [B], rows that are done by it alone
+            counts: False for a look after the last iteration, at what it left
+        """
         self.finish(done, Result.CONVERGED)
         if not counts:
-            return done
+            return
+        worst, off = found["worst"], found["off"]
         self.count += 1
         self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
         if self.active.any() or not self.updates:
@@ -90,7 +119,7 @@ class Shared(Progress):
         grown = torch.maximum(self.prefix + 1, -found["unsettled"].long()).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
         if self.stop.fixed is not None:
-            return done
+            return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)
         if self.stop.promises:
             if not self.quadratic:
@@ -98,7 +127,6 @@ class Shared(Progress):
             self.stuck = self.find_stuck(worst, off, found["large"] == 0)
         prefix = torch.where(self.active, self.prefix, self.chunks)
         self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
-        return done
 
     def _estimate(self, found: dict[str, Tensor]) -> Tensor:
         """[B]: the error that is left, in units of the tolerance, if updates go on falling as they did: see ``Progress``."""
@@ -120,8 +148,3 @@ class Shared(Progress):
             "creeping": largest_of(torch.where(harmless, 0, ratio)),
             "harmless": largest_of(torch.where(harmless, ratio, 0)).amax(-1),
         }
-
-
-def largest_of(each: Tensor) -> Tensor:
-    """Over this rank's chunks, of which there may be none: [n, ...] to [...]."""
-    return each.amax(0) if len(each) else each.new_zeros(each.shape[1:])

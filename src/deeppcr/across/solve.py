@@ -355,6 +355,8 @@ class _Solve:
             for note in part.sequence.all_notes:
                 plan.note(note)
         known = judged.known if promised is not None else outcome.exact_steps
+        if promised is not None and outcome.local is not None:
+            known = torch.where(outcome.local, part.total, known)
         return Solution(
             states=layout.unpack(states),
             iterations=outcome.iterations.reshape(batch),
@@ -367,5 +369,6 @@ class _Solve:
             description=description,
             z0=layout.unpack(part.initial.detach()),
             tolerance=promised,
+            local=None if outcome.local is None else outcome.local.reshape(batch),
             dropped=Dropped(1, part.total, layout.unpack(final), known.reshape(batch)),
         )

@@ -204,10 +204,10 @@ class Recording:
     def _hides(self, sequence: Sequence) -> bool:
         """Whether what seems to be hidden is more than noise: which takes closer looks than a recording holds."""
         iteration = Iteration(self._newton, sequence, self._kept["ends"].clone(), self._chunk, Plan())
-        values, iteration.blocks = iteration.linearise()
-        every = torch.ones_like(iteration.progress.active)
-        errors = iteration.solve(iteration.blocks, values - iteration.ends)
-        return bool(iteration.find_hidden(every, values, errors).any())
+        every, ends = torch.ones_like(iteration.progress.active), iteration.ends
+        values, blocks = iteration.linearise()
+        errors = iteration.solve(blocks, values - ends)
+        return bool(iteration.find_hidden(every, ends, values, errors, blocks).any())
 
     def _go_on_until_done(self) -> bool:
         """Whether the rows finished without a safeguard of the general iteration."""

@@ -45,11 +45,12 @@ class Noting(Iteration):
     def is_worth_it(self, flags: Tensor) -> bool:
         return True
 
-    def without_hidden(self, done: Tensor, values: Tensor, errors: Tensor, bounds: Bounds) -> Tensor:
+    def hidden_among(
+        self, done: Tensor, ends: Tensor, values: Tensor, errors: Tensor, blocks: Blocks, bounds: Bounds
+    ) -> None:
         """Whether something is hidden is seen at the end, once."""
         self.errors = torch.where(done.unsqueeze(-1), errors, self.errors)
-        self.sizes = torch.where(done.unsqueeze(-1), torch.maximum(self.ends.abs(), values.abs()), self.sizes)
-        return done
+        self.sizes = torch.where(done.unsqueeze(-1), torch.maximum(ends.abs(), values.abs()), self.sizes)
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         delta = super().solve(blocks, residual)
