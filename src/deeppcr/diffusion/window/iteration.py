@@ -55,6 +55,7 @@ class Iteration:
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
         eps: relative precision of states and network; and of the network while it is imprecise
+        rounded: [L], below this an update is what the network rounds: a step leaves with it, too
     """
 
     coefficients: Coefficients
@@ -101,13 +102,15 @@ class Iteration:
         accelerate: bool,
         adds_noise: bool,
         eps: tuple[float, float],
+        rounded: Tensor | None = None,
     ):
         self.coefficients, self.coupling = coefficients, coupling
         self.accelerate = accelerate
         length, slots = len(coefficients.timesteps), coefficients.slots
         self.length, self.samples, self.size = length, samples, min(size, length)
         like = coefficients.gain
-        self.freeze: Tensor = freeze.to(like).reshape(length, 1)
+        leaves = freeze if rounded is None else torch.maximum(freeze, rounded)
+        self.freeze: Tensor = leaves.to(like).reshape(length, 1)
         self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
         rounding = torch.finfo(like.dtype).eps
         self.rounding, self.floor = ROUNDING * rounding, FLOOR * rounding

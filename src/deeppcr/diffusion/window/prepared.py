@@ -105,8 +105,10 @@ class Prepared:
         if prior.of_path is not prior:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with window.settings(device):
-            eps, self.tf32 = problem.eps, has_tf32(problem)
-        coarse = kind.margin * of_network(problem, self.coupling, eps)
+            eps, rounding, self.tf32 = problem.eps, problem.rounding, has_tf32(problem)
+        # As its dtype says, and as it was seen to.
+        coarse = kind.margin * of_network(problem, self.coupling, rounding.clamp(max=eps))
+        rounded = of_network(problem, self.coupling, rounding)
         bound = window.freeze**0.5 * self.tolerance
         self.iteration: Iteration = kind(
             problem.coefficients,
@@ -121,6 +123,7 @@ class Prepared:
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
             eps=(eps, max(eps, TF32)),
+            rounded=rounded,
         )
         self.least: Tensor = torch.zeros_like(self.iteration.allowance)
         self.residual: Tensor = torch.zeros_like(self.iteration.measured)

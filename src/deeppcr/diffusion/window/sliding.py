@@ -56,7 +56,9 @@ class SlidingIteration(Iteration):
     in_words: str | None = "iteration: a window that slides, with slopes as seen"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
+        rounded = settings.pop("rounded")
         super().__init__(coefficients, coupling, samples, width, **{**settings, "accelerate": False})
+        self.rounded: Tensor = rounded.to(self.freeze).reshape(-1, 1)
         like, length, steps, prior = coefficients.gain, self.length, coupling.steps, coupling.prior
         assert isinstance(prior, GaussianPrior)
         self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
@@ -144,8 +146,10 @@ class SlidingIteration(Iteration):
         left = torch.where(rate < _SLOWEST, largest * rate / (1 - rate), largest).minimum(largest)
         # Of a step that was evaluated once it is not known how it amplifies errors: it must be right but for rounding.
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height
-        small = left <= threshold
-        excess = torch.where(small > first, left - self.floor * height, 0)
+        # What falls no more and is no larger than what the network rounds, will not be smaller.
+        stays = (rate >= _SLOWEST) & (self.used[at, who] > 1) & (largest <= self.rounded[at, 0])
+        small = (left <= threshold) | stays
+        excess = torch.where((small > first) & ~stays, left - self.floor * height, 0)
         self._put("excess", place, torch.where(used, excess, self.excess[at, who]))
         jumped = first > small
         if self.coefficients.limit is not None:

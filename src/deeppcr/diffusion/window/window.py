@@ -28,8 +28,8 @@ _FILLING = {"cuda": 1024, "cpu": 64}
 #: network's and the sample's affair: 2 to 60 times in DDIM with networks trained well and badly, hundreds of times in a few
 #: samples of DDPM. Where more was seen in the end, a sample goes back (``Iteration``).
 _GROWTH = 100.0
-#: the largest numbers of states, as far as normal noise tells
-_LARGE = 4.0
+#: A network of half precision rounds otherwise than in the loop, and a step leaves with as much.
+_ROUNDS = 2.0
 #: where one window holds all of so many steps or more, the network is first asked at some of them
 _MANY = 512
 
@@ -105,7 +105,7 @@ class Window:
             if problem.in_tf32:
                 return 4e-3
             coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype, plain=True)
-            return max(1e-3, _LARGE * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
+            return max(1e-3, _ROUNDS * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
 
     def settings(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, PyTorch is set as the network is to multiply."""
