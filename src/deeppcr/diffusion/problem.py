@@ -77,7 +77,7 @@ class Problem:
         if not isinstance(noise, Noise):
             raise TypeError(f"noise: expected Noise(...) or a tensor [B, *shape], got {type(noise).__name__}")
         noise.check(len(steps), needed=steps.adds_noise)
-        initial = noise.initial
+        initial, steps = noise.initial, steps.balanced()
         self.noise, self.steps, self.length, self.ranks = noise, steps, len(steps), ranks
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
