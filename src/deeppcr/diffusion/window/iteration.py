@@ -85,6 +85,8 @@ class Iteration:
     margin: float = 2.0
     #: whether systems are solved by PyTorch's own operations (``Coupling``)
     plain: bool = False
+    #: whether an imprecise network may be asked first: of that no step leaves
+    may_be_rough: bool = True
     #: what the plan says of it
     in_words: str | None = None
 

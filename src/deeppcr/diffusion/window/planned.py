@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 _LONG, _MOST_STEPS = 1e-3, 16
 #: How often something is timed: the least counts.
 _TIMES = 2
+#: Where rounding leaves so many times the tolerance of a sample that was found in parallel, that tells too little: the loop is taken. The
+#: estimate is from above, by two to three times.
+_WORTHLESS = 4.0
 #: So many iterations are looked at to see whether a window still pays, when it has been through so many more.
 _LATELY, _FIRST = 6, 6
 
@@ -113,7 +116,10 @@ class GraphLoop:
     def outcome(self, problem: Problem) -> Outcome:
         """Of a run of the loop."""
         with self.replayed.turn():
-            states = self.run(problem).clone()
+            return self.described(problem, self.run(problem).clone())
+
+    def described(self, problem: Problem, states: Tensor) -> Outcome:
+        """What is to be said of states [L, B, D, K] that are all the loop's."""
         samples, length = problem.samples, problem.length
         exact = torch.isfinite(states).all(-1).all(-1).to(torch.long).cumprod(0).sum(0)
         return Outcome(
@@ -175,7 +181,7 @@ class Sliding(Prepared):
         if size is None:
             self.give_way(problem, length - max(self.rest()))
             # It was no faster in its best part, if it was in any.
-            seen = max(seen * length / max(self.gave_way or 0, 1), forecast.evaluations_in(iteration.size) * length)
+            seen = max(seen * length / max(done, 1), forecast.evaluations_in(iteration.size) * length)
         forecast.evaluations[iteration.size] = seen / length
 
     def iterate_timed(self, call: Callable[..., None]) -> None:
@@ -187,12 +193,15 @@ class Sliding(Prepared):
             known[size] = min(seconds, known.get(size, seconds))
 
     def give_way(self, problem: Problem, at: int) -> None:
-        """The loop goes on from the first step that is not finished in all samples."""
+        """The loop goes on from the first step that is not finished in all samples; from the very first, where that is not far back."""
+        at = at if 2 * at > problem.length else 0
         iteration, self.gave_way = self.iteration, at
         states = self.graph_loop.run(problem, at, iteration.states[at])
         iteration.states[at + 1 :].copy_(states[at:])
         iteration.evaluations += problem.length - at
         iteration.prefix.fill_(problem.length)
+        # Of the steps that the window took, it is looked at how many jumped: the others say nothing of them.
+        iteration.jumps.copy_(iteration.jumps * problem.length // max(at, 1))
         iteration.show()
 
     def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
@@ -206,12 +215,14 @@ class Planned:
 
     at_once: Window
     runs_at_once: int
+    tolerance: float
 
     def __init__(self, window: Window, problem: Problem):
         self.forecast: Forecast = Forecast(problem.length, problem.samples)
         self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
         self.at_once, self.runs_at_once = replace(window, size=None), 0
+        self.tolerance, self.doubt = window.tolerance_for(problem), ""
 
     @property
     def bytes(self) -> int:
@@ -223,20 +234,38 @@ class Planned:
             if not loop.step:
                 loop.measure(problem)
             forecast.step = loop.step
-            if loop.replayed.refusal is not None or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
+            if self.doubt:
+                outcome = self.run_loop(problem, plan)
+            elif loop.replayed.refusal is not None or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
                 outcome = self.run_at_once(problem, prior, start, plan)
             elif (forecast.best() if forecast.iterations else forecast.probe) is not None:
                 self.sliding = self.sliding or Sliding(window, problem, prior, forecast, loop)
                 outcome = self.sliding.run(window, problem, start, plan)
+                if self.sliding.gave_way == 0:
+                    spent = {"iterations": outcome.iterations, "evaluations": outcome.evaluations}
+                    outcome = replace(loop.described(problem, outcome.states), **spent)
                 if self.sliding.replayed is not None and self.sliding.replayed.refusal:
                     forecast.largest = 0  # without graphs it is not worth another try
             else:
                 outcome = self.run_loop(problem, plan)
+            if self.is_worthless(outcome) and loop.replayed.refusal is None:
+                outcome = self.run_loop(problem, plan)
         plan.note(forecast.in_words())
         return outcome
 
+    def is_worthless(self, outcome: Outcome) -> bool:
+        """Whether samples were found in parallel of which too little is known: from now on the loop takes all of this kind."""
+        if not self.doubt and any(each not in (Result.CONVERGED, Result.LOOP) for each in outcome.results):
+            left = float(outcome.least.max())
+            if any(each.failed for each in outcome.results):
+                self.doubt = "in parallel some samples were not found"
+            elif left > _WORTHLESS * self.tolerance:
+                self.doubt = f"in parallel rounding was estimated to leave {left:.0e} of a sample, far more than the tolerance"
+            return bool(self.doubt)
+        return False
+
     def run_loop(self, problem: Problem, plan: Plan) -> Outcome:
-        plan.note("one step after the other, in a CUDA graph, which is expected to be fastest")
+        plan.note(f"one step after the other, in a CUDA graph{': ' if self.doubt else ', '}{self.doubt or Sliding.why}")
         found: list[Outcome] = []
         seconds = timed(lambda: found.append(self.loop.outcome(problem)), problem.device)
         self.loop.step = min(self.loop.step, seconds / problem.length)

@@ -203,7 +203,7 @@ class Prepared:
         # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
         gains = iteration.size > 1 and not start.may_be_good and most > 3
         gains = gains and (iteration.size == iteration.length or not start.asks_network)
-        rough = window.tf32 is not None and gains and self.tf32
+        rough = window.tf32 is not None and gains and self.tf32 and iteration.may_be_rough
         # What was given from outside is somewhere else in every run.
         begin = _plainly if start.brings_tensors else call
         begin(self.begin, start, rough)

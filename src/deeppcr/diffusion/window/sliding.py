@@ -53,6 +53,7 @@ class SlidingIteration(Iteration):
 
     margin: float = 1.0
     plain: bool = True
+    may_be_rough: bool = False
     in_words: str | None = "iteration: a window that slides, with slopes as seen"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):

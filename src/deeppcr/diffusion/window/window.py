@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -51,7 +52,8 @@ class Window:
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8. "auto": on a GPU
             what is expected to be fastest from what rows of this network cost, be it the loop in a CUDA graph, a short window that
-            slides along the steps, or a long one; elsewhere as None
+            slides along the steps, or a long one; the loop, too, where rounding leaves far more than the tolerance of what is found in
+            parallel. Elsewhere as None
         freeze: the last step leaves the window when its update is below this share of the tolerance; earlier ones when it
             is below less, the first a hundredth of it, since what is left may grow on its way to the final sample. Where the
             iterates showed that it has grown to more than the square root of this share, the sample goes back
@@ -172,7 +174,6 @@ class Window:
         return None if self.graphs else "graphs=False"
 
 
-@torch.no_grad()
 def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     """The loop in CUDA graphs.
 
@@ -183,8 +184,8 @@ def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
         raise ValueError(
             f'solver: Loop(by="graph") needs a CUDA device, and the noise is on the {problem.device.type}. Loop() runs everywhere'
         )
-    with torch.inference_mode(False):
-        key = (GraphLoop, *_key(Window(), problem, UNIT))
+    with torch.inference_mode(False), torch.no_grad():  # in this order: to leave inference mode is to ask for gradients
+        key = _key(Window(), problem, UNIT, GraphLoop)
         loop = prepared_samplers.take(key) or GraphLoop(problem, Window().settings)
         with loop.replayed.turn():
             if not loop.step:
@@ -200,10 +201,11 @@ def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     return outcome
 
 
-def _key(window: Window, problem: Problem, prior: Prior) -> tuple:
+def _key(window: Window, problem: Problem, prior: Prior, *more: Hashable) -> Hashed:
     """What a prepared run depends on."""
     denoiser = problem.denoiser
-    return (
+    return Hashed(
+        *more,
         window,
         fingerprint(denoiser.function),
         problem.steps.key,
@@ -212,3 +214,16 @@ def _key(window: Window, problem: Problem, prior: Prior) -> tuple:
         (denoiser.guidance, layout_of(denoiser.given)),
         arithmetic(problem.device),
     )
+
+
+class Hashed:
+    """Parts of a key that are many: they are gone through once, not whenever something is looked up."""
+
+    def __init__(self, *parts: Hashable):
+        self.parts, self.hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Hashed) and self.hash == other.hash and self.parts == other.parts)
