@@ -251,9 +251,8 @@ class Problem:
         once, there, back = (self.network(samples[rows] + way * move, times, who).double() for way in (0, 1, -1))
         apart = (there + back - 2 * once) / math.sqrt(3)  # six roundings as squares add up; of two outputs, two
         self.rows_seen = seen
-        # Of normal numbers, as rounding leaves them, the largest of so many is expected to be this large; a few rows tell little each.
-        most = math.sqrt(2 * math.log(max(self.width, 2)))
-        sizes = most * apart.square().mean(-1).sqrt().cpu().nan_to_num(0, 0, 0)
+        # A few rows tell little each.
+        sizes = largest_of(self.width) * apart.square().mean(-1).sqrt().cpu().nan_to_num(0, 0, 0)
         sizes = torch.maximum(sizes, sizes.mean()).clamp_min(eps)
         steps = torch.arange(self.length, dtype=torch.float64)
         at = torch.tensor([picked[row] for row in rows], dtype=torch.float64)
@@ -329,6 +328,11 @@ class Problem:
     def unflatten(self, states: Tensor) -> Tensor:
         """Samples [..., D] as the caller knows them, [..., *shape]."""
         return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
+
+
+def largest_of(count: int) -> float:
+    """How large the largest of so many normal numbers is, as rounding leaves them, about."""
+    return math.sqrt(2 * math.log(max(count, 2)))
 
 
 def _takes_not(rows: int, taken: int, error: Exception) -> ValueError:

@@ -56,6 +56,7 @@ class Iteration:
         adds_noise: whether ``shift`` is used
         eps: relative precision of states and network; and of the network while it is imprecise
         rounded: [L], below this an update is what the network rounds: a step leaves with it, too
+        outputs: [L], by how much its outputs differ where it rounds otherwise, on average; for iterations that look at them
     """
 
     coefficients: Coefficients
@@ -105,6 +106,7 @@ class Iteration:
         adds_noise: bool,
         eps: tuple[float, float],
         rounded: Tensor | None = None,
+        outputs: Tensor | None = None,
     ):
         self.coefficients, self.coupling = coefficients, coupling
         self.accelerate = accelerate

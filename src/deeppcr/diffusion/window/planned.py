@@ -207,7 +207,8 @@ class Sliding(Prepared):
     def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
         super().describe(window, problem, plan)
         if self.gave_way is not None:
-            plan.note(f"the loop in a CUDA graph went on from step {self.gave_way}, where the window was not faster")
+            took = f"went on from step {self.gave_way}" if self.gave_way else "took all steps again"
+            plan.note(f"the loop in a CUDA graph {took}: the window was not faster")
 
 
 class Planned:

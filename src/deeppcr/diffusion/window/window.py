@@ -180,10 +180,9 @@ def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     Raises:
         ValueError, RuntimeError: there are no graphs on this device, or of this denoiser, and why
     """
-    if problem.device.type != "cuda":
-        raise ValueError(
-            f'solver: Loop(by="graph") needs a CUDA device, and the noise is on the {problem.device.type}. Loop() runs everywhere'
-        )
+    refusal = Window().no_graphs(problem)
+    if refusal is not None:
+        raise ValueError(f'solver: Loop(by="graph") needs a CUDA device, and {refusal}. Loop() runs everywhere')
     with torch.inference_mode(False), torch.no_grad():  # in this order: to leave inference mode is to ask for gradients
         key = _key(Window(), problem, UNIT, GraphLoop)
         loop = prepared_samplers.take(key) or GraphLoop(problem, Window().settings)
