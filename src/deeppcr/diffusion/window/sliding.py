@@ -155,7 +155,7 @@ class SlidingIteration(Iteration):
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height
         # What hardly falls and is no larger than what the network rounds, will not be much smaller.
         rounded = self.rounded[at, 0] * (self.coefficients.scale[at].abs() * height / LARGE).clamp_min(1)
-        stays = (rate >= _HARDLY) & (self.used[at, who] > 1) & (largest <= rounded)
+        stays = (first | (rate >= _HARDLY)) & (self.used[at, who] > 1) & (largest <= rounded)
         small = (left <= threshold) | stays
         excess = torch.where((small > first) & ~stays, left - self.floor * height, 0)
         self._put("excess", place, torch.where(used, excess, self.excess[at, who]))
