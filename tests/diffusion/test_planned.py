@@ -269,3 +269,6 @@ def test_what_is_forecast():
     forecast.all_at_once = 1.0
     assert forecast.is_best_all_at_once(1000)
     assert "all steps at once 1.00 s" in forecast.in_words()
+    for length, tried in ((1000, True), (50, False)):  # a small network: 20 iterations would take 20 ms
+        small = Forecast(length, 1, step=2e-4, iterations={16: 1e-3})
+        assert small.is_best_all_at_once(length) is tried

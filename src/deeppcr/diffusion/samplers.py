@@ -155,7 +155,9 @@ class Steps:
 
     @cached_property
     def _balanced(self) -> Steps:
-        counts = torch.ones(len(self) + 1, self.slots, dtype=torch.float64)  # of the states before all steps, and after the last
+        counts = torch.ones(
+            len(self) + 1, self.slots, dtype=torch.float64
+        )  # of the states before all steps, and after the last
         counts[-1, 1:] = 0
         for step in reversed(range(len(self))):
             counts[step, 1:] = (counts[step + 1].unsqueeze(-1) * self.keep[step].abs()).amax(0)[1:]

@@ -8,6 +8,7 @@ Shapes: L steps, B samples, D the flattened sample, K slots.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 _LONG, _MOST_STEPS = 1e-3, 16
 #: How often something is timed: the least counts.
 _TIMES = 2
-#: Where rounding leaves so many times the tolerance of a sample that was found in parallel, that tells too little: the loop is taken. The
-#: estimate is from above, by two to three times.
-_WORTHLESS = 4.0
+#: Where more is left of a sample that was found in parallel than the tolerance, and than the loop's own rounding leaves, by so many
+#: times, nothing is gained. Estimates of what steps leave have a margin of eight.
+_WORTHLESS = 16.0
 #: So many iterations are looked at to see whether a window still pays, when it has been through so many more.
 _LATELY, _FIRST = 6, 6
 
@@ -130,6 +131,7 @@ class GraphLoop:
             residual=states.new_zeros(length, samples),
             exact_steps=exact,
             least=states.new_zeros(samples),
+            own=states.new_zeros(samples),
         )
 
 
@@ -171,8 +173,13 @@ class Sliding(Prepared):
             if not any(rest):
                 break
             before, done = done, length - sum(rest) / len(rest)
-            lately.append((done - before, forecast.iteration(size)))
-            steps, seconds = (sum(each) for each in zip(*lately, strict=True))
+            if done < before:  # a sample went back
+                lately.clear()
+            else:
+                lately.append((done - before, forecast.iteration(size)))
+            steps, seconds = (
+                (sum(each) for each in zip(*lately, strict=True)) if len(lately) == _LATELY else (math.inf, 0)
+            )
             if number >= _FIRST + _LATELY and steps * forecast.step < seconds:
                 size = None
             elif number == _TIMES and not forecast.evaluations:
@@ -223,7 +230,8 @@ class Planned:
         self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
         self.at_once, self.runs_at_once = replace(window, size=None), 0
-        self.tolerance, self.doubt = window.tolerance_for(problem), ""
+        self.tolerance = window.tolerance_for(problem)
+        self.doubt: str = ""  # why nothing is to be found in parallel
 
     @property
     def bytes(self) -> int:
@@ -257,11 +265,11 @@ class Planned:
     def is_worthless(self, outcome: Outcome) -> bool:
         """Whether samples were found in parallel of which too little is known: from now on the loop takes all of this kind."""
         if not self.doubt and any(each not in (Result.CONVERGED, Result.LOOP) for each in outcome.results):
-            left = float(outcome.least.max())
+            left, loop = float(outcome.least.max()), float(outcome.own.max())
             if any(each.failed for each in outcome.results):
                 self.doubt = "in parallel some samples were not found"
-            elif left > _WORTHLESS * self.tolerance:
-                self.doubt = f"in parallel rounding was estimated to leave {left:.0e} of a sample, far more than the tolerance"
+            elif left > _WORTHLESS * max(self.tolerance, loop):
+                self.doubt = f"what is left of a sample that was found in parallel was estimated as {left:.0e}, the loop's own rounding as {loop:.0e}"
             return bool(self.doubt)
         return False
 

@@ -45,7 +45,8 @@ class Outcome:
     """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
 
     ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that
-    rounding leaves of a sample that went through all steps; not finite where that cannot be told.
+    rounding leaves of a sample that went through all steps; not finite where that cannot be told. ``own`` is what rounding leaves of
+    the loop's sample, by the same estimate.
     """
 
     states: Tensor
@@ -55,6 +56,7 @@ class Outcome:
     residual: Tensor
     exact_steps: Tensor
     least: Tensor
+    own: Tensor
 
 
 def kind_for(problem: Problem) -> type[Iteration]:
@@ -127,6 +129,7 @@ class Prepared:
             outputs=rounding / largest_of(problem.width),
         )
         self.least: Tensor = torch.zeros_like(self.iteration.allowance)
+        self.own: Tensor = torch.zeros_like(self.least)
         self.residual: Tensor = torch.zeros_like(self.iteration.measured)
         self.classes: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.starts: dict[Start, Any] = {}
@@ -291,11 +294,12 @@ class Prepared:
         iteration = self.iteration
         assert self.rounding is not None
         height = torch.linalg.vector_norm(iteration.states[1:], math.inf, dim=(-2, -1))  # [L, B]
-        least = self.rounding.least(height)
+        grown = iteration.grown().clamp(max=1 / iteration.floor)
+        least, own = self.rounding.least(height, grown)
         # What rounding leaves grows, too. Where a sample went back, it may do so in other directions than were seen.
         room = torch.where(iteration.went_back, STRICTER, 1.0) * iteration.floor
-        grown = (height * iteration.grown().clamp(max=1 / iteration.floor)).amax(0)
-        self.least.copy_(torch.maximum(least, room * grown))
+        self.least.copy_(torch.maximum(least, room * (height * grown).amax(0)))
+        self.own.copy_(own)
         if iteration.size >= _WIDE:
             self.least.masked_fill_(iteration.jumps > _JUMPED * iteration.length, math.inf)
         torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
@@ -331,6 +335,7 @@ class Prepared:
             residual=residual,
             exact_steps=exact,
             least=least,
+            own=self.own.clone(),
         )
 
 

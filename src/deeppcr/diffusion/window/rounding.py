@@ -30,32 +30,49 @@ class Rounding:
 
     Attributes:
         weights: [L], of the size of the states
-        of_network: [L], what the network rounds beyond that, where states are of the size that normal noise gives them
+        outputs, amplified: [L], by how much the network's rounding moves the states, and how many times as much is left of it in the last
     """
 
     weights: Tensor
-    of_network: Tensor
+    outputs: Tensor
+    amplified: Tensor
     scale: Tensor
 
     def __init__(self, problem: Problem, coupling: Coupling):
         coefficients, eps = problem.coefficients, torch.finfo(problem.dtype).eps
         # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
         unit = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
-        amplified = torch.maximum(_amplification(coupling), _amplification(unit))
+        self.amplified = torch.maximum(_amplification(coupling), _amplification(unit))
         gain = coefficients.slope[:, 0, 0].abs().amax(-1)
-        self.weights, self.of_network = eps * amplified, problem.rounding.to(gain) * gain * amplified
+        self.weights, self.outputs = eps * self.amplified, problem.rounding.to(gain) * gain
         self.scale = coefficients.scale.abs().unsqueeze(-1)
         self.limit: float | None = coefficients.limit
 
-    def least(self, size: Tensor) -> Tensor:
-        """[B]: the least tolerance that can be certified of the last of the states, whose largest numbers are ``size`` [L, B]."""
+    def least(self, size: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
+        """[B]: the least tolerance that can be certified of the last of the states, and what the loop's own rounding leaves of it.
+
+        Args:
+            size: [L, B], the largest numbers of the states
+            grown: [L, B], how many times as large an error after each step was seen to be in the last state
+        """
         # Outputs are as many times larger than was seen as the inputs are.
         larger = (self.scale * size / LARGE).clamp_min(1)
-        share = MARGIN * self.weights.unsqueeze(-1) * size + self.of_network.unsqueeze(-1) * larger
-        if self.limit is not None:
-            # Which values were clipped, the prior does not know: a state that is far too large is rounded in proportion.
-            share = torch.minimum(share, MARGIN * torch.finfo(size.dtype).eps * size[-1:].clamp_min(self.limit))
-        return torch.linalg.vector_norm(share, dim=0)
+        amplified = torch.maximum(self.amplified.unsqueeze(-1), grown)
+        outputs = self.outputs.unsqueeze(-1) * larger * amplified
+        states = self.weights.unsqueeze(-1) * size
+        found = []
+        for margin in (MARGIN, 1.0):
+            share = margin * states + outputs
+            if self.limit is not None:
+                # Which values were clipped, the prior does not know: a state that is far too large is rounded in proportion.
+                share = torch.minimum(share, MARGIN * torch.finfo(size.dtype).eps * size[-1:].clamp_min(self.limit))
+            found.append(torch.linalg.vector_norm(share, dim=0))
+        return found[0], found[1]
+
+    @property
+    def of_network(self) -> Tensor:
+        """[L]: what is left of what the network rounds in each step, where states are of the size that normal noise gives them."""
+        return self.outputs * self.amplified
 
 
 def of_network(problem: Problem, coupling: Coupling, outputs: Tensor) -> Tensor:

@@ -65,7 +65,9 @@ class SlidingIteration(Iteration):
         rounded, outputs = settings.pop("rounded"), settings.pop("outputs")
         super().__init__(coefficients, coupling, samples, width, **{**settings, "accelerate": False})
         self.rounded: Tensor = rounded.to(self.freeze).reshape(-1, 1)
-        self.least_move: Tensor = _TIMES * outputs.to(self.freeze).reshape(-1, 1) / coefficients.scale.abs().unsqueeze(-1)
+        self.least_move: Tensor = (
+            _TIMES * outputs.to(self.freeze).reshape(-1, 1) / coefficients.scale.abs().unsqueeze(-1)
+        )
         like, length, steps, prior = coefficients.gain, self.length, coupling.steps, coupling.prior
         assert isinstance(prior, GaussianPrior)
         self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
@@ -157,7 +159,9 @@ class SlidingIteration(Iteration):
         rounded = self.rounded[at, 0] * (self.coefficients.scale[at].abs() * height / LARGE).clamp_min(1)
         stays = (first | (rate >= _HARDLY)) & (self.used[at, who] > 1) & (largest <= rounded)
         small = (left <= threshold) | stays
-        excess = torch.where((small > first) & ~stays, left - self.floor * height, 0)
+        # To go back for what the network rounds would not help: the loop rounds as much.
+        beyond = (left - self.floor * height - rounded).clamp_min(0)
+        excess = torch.where((small > first) & ~stays, beyond, 0)
         self._put("excess", place, torch.where(used, excess, self.excess[at, who]))
         jumped = first > small
         if self.coefficients.limit is not None:
@@ -182,7 +186,9 @@ class SlidingIteration(Iteration):
         rest = self.coupling.into((said - self.outputs[at, who]).unsqueeze(-1)).squeeze(-1) - self.slopes[at, 0] * move
         slope = self.slopes[at, 0].mean(-1) + (rest * move).sum(-1) / move.square().sum(-1)
         share = ((slope - self.lowest[at, 0, 0]) / self.range[at, 0, 0]).clamp(-_BEYOND, 1 + _BEYOND)
-        known = again & (distance > self.heard * _distance(before)) & (distance > self.least_move[at, 0]) & share.isfinite()
+        known = (
+            again & (distance > self.heard * _distance(before)) & (distance > self.least_move[at, 0]) & share.isfinite()
+        )
         share = torch.where(known, share, self.share[at, who])
         # Steps that were not seen twice are as the last one is that was.
         number = torch.arange(len(at), device=at.device).unsqueeze(1)

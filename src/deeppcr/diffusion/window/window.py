@@ -218,6 +218,9 @@ def _key(window: Window, problem: Problem, prior: Prior, *more: Hashable) -> Has
 class Hashed:
     """Parts of a key that are many: they are gone through once, not whenever something is looked up."""
 
+    parts: tuple[Hashable, ...]
+    hash: int
+
     def __init__(self, *parts: Hashable):
         self.parts, self.hash = parts, hash(parts)
 
