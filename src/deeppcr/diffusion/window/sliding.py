@@ -160,7 +160,8 @@ class SlidingIteration(Iteration):
         stays = (first | (rate >= _HARDLY)) & (self.used[at, who] > 1) & (largest <= rounded)
         small = (left <= threshold) | stays
         # To go back for what the network rounds would not help: the loop rounds as much.
-        beyond = (left - self.floor * height - rounded).clamp_min(0)
+        rounds = torch.where(rounded > 0, rounded + self.rounding * height, self.floor * height)
+        beyond = (left - rounds).clamp_min(0)
         excess = torch.where((small > first) & ~stays, beyond, 0)
         self._put("excess", place, torch.where(used, excess, self.excess[at, who]))
         jumped = first > small
