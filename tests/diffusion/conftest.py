@@ -9,5 +9,6 @@ from deeppcr.diffusion import problem
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
     """Denoisers that a test before has had checked are checked again, and their runs are the first of their kind."""
-    monkeypatch.setattr(problem, "_by_themselves", WeakKeyDictionary())
+    for kept in ("_by_themselves", "_roundings"):
+        monkeypatch.setattr(problem, kept, WeakKeyDictionary())
     deeppcr.clear_caches()

@@ -126,7 +126,7 @@ def test_what_a_network_rounds_depends_on_its_inputs_not_on_the_scale_of_states(
         with torch.no_grad():
             prepared = preparing.Prepared(Window(max_iterations=1), problem, GaussianPrior())
             prepared.run(Window(max_iterations=1), problem, GaussianStart(), Plan())
-        found.append(prepared.rounding.least(factor * torch.ones(50, 2)))
+        found.append(prepared.rounding.least(factor * torch.ones(50, 2), torch.ones(50, 2))[0])
     assert found[0].min() > 1e-3  # for it is far more than float32's
     assert torch.allclose(found[1], 16 * found[0], rtol=1e-5)
 

@@ -220,7 +220,7 @@ def test_where_values_are_clipped_and_no_step_is_found_before_its_turn_nothing_i
     step, schedule = DDIM(clip=clip), Schedule.linear(1000).take(40)
     loop = sample(chaotic, schedule, initial, step=step, solver=deeppcr.Loop())
     nearly = sample(chaotic, schedule, initial * (1 + 1e-6), step=step, solver=deeppcr.Loop())
-    found = sample(chaotic, schedule, initial, step=step, on_failure="return")
+    found = sample(chaotic, schedule, initial, step=step, solver=Window(), on_failure="return")
     if clip is not None:
         assert ((nearly.final - loop.final).abs().amax(1) > 1e-3).all()
         assert (found.iterations >= 30).all()

@@ -444,7 +444,7 @@ def test_another_kind_of_run_is_looked_at_anew(kind):
         settings = change(denoiser)
         run(**settings)
         run(**settings)
-    assert called[3] == called[2] - 18
+    assert called[3] == called[2] - 18 - (3 if "dtype" in kind else 0)  # what half precision rounds is looked at, too
 
 
 def test_what_is_known_of_a_denoiser_is_bounded():

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,11 +31,14 @@ _SPREAD = 16
 _TOGETHER = 8
 #: denoisers that do, and in which kinds of runs that was seen; and what they do there
 _by_themselves: WeakKeyDictionary[Any, dict[Hashable, Seen]] = WeakKeyDictionary()
+#: by how much the outputs of coarse ones differ where their inputs hardly do, in which kinds of runs
+_roundings: WeakKeyDictionary[Any, dict[Hashable, Tensor]] = WeakKeyDictionary()
 #: of one denoiser no more kinds than these: where a closure holds another number in every call, each call is a kind
 _KINDS = 64
 #: relative precision of what is multiplied in TF32
 TF32 = 2.0**-10
 _NOTHING = Seen(frozenset(), False)
+_T = TypeVar("_T")
 
 
 class Problem:
@@ -73,7 +77,7 @@ class Problem:
         if not isinstance(noise, Noise):
             raise TypeError(f"noise: expected Noise(...) or a tensor [B, *shape], got {type(noise).__name__}")
         noise.check(len(steps), needed=steps.adds_noise)
-        initial = noise.initial
+        initial, steps = noise.initial, steps.balanced()
         self.noise, self.steps, self.length, self.ranks = noise, steps, len(steps), ranks
         self.samples, self.shape = initial.shape[0], initial.shape[1:]
         self.width, self.slots = self.shape.numel(), steps.slots
@@ -182,7 +186,7 @@ class Problem:
         Steps from the first to the last are evaluated beside each other and each by itself, as in the loop: once for a
         denoiser and a kind of run.
         """
-        if self.length == 1 or _seen(*self._kind) is not None:
+        if self.length == 1 or _seen(_by_themselves, *self._kind) is not None:
             return
         _, _, beside = self._spread
         first, seen = self._first, self.rows_seen
@@ -194,7 +198,7 @@ class Problem:
                 raise _takes_not(1, len(beside[0]), error) from error
             self._compare(together, alone, lambda: torch.cat([*map(self._evaluate, beside)]))
         self.rows_seen = seen
-        _remember(*self._kind, self.denoiser.seen or _NOTHING)
+        _remember(_by_themselves, *self._kind, self.denoiser.seen or _NOTHING)
 
     @property
     def coarsest(self) -> torch.dtype:
@@ -216,10 +220,51 @@ class Problem:
             return False
         return multiplies_in_tf32(self.device, (self.denoiser.seen or _NOTHING).convolves)
 
+    @property
+    def rounding(self) -> Tensor:
+        """[L] float64: how far apart two outputs of the network are, at most, where it rounds otherwise; 0 where states round as much.
+
+        As its dtype says of outputs that are about 1, or more: what many layers round adds up, and guidance multiplies it. So it is
+        looked at, once for a denoiser and a kind of run.
+        """
+        eps = self.eps
+        if eps <= torch.finfo(self.dtype).eps:
+            return torch.zeros(self.length, dtype=torch.float64)
+        owner, kind = self._kind
+        known = _seen(_roundings, owner, (kind, eps))
+        if known is None:
+            known = torch.full((self.length,), eps, dtype=torch.float64)
+            if self.length > 1:
+                with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
+                    known = self._look_closely(eps)
+            _remember(_roundings, owner, (kind, eps), known)
+        return known
+
+    @torch.no_grad()
+    def _look_closely(self, eps: float) -> Tensor:
+        """``rounding``, from rows that are moved by less than their rounding, there and back: on a line the middle would be in the middle."""
+        samples, picked, (rows, *_) = self._spread
+        seen, times = self.rows_seen, self.coefficients.timesteps[[picked[row] for row in rows]]
+        who = torch.arange(len(rows), device=self.device) % self.samples
+        move = torch.randn(len(rows), self.width, generator=torch.Generator().manual_seed(0)).to(samples)
+        move *= eps / 2 * samples[rows].abs()
+        once, there, back = (self.network(samples[rows] + way * move, times, who).double() for way in (0, 1, -1))
+        apart = (there + back - 2 * once) / math.sqrt(3)  # six roundings as squares add up; of two outputs, two
+        self.rows_seen = seen
+        # A few rows tell little each.
+        sizes = largest_of(self.width) * apart.square().mean(-1).sqrt().cpu().nan_to_num(0, 0, 0)
+        sizes = torch.maximum(sizes, sizes.mean()).clamp_min(eps)
+        steps = torch.arange(self.length, dtype=torch.float64)
+        at = torch.tensor([picked[row] for row in rows], dtype=torch.float64)
+        above = torch.searchsorted(at, steps).clamp(1, max(len(at) - 1, 1)).clamp(max=len(at) - 1)
+        below = (above - 1).clamp(min=0)
+        share = ((steps - at[below]) / (at[above] - at[below]).clamp_min(1)).clamp(0, 1)
+        return torch.lerp(sizes[below], sizes[above], share)
+
     @torch.no_grad()
     def look(self) -> None:
         """See what the network multiplies in, and returns: once for a denoiser and a kind of run, in the first call of ``check_times``."""
-        known = _NOTHING if self.length == 1 else _seen(*self._kind)
+        known = _NOTHING if self.length == 1 else _seen(_by_themselves, *self._kind)
         if known is None:
             _ = self._first
         else:
@@ -285,20 +330,25 @@ class Problem:
         return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
 
 
+def largest_of(count: int) -> float:
+    """How large the largest of so many normal numbers is, as rounding leaves them, about."""
+    return math.sqrt(2 * math.log(max(count, 2)))
+
+
 def _takes_not(rows: int, taken: int, error: Exception) -> ValueError:
     return ValueError(f"denoiser: any number of rows may come, but it took {taken} and not {rows} of them: {error}")
 
 
-def _seen(owner: Any, kind: Hashable) -> Seen | None:
+def _seen(kept: WeakKeyDictionary[Any, dict[Hashable, _T]], owner: Any, kind: Hashable) -> _T | None:
     try:
-        return _by_themselves.get(owner, {}).get(kind)
+        return kept.get(owner, {}).get(kind)
     except TypeError:  # not everything can be watched
         return None
 
 
-def _remember(owner: Any, kind: Hashable, seen: Seen) -> None:
+def _remember(kept: WeakKeyDictionary[Any, dict[Hashable, _T]], owner: Any, kind: Hashable, seen: _T) -> None:
     with contextlib.suppress(TypeError):
-        kinds = _by_themselves.setdefault(owner, {})
+        kinds = kept.setdefault(owner, {})
         if len(kinds) == _KINDS:
             kinds.clear()
         kinds[kind] = seen

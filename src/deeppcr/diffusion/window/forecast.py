@@ -98,9 +98,10 @@ class Forecast:
             return self.all_at_once < others
         if not self.iterations:
             return False
-        # Of a network as small as this its rows do not tell what many of them cost: that is tried.
-        small = min(self.iterations.values()) < _SMALL
-        return small or _ITERATIONS * -(-self.length // size) * self.iteration(size) < _PAYS * others
+        # Of a network as small as this its rows do not tell what many of them cost: that is tried, unless few would be too dear.
+        least = min(self.iterations.values())
+        iteration, others = (least, self.loop) if least < _SMALL else (self.iteration(size), others)
+        return _ITERATIONS * -(-self.length // size) * iteration < _PAYS * others
 
     def in_words(self) -> str:
         ways = [f"the loop in a CUDA graph {_written(self.loop)}"]

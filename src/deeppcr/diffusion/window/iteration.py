@@ -55,6 +55,8 @@ class Iteration:
         accelerate: extrapolate updates
         adds_noise: whether ``shift`` is used
         eps: relative precision of states and network; and of the network while it is imprecise
+        rounded: [L], below this an update is what the network rounds: a step leaves with it, too
+        outputs: [L], by how much its outputs differ where it rounds otherwise, on average; for iterations that look at them
     """
 
     coefficients: Coefficients
@@ -84,6 +86,8 @@ class Iteration:
     margin: float = 2.0
     #: whether systems are solved by PyTorch's own operations (``Coupling``)
     plain: bool = False
+    #: whether an imprecise network may be asked first: of that no step leaves
+    may_be_rough: bool = True
     #: what the plan says of it
     in_words: str | None = None
 
@@ -101,13 +105,16 @@ class Iteration:
         accelerate: bool,
         adds_noise: bool,
         eps: tuple[float, float],
+        rounded: Tensor | None = None,
+        outputs: Tensor | None = None,
     ):
         self.coefficients, self.coupling = coefficients, coupling
         self.accelerate = accelerate
         length, slots = len(coefficients.timesteps), coefficients.slots
         self.length, self.samples, self.size = length, samples, min(size, length)
         like = coefficients.gain
-        self.freeze: Tensor = freeze.to(like).reshape(length, 1)
+        leaves = freeze if rounded is None else torch.maximum(freeze, rounded)
+        self.freeze: Tensor = leaves.to(like).reshape(length, 1)
         self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
         rounding = torch.finfo(like.dtype).eps
         self.rounding, self.floor = ROUNDING * rounding, FLOOR * rounding

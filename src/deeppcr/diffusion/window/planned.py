@@ -8,6 +8,7 @@ Shapes: L steps, B samples, D the flattened sample, K slots.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 _LONG, _MOST_STEPS = 1e-3, 16
 #: How often something is timed: the least counts.
 _TIMES = 2
+#: Where more is left of a sample that was found in parallel than the tolerance, and than the loop's own rounding leaves, by so many
+#: times, nothing is gained. Estimates of what steps leave have a margin of eight.
+_WORTHLESS = 16.0
 #: So many iterations are looked at to see whether a window still pays, when it has been through so many more.
 _LATELY, _FIRST = 6, 6
 
@@ -113,7 +117,10 @@ class GraphLoop:
     def outcome(self, problem: Problem) -> Outcome:
         """Of a run of the loop."""
         with self.replayed.turn():
-            states = self.run(problem).clone()
+            return self.described(problem, self.run(problem).clone())
+
+    def described(self, problem: Problem, states: Tensor) -> Outcome:
+        """What is to be said of states [L, B, D, K] that are all the loop's."""
         samples, length = problem.samples, problem.length
         exact = torch.isfinite(states).all(-1).all(-1).to(torch.long).cumprod(0).sum(0)
         return Outcome(
@@ -124,6 +131,7 @@ class GraphLoop:
             residual=states.new_zeros(length, samples),
             exact_steps=exact,
             least=states.new_zeros(samples),
+            own=states.new_zeros(samples),
         )
 
 
@@ -165,8 +173,13 @@ class Sliding(Prepared):
             if not any(rest):
                 break
             before, done = done, length - sum(rest) / len(rest)
-            lately.append((done - before, forecast.iteration(size)))
-            steps, seconds = (sum(each) for each in zip(*lately, strict=True))
+            if done < before:  # a sample went back
+                lately.clear()
+            else:
+                lately.append((done - before, forecast.iteration(size)))
+            steps, seconds = (
+                (sum(each) for each in zip(*lately, strict=True)) if len(lately) == _LATELY else (math.inf, 0)
+            )
             if number >= _FIRST + _LATELY and steps * forecast.step < seconds:
                 size = None
             elif number == _TIMES and not forecast.evaluations:
@@ -175,7 +188,7 @@ class Sliding(Prepared):
         if size is None:
             self.give_way(problem, length - max(self.rest()))
             # It was no faster in its best part, if it was in any.
-            seen = max(seen * length / max(self.gave_way or 0, 1), forecast.evaluations_in(iteration.size) * length)
+            seen = max(seen * length / max(done, 1), forecast.evaluations_in(iteration.size) * length)
         forecast.evaluations[iteration.size] = seen / length
 
     def iterate_timed(self, call: Callable[..., None]) -> None:
@@ -187,18 +200,22 @@ class Sliding(Prepared):
             known[size] = min(seconds, known.get(size, seconds))
 
     def give_way(self, problem: Problem, at: int) -> None:
-        """The loop goes on from the first step that is not finished in all samples."""
+        """The loop goes on from the first step that is not finished in all samples; from the very first, where that is not far back."""
+        at = at if 2 * at > problem.length else 0
         iteration, self.gave_way = self.iteration, at
         states = self.graph_loop.run(problem, at, iteration.states[at])
         iteration.states[at + 1 :].copy_(states[at:])
         iteration.evaluations += problem.length - at
         iteration.prefix.fill_(problem.length)
+        # Of the steps that the window took, it is looked at how many jumped: the others say nothing of them.
+        iteration.jumps.copy_(iteration.jumps * problem.length // max(at, 1))
         iteration.show()
 
     def describe(self, window: Window, problem: Problem, plan: Plan) -> None:
         super().describe(window, problem, plan)
         if self.gave_way is not None:
-            plan.note(f"the loop in a CUDA graph went on from step {self.gave_way}, where the window was not faster")
+            took = f"went on from step {self.gave_way}" if self.gave_way else "took all steps again"
+            plan.note(f"the loop in a CUDA graph {took}: the window was not faster")
 
 
 class Planned:
@@ -206,12 +223,15 @@ class Planned:
 
     at_once: Window
     runs_at_once: int
+    tolerance: float
 
     def __init__(self, window: Window, problem: Problem):
         self.forecast: Forecast = Forecast(problem.length, problem.samples)
         self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
         self.at_once, self.runs_at_once = replace(window, size=None), 0
+        self.tolerance = window.tolerance_for(problem)
+        self.doubt: str = ""  # why nothing is to be found in parallel
 
     @property
     def bytes(self) -> int:
@@ -223,20 +243,38 @@ class Planned:
             if not loop.step:
                 loop.measure(problem)
             forecast.step = loop.step
-            if loop.replayed.refusal is not None or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
+            if self.doubt:
+                outcome = self.run_loop(problem, plan)
+            elif loop.replayed.refusal is not None or forecast.is_best_all_at_once(self.at_once.size_for(problem)):
                 outcome = self.run_at_once(problem, prior, start, plan)
             elif (forecast.best() if forecast.iterations else forecast.probe) is not None:
                 self.sliding = self.sliding or Sliding(window, problem, prior, forecast, loop)
                 outcome = self.sliding.run(window, problem, start, plan)
+                if self.sliding.gave_way == 0:
+                    spent = {"iterations": outcome.iterations, "evaluations": outcome.evaluations}
+                    outcome = replace(loop.described(problem, outcome.states), **spent)
                 if self.sliding.replayed is not None and self.sliding.replayed.refusal:
                     forecast.largest = 0  # without graphs it is not worth another try
             else:
                 outcome = self.run_loop(problem, plan)
+            if self.is_worthless(outcome) and loop.replayed.refusal is None:
+                outcome = self.run_loop(problem, plan)
         plan.note(forecast.in_words())
         return outcome
 
+    def is_worthless(self, outcome: Outcome) -> bool:
+        """Whether samples were found in parallel of which too little is known: from now on the loop takes all of this kind."""
+        if not self.doubt and any(each not in (Result.CONVERGED, Result.LOOP) for each in outcome.results):
+            left, loop = float(outcome.least.max()), float(outcome.own.max())
+            if any(each.failed for each in outcome.results):
+                self.doubt = "in parallel some samples were not found"
+            elif left > _WORTHLESS * max(self.tolerance, loop):
+                self.doubt = f"what is left of a sample that was found in parallel was estimated as {left:.0e}, the loop's own rounding as {loop:.0e}"
+            return bool(self.doubt)
+        return False
+
     def run_loop(self, problem: Problem, plan: Plan) -> Outcome:
-        plan.note("one step after the other, in a CUDA graph, which is expected to be fastest")
+        plan.note(f"one step after the other, in a CUDA graph{': ' if self.doubt else ', '}{self.doubt or Sliding.why}")
         found: list[Outcome] = []
         seconds = timed(lambda: found.append(self.loop.outcome(problem)), problem.device)
         self.loop.step = min(self.loop.step, seconds / problem.length)

@@ -18,7 +18,7 @@ from ...runtime import full_precision, has_triton, is_out_of_memory
 from ...solution import Plan, Result
 from ..coupling import Coupling
 from ..prior import Prior
-from ..problem import TF32, Problem
+from ..problem import TF32, Problem, largest_of
 from ..start import Start
 from .graphs import Replayed, make_room
 from .iteration import STRICTER, Iteration
@@ -45,7 +45,8 @@ class Outcome:
     """Where the iteration got to: ``states`` [L, B, D, K]; ``results`` of the B samples; the rest [B].
 
     ``residual`` [L, B] is of every step, relative to states larger than 1; ``least`` the least tolerance that
-    rounding leaves of a sample that went through all steps; not finite where that cannot be told.
+    rounding leaves of a sample that went through all steps; not finite where that cannot be told. ``own`` is what rounding leaves of
+    the loop's sample, by the same estimate.
     """
 
     states: Tensor
@@ -55,6 +56,7 @@ class Outcome:
     residual: Tensor
     exact_steps: Tensor
     least: Tensor
+    own: Tensor
 
 
 def kind_for(problem: Problem) -> type[Iteration]:
@@ -105,8 +107,10 @@ class Prepared:
         if prior.of_path is not prior:
             self.start_coupling = Coupling(prior.of_path, steps, problem.width, device, dtype)
         with window.settings(device):
-            eps, self.tf32 = problem.eps, has_tf32(problem)
-        coarse = kind.margin * of_network(problem, self.coupling, eps)
+            eps, rounding, self.tf32 = problem.eps, problem.rounding, has_tf32(problem)
+        # As its dtype says, and as it was seen to.
+        coarse = kind.margin * of_network(problem, self.coupling, rounding.clamp(max=eps))
+        rounded = of_network(problem, self.coupling, rounding)
         bound = window.freeze**0.5 * self.tolerance
         self.iteration: Iteration = kind(
             problem.coefficients,
@@ -121,8 +125,11 @@ class Prepared:
             accelerate=window.accelerate,
             adds_noise=problem.shift is not None,
             eps=(eps, max(eps, TF32)),
+            rounded=rounded,
+            outputs=rounding / largest_of(problem.width),
         )
         self.least: Tensor = torch.zeros_like(self.iteration.allowance)
+        self.own: Tensor = torch.zeros_like(self.least)
         self.residual: Tensor = torch.zeros_like(self.iteration.measured)
         self.classes: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
         self.starts: dict[Start, Any] = {}
@@ -200,7 +207,7 @@ class Prepared:
         # come into the window later would start from a coarse sampler's TF32, and never move enough to show how errors grow.
         gains = iteration.size > 1 and not start.may_be_good and most > 3
         gains = gains and (iteration.size == iteration.length or not start.asks_network)
-        rough = window.tf32 is not None and gains and self.tf32
+        rough = window.tf32 is not None and gains and self.tf32 and iteration.may_be_rough
         # What was given from outside is somewhere else in every run.
         begin = _plainly if start.brings_tensors else call
         begin(self.begin, start, rough)
@@ -287,11 +294,12 @@ class Prepared:
         iteration = self.iteration
         assert self.rounding is not None
         height = torch.linalg.vector_norm(iteration.states[1:], math.inf, dim=(-2, -1))  # [L, B]
-        least = self.rounding.least(height)
+        grown = iteration.grown().clamp(max=1 / iteration.floor)
+        least, own = self.rounding.least(height, grown)
         # What rounding leaves grows, too. Where a sample went back, it may do so in other directions than were seen.
         room = torch.where(iteration.went_back, STRICTER, 1.0) * iteration.floor
-        grown = (height * iteration.grown().clamp(max=1 / iteration.floor)).amax(0)
-        self.least.copy_(torch.maximum(least, room * grown))
+        self.least.copy_(torch.maximum(least, room * (height * grown).amax(0)))
+        self.own.copy_(own)
         if iteration.size >= _WIDE:
             self.least.masked_fill_(iteration.jumps > _JUMPED * iteration.length, math.inf)
         torch.div(iteration.measured, height.clamp_min(1), out=self.residual)
@@ -327,6 +335,7 @@ class Prepared:
             residual=residual,
             exact_steps=exact,
             least=least,
+            own=self.own.clone(),
         )
 
 

@@ -23,6 +23,7 @@ from ..coupling import Coupling
 from ..prior import GaussianPrior
 from ..samplers import Coefficients
 from .iteration import FAR, NOISE, Iteration, _distance, _size
+from .rounding import LARGE
 
 #: Data that vary far more, and far less, than any: between the slopes that they give lies what a secant may find.
 _WIDE, _NARROW = 1e6, 1e-6
@@ -31,10 +32,14 @@ _BEYOND = 0.2
 #: Where a step's input has moved by more than this share of what a coarse network rounds, its output tells a slope: rounding has no
 #: direction, and of all coordinates together little of it is left.
 _HEARD = 0.25
+#: and by so many times what two outputs differ by in any one direction: so much of a slope is known then
+_TIMES = 4.0
 #: buffers that an iteration writes
 _WRITTEN = ("states", "values", "inputs", "outputs", "used", "share", "sizes", "growth", "excess", "measured")
 #: updates that fall more slowly than this tell nothing of what is left; and none is taken to fall faster than that
 _SLOWEST, _FASTEST = 0.7, 0.25
+#: updates that fall more slowly than this, and are as small as what the network rounds, are nothing else
+_HARDLY = 0.5
 
 
 class SlidingIteration(Iteration):
@@ -53,10 +58,16 @@ class SlidingIteration(Iteration):
 
     margin: float = 1.0
     plain: bool = True
+    may_be_rough: bool = False
     in_words: str | None = "iteration: a window that slides, with slopes as seen"
 
     def __init__(self, coefficients: Coefficients, coupling: Coupling, samples: int, width: int, **settings: Any):
+        rounded, outputs = settings.pop("rounded"), settings.pop("outputs")
         super().__init__(coefficients, coupling, samples, width, **{**settings, "accelerate": False})
+        self.rounded: Tensor = rounded.to(self.freeze).reshape(-1, 1)
+        self.least_move: Tensor = (
+            _TIMES * outputs.to(self.freeze).reshape(-1, 1) / coefficients.scale.abs().unsqueeze(-1)
+        )
         like, length, steps, prior = coefficients.gain, self.length, coupling.steps, coupling.prior
         assert isinstance(prior, GaussianPrior)
         self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
@@ -144,8 +155,14 @@ class SlidingIteration(Iteration):
         left = torch.where(rate < _SLOWEST, largest * rate / (1 - rate), largest).minimum(largest)
         # Of a step that was evaluated once it is not known how it amplifies errors: it must be right but for rounding.
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height
-        small = left <= threshold
-        excess = torch.where(small > first, left - self.floor * height, 0)
+        # What hardly falls and is no larger than what the network rounds, will not be much smaller.
+        rounded = self.rounded[at, 0] * (self.coefficients.scale[at].abs() * height / LARGE).clamp_min(1)
+        stays = (first | (rate >= _HARDLY)) & (self.used[at, who] > 1) & (largest <= rounded)
+        small = (left <= threshold) | stays
+        # To go back for what the network rounds would not help: the loop rounds as much.
+        rounds = torch.where(rounded > 0, rounded + self.rounding * height, self.floor * height)
+        beyond = (left - rounds).clamp_min(0)
+        excess = torch.where((small > first) & ~stays, beyond, 0)
         self._put("excess", place, torch.where(used, excess, self.excess[at, who]))
         jumped = first > small
         if self.coefficients.limit is not None:
@@ -170,7 +187,9 @@ class SlidingIteration(Iteration):
         rest = self.coupling.into((said - self.outputs[at, who]).unsqueeze(-1)).squeeze(-1) - self.slopes[at, 0] * move
         slope = self.slopes[at, 0].mean(-1) + (rest * move).sum(-1) / move.square().sum(-1)
         share = ((slope - self.lowest[at, 0, 0]) / self.range[at, 0, 0]).clamp(-_BEYOND, 1 + _BEYOND)
-        known = again & (distance > self.heard * _distance(before)) & share.isfinite()
+        known = (
+            again & (distance > self.heard * _distance(before)) & (distance > self.least_move[at, 0]) & share.isfinite()
+        )
         share = torch.where(known, share, self.share[at, who])
         # Steps that were not seen twice are as the last one is that was.
         number = torch.arange(len(at), device=at.device).unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,8 +29,8 @@ _FILLING = {"cuda": 1024, "cpu": 64}
 #: network's and the sample's affair: 2 to 60 times in DDIM with networks trained well and badly, hundreds of times in a few
 #: samples of DDPM. Where more was seen in the end, a sample goes back (``Iteration``).
 _GROWTH = 100.0
-#: the largest numbers of states, as far as normal noise tells
-_LARGE = 4.0
+#: A network of half precision rounds otherwise than in the loop, and a step leaves with as much.
+_ROUNDS = 2.0
 #: where one window holds all of so many steps or more, the network is first asked at some of them
 _MANY = 512
 
@@ -51,7 +52,8 @@ class Window:
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8. "auto": on a GPU
             what is expected to be fastest from what rows of this network cost, be it the loop in a CUDA graph, a short window that
-            slides along the steps, or a long one; elsewhere as None
+            slides along the steps, or a long one; the loop, too, where rounding leaves far more than the tolerance of what is found in
+            parallel. Elsewhere as None
         freeze: the last step leaves the window when its update is below this share of the tolerance; earlier ones when it
             is below less, the first a hundredth of it, since what is left may grow on its way to the final sample. Where the
             iterates showed that it has grown to more than the square root of this share, the sample goes back
@@ -105,7 +107,7 @@ class Window:
             if problem.in_tf32:
                 return 4e-3
             coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype, plain=True)
-            return max(1e-3, _LARGE * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
+            return max(1e-3, _ROUNDS * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
 
     def settings(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, PyTorch is set as the network is to multiply."""
@@ -172,19 +174,17 @@ class Window:
         return None if self.graphs else "graphs=False"
 
 
-@torch.no_grad()
 def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     """The loop in CUDA graphs.
 
     Raises:
         ValueError, RuntimeError: there are no graphs on this device, or of this denoiser, and why
     """
-    if problem.device.type != "cuda":
-        raise ValueError(
-            f'solver: Loop(by="graph") needs a CUDA device, and the noise is on the {problem.device.type}. Loop() runs everywhere'
-        )
-    with torch.inference_mode(False):
-        key = (GraphLoop, *_key(Window(), problem, UNIT))
+    refusal = Window().no_graphs(problem)
+    if refusal is not None:
+        raise ValueError(f'solver: Loop(by="graph") needs a CUDA device, and {refusal}. Loop() runs everywhere')
+    with torch.inference_mode(False), torch.no_grad():  # in this order: to leave inference mode is to ask for gradients
+        key = _key(Window(), problem, UNIT, GraphLoop)
         loop = prepared_samplers.take(key) or GraphLoop(problem, Window().settings)
         with loop.replayed.turn():
             if not loop.step:
@@ -200,10 +200,11 @@ def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
     return outcome
 
 
-def _key(window: Window, problem: Problem, prior: Prior) -> tuple:
+def _key(window: Window, problem: Problem, prior: Prior, *more: Hashable) -> Hashed:
     """What a prepared run depends on."""
     denoiser = problem.denoiser
-    return (
+    return Hashed(
+        *more,
         window,
         fingerprint(denoiser.function),
         problem.steps.key,
@@ -212,3 +213,19 @@ def _key(window: Window, problem: Problem, prior: Prior) -> tuple:
         (denoiser.guidance, layout_of(denoiser.given)),
         arithmetic(problem.device),
     )
+
+
+class Hashed:
+    """Parts of a key that are many: they are gone through once, not whenever something is looked up."""
+
+    parts: tuple[Hashable, ...]
+    hash: int
+
+    def __init__(self, *parts: Hashable):
+        self.parts, self.hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Hashed) and self.hash == other.hash and self.parts == other.parts)
