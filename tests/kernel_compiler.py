@@ -33,8 +33,8 @@ names: set[tuple] = set()
 
 @contextmanager
 def compiled_up_to(stage):
-    """Up to "ttir" the compiler has read a kernel, up to "llir" it knows its shared memory; what comes then, PTX and the assembler, refuses
-    nothing that was written here. It takes a quarter of the time, and that up to "llir" two thirds."""
+    """Up to "ttir" the compiler has read a kernel, which is what refuses most; up to "llir" it knows its shared memory; what comes then, PTX
+    and the assembler, refuses nothing that was written here."""
     stages = {"ttir": ("ttgir", "llir", "ptx", "cubin"), "llir": ("ptx", "cubin"), "all": ()}[stage]
 
     def left_out(source, metadata, *_):
@@ -67,8 +67,9 @@ def compile_for(kernel, arguments, constants, options):
     key = (kernel.fn.__module__, kernel.fn.__name__, *map(str, (signature, constant, attributes, options)))
     if key not in already:
         already.add(key)
-        name = (kernel.fn.__module__, kernel.fn.__name__)
-        with compiled_up_to("all" if EVERY else "ttir" if name in names else "llir"):
+        name = (kernel.fn.__module__, kernel.fn.__name__, of.get("width"))
+        small = name in names and "tf32x3" not in constants  # products are what shared memory is for
+        with compiled_up_to("all" if EVERY else "ttir" if small else "llir"):
             compiled = triton.compile(
                 ASTSource(kernel, signature, constant, attributes), target=HOPPER, options=options
             )

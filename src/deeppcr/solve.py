@@ -410,9 +410,9 @@ class _Planned:
             watched = (
                 index == 1 and probe is not None
             )  # the first call of all may set what stays; and of a kind once is enough
-            drawn = random_state(layout.device) if watched else None
+            drawn, draws = (random_state(layout.device), Draws()) if watched else (None, None)
             try:
-                with Draws() if watched else nullcontext() as draws:
+                with draws or nullcontext():
                     if both is None:
                         z = one(z, *x)
                     else:
@@ -423,7 +423,11 @@ class _Planned:
                     self._raised = error
                     note_call(error, index, z, *x)
                 raise
-            if drawn is not None and (draws.seen or not torch.equal(drawn, random_state(layout.device))):
+            if (
+                drawn is not None
+                and draws is not None
+                and (draws.seen or not torch.equal(drawn, random_state(layout.device)))
+            ):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")

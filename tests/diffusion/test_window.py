@@ -452,7 +452,7 @@ def test_runs_on_kept_buffers_with_calls_filled_up(net, start, device, monkeypat
         assert problem.denoiser.classes is classes
         tensors = {name: each for name, each in vars(outcome).items() if isinstance(each, torch.Tensor)}
         earlier += [(name, each, each.clone()) for name, each in tensors.items()]
-    assert len(earlier) == 3 * 6
+    assert len(earlier) == 3 * 7
     for name, each, was in earlier:  # which the next run is not to overwrite
         assert torch.equal(each, was), name
     assert prepared.runs == 3

@@ -57,7 +57,8 @@ class Rounding:
         """
         # Outputs are as many times larger than was seen as the inputs are.
         larger = (self.scale * size / LARGE).clamp_min(1)
-        amplified = torch.maximum(self.amplified.unsqueeze(-1), grown)
+        # Steps that were not seen to move are taken to keep errors as they are: that none are wiped out, it does not tell.
+        amplified = self.amplified.unsqueeze(-1) * grown.clamp_min(1)
         outputs = self.outputs.unsqueeze(-1) * larger * amplified
         states = self.weights.unsqueeze(-1) * size
         found = []

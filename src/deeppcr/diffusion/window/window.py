@@ -52,8 +52,8 @@ class Window:
         size: at most so many steps of a sample are evaluated at a time, which bounds the network's memory. Fewer steps are
             less work in more iterations; None: enough to keep the device busy with this batch, at least L / 8. "auto": on a GPU
             what is expected to be fastest from what rows of this network cost, be it the loop in a CUDA graph, a short window that
-            slides along the steps, or a long one; the loop, too, where rounding leaves far more than the tolerance of what is found in
-            parallel. Elsewhere as None
+            slides along the steps, or a long one; the loop, too, where far more is left of what was found in parallel than its own
+            rounding leaves. Elsewhere as None
         freeze: the last step leaves the window when its update is below this share of the tolerance; earlier ones when it
             is below less, the first a hundredth of it, since what is left may grow on its way to the final sample. Where the
             iterates showed that it has grown to more than the square root of this share, the sample goes back
@@ -107,7 +107,11 @@ class Window:
             if problem.in_tf32:
                 return 4e-3
             coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype, plain=True)
-            return max(1e-3, _ROUNDS * float(torch.linalg.vector_norm(Rounding(problem, coupling).of_network)))
+            left = Rounding(problem, coupling).of_network
+            left = left * (_ROUNDS * problem.eps / problem.rounding).clamp_min(1).to(
+                left
+            )  # a few small rows may not show all
+            return max(1e-3, _ROUNDS * float(torch.linalg.vector_norm(left)))
 
     def settings(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, PyTorch is set as the network is to multiply."""
