@@ -38,8 +38,6 @@ _TIMES = 4.0
 _WRITTEN = ("states", "values", "inputs", "outputs", "used", "share", "sizes", "growth", "excess", "measured")
 #: updates that fall more slowly than this tell nothing of what is left; and none is taken to fall faster than that
 _SLOWEST, _FASTEST = 0.7, 0.25
-#: updates that fall more slowly than this, and are as small as what the network rounds, are nothing else
-_HARDLY = 0.5
 
 
 class SlidingIteration(Iteration):
@@ -157,7 +155,7 @@ class SlidingIteration(Iteration):
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height
         # What hardly falls and is no larger than what the network rounds, will not be much smaller.
         rounded = self.rounded[at, 0] * (self.coefficients.scale[at].abs() * height / LARGE).clamp_min(1)
-        stays = (first | (rate >= _HARDLY)) & (self.used[at, who] > 1) & (largest <= rounded)
+        stays = (first | (rate >= _SLOWEST)) & (self.used[at, who] > 1) & (largest <= rounded)
         small = (left <= threshold) | stays
         # To go back for what the network rounds would not help: the loop rounds as much.
         rounds = torch.where(rounded > 0, rounded + self.rounding * height, self.floor * height)
