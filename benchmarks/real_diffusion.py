@@ -163,7 +163,7 @@ def table(bench: Bench, net: Callable, device: torch.device) -> None:
     for step, length, precisions in (
         (DDIM(), 50, ("tf32", "bfloat16", "float32")),
         (DDIM(), 100, ("tf32", "bfloat16", "float32")),
-        (DDPM(), 1000, ("tf32", "float32", "bfloat16")),
+        (DDPM(), 1000, ("tf32", "bfloat16", "float32")),
     ):
         name = f"{type(step).__name__} {length}, one sample"
         for precision in precisions:
