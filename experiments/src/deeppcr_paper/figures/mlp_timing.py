@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ..mlp_summary import break_even
+from ..mlp_summary import break_even, speedup
 from ..mlp_summary import seconds as time_of
 from ..table import times as as_times
 from . import style
@@ -33,19 +33,6 @@ def draw(result: dict[str, Any]) -> list[Drawing]:
         found += [over_depths(mine, activation, way) for way in ("forward", "backward")]
         found.append(over_widths(mine, activation))
     return [drawing for drawing in found if drawing is not None]
-
-
-def loop_time(record: Record, way: str, over: str) -> float | None:
-    """Of the loop that is compared with; None where one of the loops has no time, which may have been the fastest."""
-    names = [over] if over == "loop" else [name for name in style.SEQUENTIAL if name in record.get(way, {})]
-    times = [time_of(record, way, name) for name in names]
-    known = [time for time in times if time is not None]
-    return min(known) if known and len(known) == len(times) else None
-
-
-def speedup(record: Record, way: str, column: str, over: str) -> float | None:
-    mine, other = time_of(record, way, column), loop_time(record, way, over)
-    return other / mine if mine and other else None
 
 
 def over_depths(records: list[Record], activation: str, way: str) -> Drawing | None:
