@@ -29,6 +29,7 @@ TINY = {
         "budget": 0.01,
         "most": 3,
     },
+    "mlp-printed": {"depths": (2, 64), "widths": (2, 4), "activations": ("relu", "tanh"), "budget": 0.01, "most": 3},
     "mlp-memory": {"depths": (64, 256), "widths": (4,)},
     "mlp-newton": {"depths": (8, 64), "widths": (4,)},
     "mlp-gain": {"depths": (8, 16), "gains": (1.0, 4.0), "activations": ("relu", "tanh")},

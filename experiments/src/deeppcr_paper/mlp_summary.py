@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import Any
 
 from .table import shown, table, times
@@ -27,9 +27,12 @@ SLOWED = 2.0
 
 
 def seconds(record: dict[str, Any], way: str, column: str) -> float | None:
-    """The median of the repeats, which their number does not change; None where the column was not timed."""
+    """The median of the repeats, which their number does not change; None where the column was not timed.
+
+    Of two in the middle the lower: a first call that set something up does not count where there were two.
+    """
     repeats = record.get(way, {}).get(column, {}).get("seconds")
-    return median(repeats) if repeats else None
+    return median_low(repeats) if repeats else None
 
 
 def loop_seconds(record: dict[str, Any], way: str, over: str) -> float | None:

@@ -5,8 +5,9 @@ The figures of the paper are counted as it prints them; its tables of network pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..denoisers import PRESETS
 from . import diffusion, networks, trainings
@@ -74,11 +75,12 @@ class Item:
 def _timing(activation: str) -> tuple[Part, Part]:
     """The method as printed in plain PyTorch decides; until that was run, the same by `deeppcr.solve`."""
     read, needs = networks.timing(activation), networks.has_activation(activation)
-    names = (f"mlp-timing-{activation}-forward", f"mlp-timing-{activation}-backward")
-    return (
-        Part("mlp-printed", read=read, needs=needs, how="as printed in plain PyTorch"),
-        Part("mlp-timing", names, read, needs=needs, how="as printed by `deeppcr.solve`"),
-    )
+
+    def part(experiment: str, how: str) -> Part:
+        figures = tuple(f"{experiment}-{activation}-{way}" for way in ("forward", "backward"))
+        return Part(experiment, figures, read, needs=needs, how=how)
+
+    return part("mlp-printed", "as printed in plain PyTorch"), part("mlp-timing", "as printed by `deeppcr.solve`")
 
 
 def _training(figure: str, read: Callable[[Finished], list[Check]]) -> tuple[Part, Part]:
@@ -323,6 +325,15 @@ class Opening:
     claim: str
     label: str
     what: str
+
+    def check(self, answers: Iterable[Any]) -> Check | None:
+        """The one that decides it, with what other answers have in other columns; None where nothing tells."""
+        found = [check for answer in answers for check in answer.checks if check.what.startswith(self.what)]
+        if not found:
+            return None
+        decided = next((check for check in found if check.holds), found[0])
+        beside = {name: next((v for each in found if (v := getattr(each, name))), "") for name in ("defaults", "loop")}
+        return replace(decided, **beside)
 
 
 OPENING: tuple[Opening, ...] = (

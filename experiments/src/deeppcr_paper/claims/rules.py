@@ -61,7 +61,7 @@ RULES: dict[str, Rule] = {
         NOISE,
     ),
     "gains more": Rule("a greater speed-up at every size; noise counts twice", lambda ours: ours > 1, NOISE**2),
-    "newer gains": Rule("beyond the logarithmic regime the newer machine takes the smaller share", lambda ours: ours < 1, NOISE),
+    "newer gains": Rule("beyond the logarithmic regime its median ratio is the smaller", lambda ours: ours < 1),
     "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
     "memory": Rule("the median ratio is from 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),
     "at most 6": Rule("6 iterations at most, in every cell that was measured", lambda ours: ours <= 6, at_any_size=True),

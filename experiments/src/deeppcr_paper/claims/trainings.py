@@ -72,7 +72,7 @@ def times_of_passes(result: Finished) -> list[Check]:
         words["defaults"] = f"{times(eager / defaults)} ({in_words(defaults)})"
     if entry["sequential"]["forward_seconds"]:
         fused, name = entry["sequential"]["forward_seconds"], _loop_name(result, entry)
-        each = {"as printed": printed, "with the defaults": defaults}
+        each = {"printed": printed, "defaults": defaults}
         said = [f"{how} {times(fused / value)}" for how, value in each.items() if value]
         words["loop"] = f"{name} {in_words(fused)}: {'; '.join(said)}" if said else ""
     if eager and printed:

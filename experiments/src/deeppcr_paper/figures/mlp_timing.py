@@ -22,7 +22,7 @@ from .panels import describe, guide, legend, lines, panels, same_y
 Record = dict[str, Any]
 
 _PAPER = {"relu": "fig. 3", "tanh": "fig. 9", "sigmoid": "fig. 10"}
-_SHORT = {"printed": "as printed", "auto": "defaults"}
+_SHORT = {"printed": "as printed", "printed graph": "in a CUDA graph", "auto": "defaults"}
 #: What is compared with; "fastest" stands for whichever loop took least in a cell.
 _OVER = {"loop": "eager loop", "fastest": "fastest loop"}
 
@@ -30,17 +30,17 @@ _OVER = {"loop": "eager loop", "fastest": "fastest loop"}
 def draw(result: dict[str, Any]) -> list[Drawing]:
     found: list[Drawing | None] = []
     for activation, mine in style.grouped(result["records"], "activation").items():
-        found += [over_depths(mine, activation, way) for way in ("forward", "backward")]
-        found.append(over_widths(mine, activation))
+        found += [over_depths(mine, activation, way, result["experiment"]) for way in ("forward", "backward")]
+        found.append(over_widths(mine, activation) if result["experiment"] == "mlp-timing" else None)
     return [drawing for drawing in found if drawing is not None]
 
 
-def over_depths(records: list[Record], activation: str, way: str) -> Drawing | None:
+def over_depths(records: list[Record], activation: str, way: str, experiment: str = "mlp-timing") -> Drawing | None:
     """Time against depth, loops on the left and DeepPCR on the right; below, how many times as fast DeepPCR is."""
     if not any(time_of(record, way, column) for record in records for column in record.get(way, {})):
         return None
     tried = {column for record in records for column in record.get(way, {})}
-    loops, parallel = ([column for column in kind if column in tried] for kind in (style.SEQUENTIAL, style.PARALLEL))
+    loops, parallel = ([column for column in kind if column in tried] for kind in (style.SEQUENTIAL, _SHORT))
     overs = ["loop"] if loops == ["loop"] else ["loop", "fastest"]
     rows = max(len(loops), len(parallel))
     figure, places = panels(2 * (rows + len(overs)))
@@ -61,8 +61,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing | N
             guide(axes, 1)
         same_y([*shown.values()], log=True)
     legend(figure, colours, "width w")
-    name, paper = f"mlp-timing-{activation}-{way}", _PAPER.get(activation, "fig. 3")
+    name, paper = f"{experiment}-{activation}-{way}", _PAPER.get(activation, "fig. 3")
     title = f"{way.capitalize()} pass of a deep network, {style.activation(activation)}"
+    title += ", in plain PyTorch" if experiment == "mlp-printed" else ""
     return Drawing(name, title, paper, caption(records, way, overs, parallel), figure)
 
 

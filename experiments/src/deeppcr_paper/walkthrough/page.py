@@ -79,16 +79,8 @@ def opening(shown: Sequence[Shown]) -> Iterator[tuple[dict[str, str], Check]]:
     by_label = {each.item.label: each for each in shown}
     for claim in OPENING:
         item = by_label[claim.label]
-        found = [
-            check
-            for _, answer, _ in item.parts
-            for check in (answer.checks if answer else ())
-            if check.what.startswith(claim.what)
-        ]
-        if found:
-            decided = next((check for check in found if check.holds), found[0])
-            beside = {name: next((v for c in found if (v := getattr(c, name))), "") for name in ("defaults", "loop")}
-            yield {"claim": claim.claim, "slug": slug(item.heading)}, replace(decided, **beside)
+        if found := claim.check(answer for _, answer, _ in item.parts if answer):
+            yield {"claim": claim.claim, "slug": slug(item.heading)}, found
 
 
 def sources(shown: Sequence[Shown]) -> list[Source]:
