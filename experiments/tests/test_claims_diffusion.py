@@ -76,11 +76,19 @@ def test_the_proxy_and_the_clock_are_judged_each_by_itself():
     entries = sampled()
     for entry in entries:
         entry["auto"]["over_loop"] = 1e-3
-    assert {check.holds for check in diffusion.headline(summed("latent-diffusion", entries))} == {YES}, "not the defaults"
+    assert {check.holds for check in diffusion.headline(summed("latent-diffusion", entries))} == {YES}, (
+        "not the defaults"
+    )
 
 
 def test_the_proxy_counts_one_steps_jacobian():
-    record = {"data": "mnist", "w": 4, "L": 10, "loop": {"seconds": [2.0]}, "batch": {"samples": 1, "seconds": {"loop": [1], "auto": [1]}}}
+    record = {
+        "data": "mnist",
+        "w": 4,
+        "L": 10,
+        "loop": {"seconds": [2.0]},
+        "batch": {"samples": 1, "seconds": {"loop": [1], "auto": [1]}},
+    }
     record["printed"] = {
         "seconds": [4.0], "iterations": [3], "evaluations": [30], "error": [0.0], "results": ["CONVERGED"],
         "phases": {"jacobian": 3.0, "linear": 0.25, "total": 4.0},

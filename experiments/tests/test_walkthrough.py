@@ -127,7 +127,9 @@ def test_the_page_opens_with_ten_claims_and_prints_every_rule():
     assert [re.findall(r"\[(.*)\]\(#", row)[0] for row in first[2:]] == [each.claim for each in OPENING]
     assert len(OPENING) == 10
     assert {re.findall(r"\(#([^)]+)\)", row)[0] for row in first[2:]} <= headings
-    printed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("| rule |")[2].partition("\n\n")[0], re.MULTILINE))
+    printed = dict(
+        re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("| rule |")[2].partition("\n\n")[0], re.MULTILINE)
+    )
     assert {name: rule.words for name, rule in RULES.items()}.items() <= printed.items()
     used = set(re.findall(r"(?:yes|no|open) \(([^()|]+)\) \|$", page, re.MULTILINE))
     assert used <= RULES.keys()
@@ -265,7 +267,9 @@ def test_a_smaller_run_says_so():
 
 
 def test_repeats_and_their_spread_are_told():
-    result = finished({**made_up.mlp_timing_result(), "records": [{"forward": {"loop": {"seconds": [1.0, 2.0, 3.0, 4.0, 5.0]}}}]})
+    result = finished(
+        {**made_up.mlp_timing_result(), "records": [{"forward": {"loop": {"seconds": [1.0, 2.0, 3.0, 4.0, 5.0]}}}]}
+    )
     assert repeats(result) == {"loop": "5; 67%", "printed": ""}
 
 

@@ -87,7 +87,7 @@ def forward(network: Network, exact: Tensor, name: str) -> Column:
     newton = None if name == "loop" else lean.Newton(network, graph=name == "printed graph")
     run = torch.no_grad()(newton or network.loop)
     found, took = clocked(run, exact.device)
-    states = torch.stack(found) if newton is None else found
+    states = found if isinstance(found, Tensor) else torch.stack(found)
     return Column(run, took, relative_error([states], [exact]), iterations=newton.iterations if newton else None)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from ..diffusion_timing import proxy
 from ..figures.style import plain, span
 from ..figures.style import seconds as in_words
-from ..diffusion_timing import proxy
 from ..table import times
 from .check import OPEN, Check, Table, held
 from .results import IMAGES, Finished, Needs
@@ -96,7 +96,9 @@ PROXY, CLOCK = "over the eager loop at best, by the paper's proxy", "over the ea
 def _greatest(entries: Sequence[Entry], name: str, paper: float, what: str, said: str) -> Check:
     def best(method: str, ratio: str) -> Entry | None:
         return max(
-            (entry for entry in entries if entry.get(method, {}).get(ratio)), key=lambda e: e[method][ratio], default=None
+            (entry for entry in entries if entry.get(method, {}).get(ratio)),
+            key=lambda e: e[method][ratio],
+            default=None,
         )
 
     words, clock = {"what": what, "paper": said}, name == "over_loop"
@@ -147,7 +149,9 @@ def distance(entries: Sequence[Entry]) -> Check:
     if not timed:
         return Check(**words, printed="not timed", holds=OPEN)
     worst = max(timed, key=lambda entry: _bound(entry) / _noise(entry))
-    ours = f"at most {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)}; √w times the largest error)"
+    ours = (
+        f"at most {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)}; √w times the largest error)"
+    )
     return held("same distance", _bound(worst) / _noise(worst), printed=ours, **words)
 
 
@@ -200,7 +204,9 @@ def pictures(result: Finished) -> list[Check]:
         found = [entry for entry in result.summary if method in entry]
         if found:
             known[method] = worst = max(found, key=lambda entry: entry[method]["error"])
-            words["printed" if method == "printed" else "defaults"] = f"{plain(worst[method]['error'])} ({_where(worst)})"
+            words["printed" if method == "printed" else "defaults"] = (
+                f"{plain(worst[method]['error'])} ({_where(worst)})"
+            )
     if "printed" not in known:
         return [Check(**words, holds=OPEN)]
     return [held("not visible", known["printed"]["printed"]["error"], **words)]
@@ -215,7 +221,9 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             return [Check(what="the paper's rows", printed="none of them is in this run", holds=OPEN)]
 
         def rows(rule: str, what: str, name: str, theirs: str) -> Check:
-            known = {key: entry["printed"][name] for key, entry in mine.items() if entry["printed"].get(name) is not None}
+            known = {
+                key: entry["printed"][name] for key, entry in mine.items() if entry["printed"].get(name) is not None
+            }
             words = {"what": f"{kind}, {what}", "paper": "its rows"}
             if not known:
                 return Check(**words, printed="not in this run", holds=OPEN)
@@ -223,9 +231,7 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             defaults = [entry["auto"][name] for entry in mine.values() if entry.get("auto", {}).get(name) is not None]
             form = plain if "error" in name else times if name == "over_loop" else "{:.1f}".format
             beside = f"{form(min(defaults))} to {form(max(defaults))}" if defaults else ""
-            return Check(
-                **words, printed=f"{count} of {len(known)} rows", defaults=beside, holds=found, rule=rule
-            )
+            return Check(**words, printed=f"{count} of {len(known)} rows", defaults=beside, holds=found, rule=rule)
 
         kind = "latents" if paper is LATENT else "pixels"
         return [
@@ -243,7 +249,17 @@ def timing_rows(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished], 
     """Beside the checks: the paper's rows and ours."""
 
     def read(result: Finished) -> Table:
-        heads = ["size", "L", "speed-up: paper", "proxy", "clock", "defaults", "iterations: paper", "printed", "defaults"]
+        heads = [
+            "size",
+            "L",
+            "speed-up: paper",
+            "proxy",
+            "clock",
+            "defaults",
+            "iterations: paper",
+            "printed",
+            "defaults",
+        ]
         heads += ["error: paper", "printed", "defaults"]
         rows = []
         for entry in _unconditional(result):
@@ -294,7 +310,10 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
                 most = None if missed else max(known)
         checks = [held("below 0.1", most, FEW, **words)]
         last = max(entries, key=lambda entry: (entry["L"], _size(entry)))
-        words = {"what": f"error at the end at the largest size ({_where(last)})", "printed": plain(last["printed"]["last"])}
+        words = {
+            "what": f"error at the end at the largest size ({_where(last)})",
+            "printed": plain(last["printed"]["last"]),
+        }
         words["defaults"] = plain(last["auto"]["last"])
         if space == "pixel":
             return [*checks, held("stalls", last["printed"]["last"], paper="stalls at 10⁻¹", **words)]

@@ -50,7 +50,11 @@ class Part:
     @property
     def command(self) -> str:
         """What runs it at full size."""
-        return command(self.experiment) + (f" {self.more}" if self.more else "") + ("   # on another machine" if self.second else "")
+        return (
+            command(self.experiment)
+            + (f" {self.more}" if self.more else "")
+            + ("   # on another machine" if self.second else "")
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,17 @@ from ..table import of_cells, times
 from .check import OPEN, Check, held
 from .results import Finished, Needs
 from .rules import DEEP, SMALL_ERROR
-from .words import BASELINES, METHODS, SHORT, activation_name, depths_in_words, error_size, finite, listed, timed_columns
+from .words import (
+    BASELINES,
+    METHODS,
+    SHORT,
+    activation_name,
+    depths_in_words,
+    error_size,
+    finite,
+    listed,
+    timed_columns,
+)
 
 Record = dict[str, Any]
 #: The paper's: speed-up at best and break-even depth, forward and backward. It names no best speed-up for smooth ones.
@@ -26,7 +36,11 @@ PAPER = {
     "tanh": {"forward": (None, 64), "backward": (None, None)},
     "sigmoid": {"forward": (None, 64), "backward": (None, None)},
 }
-_SAID = {30.0: "more than 30× (0.55 s to 0.015 s)", 200.0: "200× (589 ms to 2.45 ms)", 64: "nearer to L = 64 than to 128"}
+_SAID = {
+    30.0: "more than 30× (0.55 s to 0.015 s)",
+    200.0: "200× (589 ms to 2.45 ms)",
+    64: "nearer to L = 64 than to 128",
+}
 
 
 def has_activation(name: str) -> Needs:
@@ -74,6 +88,10 @@ class BreakEven:
     def middle(self) -> float:
         """From there on it is ahead at half of the widths, or more."""
         return median_low(math.inf if depth is None else depth for depth in self.depths.values())
+
+    @property
+    def short(self) -> str:
+        return f"L ≈ {depths_in_words([self.middle])}" if self.known and math.isfinite(self.middle) else "never"
 
     def __str__(self) -> str:
         if not self.known:
@@ -145,8 +163,8 @@ def _growth(records: Sequence[Record], law: str) -> Check:
     words = {"what": what, "paper": paper, "printed": f"{times(factor)} while L {times(high / low)} (w = {least})"}
     if linear:
         return held("linear", factor / (high / low), **words)
-    if found.get("auto"):
-        words["defaults"] = times(found["auto"][0])
+    if auto := found["auto"]:
+        words["defaults"] = times(auto[0])
     return held("logarithmic", factor / (high / low) ** 0.5, **words)
 
 
@@ -162,7 +180,9 @@ def _best(records: Sequence[Record], way: str, factor: float) -> Check:
         "paper": _SAID[factor],
         "printed": _with_graph(said, records, way) or "not timed",
         "defaults": said.get("auto", ""),
-        "loop": _beside(records, way, lambda method: times(each[0]) if (each := best(records, way, method, "fastest")) else ""),
+        "loop": _beside(
+            records, way, lambda method: times(each[0]) if (each := best(records, way, method, "fastest")) else ""
+        ),
     }
     if found["printed"] is None:
         return Check(**words, holds=OPEN)
@@ -190,7 +210,7 @@ def _even(records: Sequence[Record], way: str, depth: int) -> Check:
         "paper": _SAID.get(depth, f"L ≈ {depth}"),
         "printed": str(evens["printed"]),
         "defaults": str(evens["auto"]) if evens["auto"].depths else "",
-        "loop": _beside(records, way, lambda method: str(BreakEven.of(records, way, method, "fastest"))),
+        "loop": _beside(records, way, lambda method: BreakEven.of(records, way, method, "fastest").short),
     }
     printed = evens["printed"]
     if not printed.depths:
@@ -288,7 +308,14 @@ def newton(result: Finished) -> list[Check]:
             why = "The test is content with a residual of 10⁻⁴ in every entry."
             what = f"error of the output, {activation_name(name)}"
             checks.append(
-                held("machine precision", small, what=what, paper="almost always machine precision", printed=ours, why=why)
+                held(
+                    "machine precision",
+                    small,
+                    what=what,
+                    paper="almost always machine precision",
+                    printed=ours,
+                    why=why,
+                )
             )
     random = [record for record in known if record["guess"] == "random"]
     if random and random is not first:

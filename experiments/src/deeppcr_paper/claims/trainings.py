@@ -208,7 +208,7 @@ def seeds(result: Finished) -> list[Check]:
     for entry in result.summary:
         found = {mode: end_accuracies(entry, mode) for mode in ("parallel", "sequential")}
         if min(map(len, found.values())) > 1:
-            said[entry["L"]] = "{0}% ({1}%)".format(*(f"{min(each):.1f}–{max(each):.1f}" for each in found.values()))
+            said[entry["L"]] = "{}% ({}%)".format(*(f"{min(each):.1f}–{max(each):.1f}" for each in found.values()))
             wide = max(wide, *(max(each) - min(each) for each in found.values()))
     words = {"what": "accuracies of the seeds (layer by layer)", "paper": "consistent"}
     if not said:
@@ -305,7 +305,9 @@ def guesses(result: Finished) -> list[Check]:
         ours = f"{suffice[0]} suffice" if suffice else f"none of {listed([str(count) for count in tried])} suffices"
         mean = runs[0]["mean_iterations"] if 0 in runs else None
         ours += f"; by the test {mean:.1f}" if mean else ""
-        rule, count, paper = ("suffice", 3, "3 suffice") if guess == "batch-mean" else ("needed", 5, "more than 5 needed")
+        rule, count, paper = (
+            ("suffice", 3, "3 suffice") if guess == "batch-mean" else ("needed", 5, "more than 5 needed")
+        )
         words = {"what": f"iterations from {GUESSES.get(guess, guess)}, L = {depth:,}", "paper": paper}
         least = suffice[0] if suffice else None
         checks.append(held(rule, least, count, printed=ours, why=_why_any_guess(result, depth), **words))

@@ -273,7 +273,9 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
     same_y(places[2:])
     legend(figure, colours, "depth L")
     count = len({pair.seed for pair in pairs})
-    text = f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs, clock)}." + _stopped(pairs, clock)
+    text = f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs, clock)}." + _stopped(
+        pairs, clock
+    )
     return Drawing("resnet-training-seeds", f"Loss and accuracy from {count} seeds", "fig. 16", text, figure)
 
 
@@ -294,7 +296,7 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     figure, (left, right) = panels(2)
     colours = style.ordered(pair.depth for pair in pairs)
     describe(left, f"iterations, {clock.how}", clock.label(), "iterations (mean)", "parallel")
-    describe(right, f"sequential − {clock.how}", clock.label(), "max of parameters")
+    describe(right, f"sequential − {clock.how}", clock.label(), "apart (max-norm)")
     for pair in pairs:
         colour = colours[pair.depth]
         curve(left, pair.modes["parallel"], "iterations", colour)

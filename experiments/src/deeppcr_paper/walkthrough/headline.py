@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from ..claims.networks import of_activation
-from ..claims.trainings import with_defaults
 from ..claims.results import IMAGES, Finished, best, command
+from ..claims.trainings import with_defaults
 from ..figures.style import seconds as in_words
 from ..table import times
 

@@ -54,7 +54,13 @@ class Source:
 
 _NOT_RUN = "not run yet"
 #: The columns of a table of checks, where there is anything to show in them.
-COLUMNS = {"paper": "paper", "printed": "as printed", "defaults": "defaults", "loop": "fastest loop", "holds": "holds (rule)"}
+COLUMNS = {
+    "paper": "paper",
+    "printed": "as printed",
+    "defaults": "defaults",
+    "loop": "fastest loop",
+    "holds": "holds (rule)",
+}
 
 
 def make_page(results: Sequence[Finished], draw: Draw) -> tuple[str, list[Figure]]:
@@ -64,7 +70,12 @@ def make_page(results: Sequence[Finished], draw: Draw) -> tuple[str, list[Figure
     )
     shown = [show(item, results, draw) for item in ITEMS]
     page = environment.get_template("paper.md.jinja").render(
-        items=shown, opening=list(opening(shown)), rules=RULES, sources=sources(shown), causes=causes, columns_of=columns_of
+        items=shown,
+        opening=list(opening(shown)),
+        rules=RULES,
+        sources=sources(shown),
+        causes=causes,
+        columns_of=columns_of,
     )
     figures = {figure.name: figure for each in shown for _, _, drawn in each.parts for figure in drawn}
     return re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n", list(figures.values())
@@ -91,8 +102,17 @@ def sources(shown: Sequence[Shown]) -> list[Source]:
             key = part.experiment, part.more or ("second" if part.second else "")
             result = answer.result if answer else None
             if key not in found or (result and found[key].result == _NOT_RUN):
-                said = f"{result.short}{f'; smaller: `{result.smaller}`' if result.smaller else ''}" if result else _NOT_RUN
-                found[key] = Source(part.experiment, part.more or ("on another machine" if part.second else ""), said, repeats(result) if result else {"loop": "", "printed": ""})
+                said = (
+                    f"{result.short}{f'; smaller: `{result.smaller}`' if result.smaller else ''}"
+                    if result
+                    else _NOT_RUN
+                )
+                found[key] = Source(
+                    part.experiment,
+                    part.more or ("on another machine" if part.second else ""),
+                    said,
+                    repeats(result) if result else {"loop": "", "printed": ""},
+                )
     return list(found.values())
 
 
@@ -100,7 +120,12 @@ def repeats(result: Finished) -> dict[str, str]:
     """How often a cell was timed, and how far its times are apart: of the two columns that verdicts are made of."""
     said = {}
     for column in ("loop", "printed"):
-        places = [place for r in result.records for place in (r, r.get("forward"), r.get("backward")) if isinstance(place, dict)]
+        places = [
+            place
+            for r in result.records
+            for place in (r, r.get("forward"), r.get("backward"))
+            if isinstance(place, dict)
+        ]
         entries = [place[column] for place in places if isinstance(place.get(column), dict)]
         every = [entry["seconds"] for entry in entries if entry.get("seconds")]
         said[column] = f"{span(map(len, every), '.0f')}; {100 * median(map(spread, every)):.0f}%" if every else ""
