@@ -31,6 +31,7 @@ class Settings:
     """Sizes, and how long a cell is timed; see ``mlp-timing``.
 
     Attributes:
+        other_widths: of all activations but the first
         budget: seconds of timing for each direction of a cell; every column is timed as often as the others
         fewest, most: repeats, whatever the budget
         patience: a pass that takes more seconds than this is not repeated
@@ -38,6 +39,7 @@ class Settings:
 
     depths: tuple[int, ...] = (2, 16, 64, 128, 256, 1024, 4096, 16384)
     widths: tuple[int, ...] = (2, 4, 16, 64, 256)
+    other_widths: tuple[int, ...] = (4, 16, 64)
     activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
     budget: float = 0.1
     fewest: int = 5
@@ -49,7 +51,7 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(depths=(4, 32, 256), widths=(2, 8), fewest=3, most=10, budget=0.05)
+QUICK = Settings(depths=(4, 32, 256), widths=(2, 8), other_widths=(8,), fewest=3, most=10, budget=0.05)
 
 
 def columns(device: torch.device) -> tuple[str, ...]:
@@ -57,8 +59,8 @@ def columns(device: torch.device) -> tuple[str, ...]:
 
 
 def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    for activation in settings.activations:
-        for width in settings.widths:
+    for number, activation in enumerate(settings.activations):
+        for width in settings.other_widths if number else settings.widths:
             for depth in settings.depths:
                 yield {"activation": activation, "L": depth, "w": width}
 
