@@ -134,7 +134,7 @@ def test_the_page_opens_with_ten_claims_and_prints_every_rule():
     used = set(re.findall(r"(?:yes|no|open) \(([^()|]+)\) \|$", page, re.MULTILINE))
     assert used <= RULES.keys()
     assert len(used) > 20
-    assert len(page.split()) < 5000, "it is to be read"
+    assert len(page.split()) < 5500, "it is to be read"
 
 
 # The paper's figures and tables
