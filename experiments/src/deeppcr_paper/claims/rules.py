@@ -52,7 +52,7 @@ RULES: dict[str, Rule] = {
     "linear": Rule("from L = 64 on the time grows 0.5 to 2 times as much as L", lambda ours: 0.5 <= ours <= 2, NOISE),
     "logarithmic": Rule("from L = 64 on the time grows by less than √L does", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
-        "that size varies at most 16 times over the depths",
+        "w²L where a pass takes twice as long as at the least width varies at most 16 times over the depths",
         lambda ours: ours <= 16,
     ),
     "steady": Rule(
