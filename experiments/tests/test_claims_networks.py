@@ -1,6 +1,9 @@
 """Verdicts follow the numbers: networks and their training."""
 
+import math
+import re
 from dataclasses import replace
+from statistics import median_low
 
 import pytest
 
@@ -10,9 +13,12 @@ pytest.importorskip("rich")
 import made_up
 from claims_support import TIMING, by_what, finished, trained
 from deeppcr_paper import resnet_ablations
-from deeppcr_paper.claims import findings, networks, trainings
+from deeppcr_paper.claims import networks, trainings
+from deeppcr_paper.claims.answers import best_answers, verdict_of
 from deeppcr_paper.claims.check import NO, OPEN, YES, Check, Verdict, causes, verdict
+from deeppcr_paper.claims.items import ITEMS
 from deeppcr_paper.claims.results import best
+from deeppcr_paper.claims.rules import RULES, judge, judge_all
 from deeppcr_paper.claims.words import listed
 from deeppcr_paper.figures import drawings
 from deeppcr_paper.walkthrough import headline
@@ -20,14 +26,48 @@ from deeppcr_paper.walkthrough import headline
 
 def test_verdicts():
     def of(*held):
-        return verdict([Check("", "", "", each) for each in held])
+        return verdict([Check(what="", holds=each, rule="bounded") for each in held])
 
     assert of(YES, YES) is Verdict.AGREES
     assert of(YES, NO) is Verdict.PARTLY
     assert of(NO, OPEN) is Verdict.DIFFERS
     assert of(OPEN, "") is Verdict.OPEN
-    assert causes([Check("a", "1", "2", NO, "because"), Check("b", "", "3", YES, "not said")]) == ["because"]
+    both = [
+        Check(what="a", holds=NO, rule="bounded", why="because"),
+        Check(what="b", holds=YES, rule="bounded", why="not said"),
+    ]
+    assert causes(both) == ["because"]
+    with pytest.raises(ValueError, match="by no rule of the table"):
+        Check(what="a", holds=YES)
     assert listed(["a"]) == "a"
+
+
+def test_every_rule_can_hold_and_fail():
+    """The least number for which it does, the first for which it does not, and the paper's."""
+    sides = {
+        "speed-up": (1.25, 0.6, 1), "break-even": (1.0, 2.0, 1), "linear": (1.0, 4.0), "logarithmic": (0.7, 1.4), "isoline": (16, 17),
+        "steady": (1.1, 2.1), "gains more": (1.8, 0.5), "newer gains": (0.7, 1.4), "negligible": (0.1, 0.11), "memory": (0.7, 0.71),
+        "at most 6": (6, 7), "6 on average": (6.0, 6.1), "converged": (0, 1), "flat": (1.0, 1.1), "ReLU more": (1.1, 1.0),
+        "machine precision": (0.9, 0.89), "comparable": (1.0, 1.1), "same loss": (0.02, 0.021), "accuracy": (1.0, 1.1),
+        "same accuracy": (1.0, 1.1), "seeds": (2.0, 2.1), "bounded": (0.9, 1.0), "trains as well": (True, False), "suffice": (3, 5, 3),
+        "needed": (8, 5, 5), "iterations": (1.3, 1.31, 1), "error": (1.0, 1.1, 1), "same distance": (1.0, 1.1), "not visible": (0.01, 0.011),
+        "below 0.1": (14, 15, 15), "stalls": (0.01, 0.009), "fewer": (0.9, 1.1),
+    }  # fmt: skip
+    assert sides.keys() == RULES.keys()
+    for name, (good, bad, *paper) in sides.items():
+        assert judge(name, good, *paper) == YES, name
+        assert judge(name, bad, *paper) == NO, name
+
+
+def test_what_noise_could_have_made_is_open():
+    for name, limit, paper in (("speed-up", 0.9 * 7, (7,)), ("logarithmic", 1, ()), ("steady", 1.5, ())):
+        assert {judge(name, factor * limit, *paper) for factor in (0.8, 1.0, 1.25)} == {OPEN}, name
+        assert {judge(name, factor * limit, *paper) for factor in (0.7, 1.4)} == {YES, NO}, name
+    assert judge("at most 6", 6.5) == NO  # counts have no noise
+    assert judge("break-even", lambda factor: 70 / factor, 64) == OPEN
+    assert judge("break-even", lambda factor: 40 / factor, 64) == YES
+    assert judge_all("speed-up", [(20, 11), (10, 11)]) == (OPEN, 2)
+    assert judge_all("speed-up", [(20, 11), (4, 11)]) == (NO, 1)
 
 
 def timing(**scale):
@@ -41,68 +81,90 @@ def timing(**scale):
     return finished(content)
 
 
-def test_timing_holds_or_not_by_the_times():
+def test_timing_holds_or_not_by_the_times_as_printed():
     read = networks.timing("relu")
     slow, fast = read(timing(printed=10)), read(timing(printed=0.1))
-    for part, why in (
-        ("forward pass over the eager loop", "as printed"),
-        ("backward pass over the eager", "as printed"),
-    ):
-        assert by_what(slow, part).holds == NO
-        assert why in by_what(slow, part).why
-        assert by_what(fast, part).holds == YES
-    assert by_what(slow, "forward pass, depth").holds == NO
-    assert by_what(fast, "forward pass, depth").holds == YES
-    assert (
-        "28× with the defaults (L = 16,384, w = 2: 4.73 ms instead of 131 ms)"
-        in by_what(slow, "forward pass over").ours
-    )
-    assert by_what(slow, "DeepPCR as printed, time").holds == YES, "logarithmic, however slow"
+    for part in ("forward pass over the eager loop", "backward pass over the eager", "forward pass, break-even"):
+        assert by_what(slow, part).holds == NO, part
+        assert by_what(fast, part).holds == YES, part
+    assert by_what(slow, "forward pass over").defaults == "28× (L = 16,384, w = 2: 4.73 ms)"
+    assert by_what(slow, "DeepPCR, time").holds == YES, "logarithmic, however slow"
     linear = timing()
     for record in linear.records:
         record["forward"]["printed"]["seconds"] = record["forward"]["loop"].get("seconds", [1.0])
-    assert by_what(read(linear), "DeepPCR as printed, time").holds == NO
+    assert by_what(read(linear), "DeepPCR, time").holds == NO
 
 
-def test_a_slow_pass_is_told_with_its_time_at_the_least_depth():
-    """Which tells launches from arithmetic."""
-    content = timing()
-    for record in content.records:
-        record["forward"]["printed"]["seconds"] = [1e-5 * record["L"] + 0.02]
-    why = by_what(networks.timing("relu")(content), "forward pass over").why
-    assert "takes 20.2 ms at L = 16 and 184 ms at L = 16,384; the paper's took 15 ms at its best" in why
+def test_the_defaults_decide_nothing():
+    read = networks.timing("relu")
+    held = [[check.holds for check in read(timing(auto=scale, printed=0.1))] for scale in (1e-3, 1.0, 1e3)]
+    assert held[0] == held[1] == held[2]
+    shown = {by_what(read(timing(auto=scale)), "forward pass over").defaults for scale in (1e-3, 1.0)}
+    assert len(shown) == 2
+
+
+def test_medians_are_compared_however_often_a_column_was_timed():
+    result = timing()
+    before = by_what(networks.timing("relu")(result), "forward pass over")
+    for record in result.records:
+        for entry in record["forward"].values():
+            if entry.get("seconds"):
+                entry["seconds"] = [median_low(entry["seconds"])] * 3 + [0.0, 99.0]
+    assert by_what(networks.timing("relu")(result), "forward pass over") == before
 
 
 def test_smooth_activations_have_their_own_break_even():
     checks = networks.timing("tanh")(timing(printed=0.1))
-    assert by_what(checks, "forward pass, depth").paper == "closer to 64 than to 128"
-    assert by_what(checks, "forward pass over").holds == ""
-    assert "over the fused loop" in networks.strong_baselines("tanh")(timing()).heads
+    assert by_what(checks, "forward pass, break-even").paper == "nearer to L = 64 than to 128"
+    assert not [check for check in checks if "at best" in check.what], "the paper names none"
+
+
+def test_stronger_loops_stand_beside():
+    checks = networks.timing("relu")(timing())
+    assert re.fullmatch(r"printed [\d.]+×; defaults [\d.]+×", by_what(checks, "forward pass over").loop)
+    assert "of" in by_what(checks, "the fastest loop wins").loop
+    eager = timing()
+    for record in eager.records:
+        for way in ("forward", "backward"):
+            record[way] = {name: record[way][name] for name in ("loop", "printed", "auto")}
+    assert {check.loop for check in networks.timing("relu")(eager)} == {""}
+
+
+def test_the_method_in_a_graph_stands_beside_the_eager_one():
+    result = timing()
+    for record in result.records:
+        record["forward"]["printed graph"] = {"status": "ok", "seconds": [1e-6]}
+    found = by_what(networks.timing("relu")(result), "forward pass over")
+    assert "; in a CUDA graph 1" in found.printed
+    assert found.holds == by_what(networks.timing("relu")(timing()), "forward pass over").holds
 
 
 def test_break_even_where_it_is_always_ahead_or_never():
     records = timing(printed=1e-6).records
-    assert str(networks.BreakEven.of(records, "forward", "printed", "loop")).startswith("ahead at every depth timed")
+    always = networks.BreakEven.of(records, "forward", "printed", "loop")
+    assert (str(always), always.middle) == ("L = 16, the least timed", 16)
     records = timing(printed=1e6).records
-    assert str(networks.BreakEven.of(records, "forward", "printed", "loop")) == "never ahead on this grid"
+    never = networks.BreakEven.of(records, "forward", "printed", "loop")
+    assert (str(never), never.middle) == ("never", math.inf)
     assert str(networks.BreakEven.of(records, "forward", "unheard-of", "loop")) == "not timed"
+    half = networks.BreakEven({2: 10.0, 4: 100.0, 8: 1000.0, 16: None}, 2)
+    assert (half.middle, str(half)) == (100.0, "L ≈ 100 (10 to 1,000, 3 of 4 widths)")
 
 
 def test_the_size_at_which_the_logarithmic_regime_ends():
     checks = networks.widths(finished(made_up.mlp_timing_result()))
     assert by_what(checks, "one value of w²L").holds == YES
-    assert by_what(checks, "how far chunks").ours == "20× as large"
-    assert "20× as far" in findings.size_limit(finished(made_up.mlp_timing_result()))
     few = networks.widths(finished(made_up.mlp_timing_result(replace(TIMING, depths=(16,)))))
     assert by_what(few, "one value of w²L").holds == OPEN
     wide = made_up.mlp_timing_result()
     for record in wide["records"]:
         if record["forward"]["auto"].get("seconds"):
             record["forward"]["auto"]["seconds"] = [1e-3 if record["w"] < 64 else 4e-3]
-    assert by_what(networks.widths(finished(wide)), "how far chunks").ours.startswith(
-        "with the defaults it follows no line"
-    )
-    assert "the width varies less: w ≈ 45 (L = 2) to 45 (L = " in findings.size_limit(finished(wide))
+        if record["forward"]["printed"].get("seconds"):
+            record["forward"]["printed"]["seconds"] = [1e-3 if record["w"] < 64 else 4e-3]
+    checks = networks.widths(finished(wide))
+    assert "w ≈ 45 (L = 2) to 45 (L = " in by_what(checks, "twice as long").defaults
+    assert by_what(checks, "one value of w²L").holds == NO, "it is one width"
 
 
 def test_gradients_that_were_too_far_off_are_told():
@@ -118,30 +180,9 @@ def test_gradients_that_were_too_far_off_are_told():
         record["backward"]["printed"].setdefault("error", 1e-6)
     check = by_what(networks.timing("relu")(finished(content)), "float64")
     relu = [record for record in content["records"] if record["activation"] == "relu"]
-    assert check.ours == f"too far off to be timed in 2 of {len(relu)} cells, by up to 12%"
+    assert check.printed == f"too far off to be timed in 2 of {len(relu)} cells, by up to 12%"
     (caption,) = (each.caption for each in drawings(content) if each.name == "mlp-timing-relu-backward")
     assert "(2 gave a result that is off by up to 12%" in caption
-
-
-def test_why_the_break_even_is_late():
-    content = made_up.mlp_timing_result()
-    for record in content["records"]:
-        printed = record["forward"]["printed"]
-        printed["seconds"] = [50 * each for each in printed.get("seconds", [])]
-    late = by_what(networks.timing("relu")(finished(content)), "forward pass, depth from which on")
-    assert late.why.startswith("At L = 64, w = "), late.why
-
-
-def test_a_width_at_which_the_loop_always_wins():
-    content = made_up.mlp_timing_result()
-    slow = max(record["w"] for record in content["records"])
-    for record in content["records"]:
-        if record["w"] == slow:
-            record["backward"]["auto"]["seconds"] = [1e3]
-        if record["L"] == max(each["L"] for each in content["records"]) and record["w"] == slow:
-            record["backward"]["auto"] = {"status": "out of memory"}
-    said = findings.loop_wins(finished(content))
-    assert f"at w = {slow} at every depth that was timed" in said.partition("backward")[2]
 
 
 def test_memory():
@@ -149,13 +190,8 @@ def test_memory():
     for record in content["records"]:
         total = record["network_bytes"] + record["peaks"]["loop"]["bytes"]
         record["peaks"]["printed"] = {"status": "ok", "bytes": total / 0.6 - record["network_bytes"]}
-    assert networks.memory(finished(content))[0] == Check(
-        "as printed",
-        "about 0.6",
-        "0.60 (0.60 to 0.60), so 1.7× the memory",
-        YES,
-        networks.memory(finished(content))[0].why,
-    )
+    (check,) = networks.memory(finished(content))
+    assert (check.printed, check.holds) == ("0.60 (0.60 to 0.60)", YES)
     assert networks.memory(finished(made_up.mlp_memory_result()))[0].holds == NO
 
 
@@ -171,12 +207,10 @@ def test_newton_counts_iterations():
             record["error"] = [1e-8] * 3
     checks = networks.newton(finished(content))
     assert verdict(checks) is Verdict.AGREES
-    assert "ReLU yes, at most 5" in findings.iterations(finished(content))
     for record in content["records"]:
         if record["status"] == "ok" and record["L"] > 2000:
             record["iterations"] = [9] * 3
     assert by_what(networks.newton(finished(content)), "change with L").holds == NO
-    assert "ReLU no, at most 9" in findings.iterations(finished(content))
 
 
 def test_the_error_of_the_output_is_judged_by_activation():
@@ -188,7 +222,7 @@ def test_the_error_of_the_output_is_judged_by_activation():
     checks = networks.newton(finished(content))
     assert by_what(checks, "error of the output, ReLU").holds == YES
     sigmoid = by_what(checks, "error of the output, sigmoid")
-    assert (sigmoid.holds, sigmoid.ours[:2]) == (NO, "0%")
+    assert (sigmoid.holds, sigmoid.printed[:2]) == (NO, "0%")
     assert "10⁻⁴" in sigmoid.why
 
 
@@ -217,45 +251,71 @@ def test_two_machines():
 
 
 def test_training_is_as_fast_and_as_good_as_its_numbers():
-    result = trained()
-    assert by_what(trainings.times_of_passes(result), "with the defaults over").holds == YES
-    assert verdict(trainings.losses(result)) is Verdict.AGREES
-    assert verdict(trainings.accuracies(result)) is Verdict.AGREES
-    assert verdict(trainings.seeds(result)) is Verdict.AGREES
-    assert verdict(trainings.newton(result)) is Verdict.AGREES
-    assert findings.accuracy(result).startswith("Yes: at depth 128 the mean of 2 seeds is 9")
+    result = trained(solver="paper")
+    for read in (trainings.losses, trainings.accuracies, trainings.seeds, trainings.newton):
+        assert verdict(read(result)) is Verdict.AGREES, read
     for record in result.records:
+        if record.get("timing") == "printed":
+            record["forward_seconds"] = [1.0] * 20
         if "runs" in record:
             run = record["runs"]["parallel"]
             run["test_accuracy"] = [0.8 + 0.1 * record["seed"]] * 8
             run["curves"]["loss"] = [2 * value for value in run["curves"]["loss"]]
-            run["curves"]["iterations"] = [7.0] * 20
             run["curves"]["forward_seconds"] = [0.1 * (1 + number) for number in range(20)]
             record["parameter_distance"][-1] = 3.0
+        if "iterations" in record:
+            record["iterations"] = [7.0] * 20
     for read in (trainings.losses, trainings.accuracies, trainings.seeds, trainings.newton, trainings.times_of_passes):
         assert verdict(read(result)) is Verdict.DIFFERS, read
-    assert findings.accuracy(result).startswith("No: ")
+
+
+def test_a_training_with_the_defaults_decides_nothing():
+    result = trained()
+    for read in (trainings.losses, trainings.accuracies, trainings.seeds):
+        checks = read(result)
+        assert {check.holds for check in checks} == {OPEN}
+        assert {check.why for check in checks} == {"Not trained as printed yet."}
+        assert all(check.defaults and not check.printed for check in checks)
+    eager = next(record for record in result.records if record.get("timing") == "eager" and record["L"] == 128)
+    result.records.append({**eager, "timing": "printed", "iterations": [4.0]})
+    passes = trainings.times_of_passes(result)
+    assert (by_what(passes, "forward pass over").holds, by_what(passes, "forward pass over").printed[:2]) == (NO, "1×")
+    assert by_what(passes, "last quarter").holds == OPEN
+
+
+def test_a_claim_is_decided_once_by_the_first_part_that_tells():
+    (item,) = [item for item in ITEMS if item.label == "Figure 5"]
+    defaults, printed = trained(), trained(solver="paper")
+    assert [bool(each) for each in best_answers(item, [defaults])] == [False, True]
+    assert verdict_of(item, filter(None, best_answers(item, [defaults]))) is Verdict.OPEN
+    first, second = best_answers(item, [defaults, printed])
+    assert ([check.holds for check in first.checks], [check.holds for check in second.checks]) == ([YES], [""])
+    assert second.checks[0].defaults
+    assert verdict_of(item, [first, second]) is Verdict.AGREES
 
 
 def test_a_training_that_was_cut_short_does_not_tell_the_accuracy():
-    result = trained(steps=300)
-    assert by_what(trainings.accuracies(result), "accuracy at the end, L = 128").holds == OPEN
-    assert "ends after 300 steps" in by_what(trainings.accuracies(result), "accuracy at the end, L = 128").why
-    assert findings.accuracy(result) is None
+    result = trained(steps=300, solver="paper")
+    accuracy = by_what(trainings.accuracies(result), "accuracy at the end")
+    assert (accuracy.holds, "ends after 300 steps" in accuracy.why) == (OPEN, True)
     assert "2 epochs" in trainings.cut_short(trained(epochs=2))
     slow = trained(dtype="float64", eager_steps=1)
-    assert "float64" in by_what(trainings.times_of_passes(slow), "with the defaults over").why
+    assert "float64" in by_what(trainings.times_of_passes(slow), "forward pass over").why
 
 
-def test_a_steady_time_is_no_agreement_where_there_is_no_speed_up():
-    result = trained()
-    assert by_what(trainings.times_of_passes(result), "most over least").holds == YES
-    for record in result.records:
-        for run in record.get("runs", {}).values():
-            run["curves"]["forward_seconds"] = [10.0] * 20
-    assert by_what(trainings.times_of_passes(result), "with the defaults over").holds == NO
-    assert by_what(trainings.times_of_passes(result), "most over least").holds == ""
-    assert verdict(trainings.times_of_passes(result)) is Verdict.DIFFERS
+def test_a_pass_takes_as_long_at_the_end():
+    """By medians of quarters: single points are the host's unrest."""
+    result = trained(solver="paper")
+
+    def steady(points):
+        for record in result.records:
+            if "runs" in record:
+                record["runs"]["parallel"]["curves"]["forward_seconds"] = points
+        return by_what(trainings.times_of_passes(result), "last quarter over the second")
+
+    assert steady([9.0] * 5 + [1.0, 1.0, 1.0, 1.0, 3.0] + [1.0] * 9 + [5.0]).holds == YES
+    assert steady([1.0] * 15 + [3.0] * 5).holds == NO
+    assert steady([1.0] * 15 + [1.3] * 5).holds == OPEN
 
 
 def test_steps_in_a_graph_tell_of_time_without_the_host():
@@ -265,27 +325,20 @@ def test_steps_in_a_graph_tell_of_time_without_the_host():
         for mode, run in record.get("runs", {}).items():
             if "forward_seconds" in run["curves"]:
                 run["method"] = "fused"
-                run["curves"]["forward_seconds"][-1] *= 5  # the host's unrest
                 usual = 4e-4 if mode == "sequential" else 2e-4
                 run["curves"]["replayed_seconds"] = [1e-3] * 5 + [usual] * 14 + [2.1e-4]
-    checks = trainings.times_of_passes(result)
-    in_graph = by_what(checks, "inside a CUDA graph over the fused loop, L = 128")
-    assert in_graph.ours == "2× (200 µs instead of 400 µs); times 60,000 steps: 12 s instead of 24 s"
-    assert in_graph.holds == ""
-    passes, steps = (each for each in checks if "most over least" in each.what)
-    assert (passes.holds, "the host's" in passes.why) == (NO, True)
-    assert (steps.ours, steps.holds) == ("1.05", "")  # without the first quarter, which sets up
+    in_graph = by_what(trainings.times_of_passes(result), "inside a CUDA graph, L = 128")
+    assert (in_graph.defaults, in_graph.loop, in_graph.holds) == ("200 µs", "fused loop 400 µs: 2×", "")
     (row,) = headline._training(result)
     assert row.startswith("| ResNet, a training step in a CUDA graph, 128 × ")
     assert row.endswith("| 400 µs | **200 µs** |")
+    assert by_what(trainings.times_of_passes(result), "times 60,000 steps").paper == "3.2 h and 30 min"
     for record in result.records:
         for run in record.get("runs", {}).values():
             run["method"] = "graph"
     assert not any("training step" in each for each in headline._training(result))
     result.content["settings"]["batch"] = 32
-    assert "times 15,000 steps" in by_what(trainings.times_of_passes(result), "inside a CUDA graph over").ours
-    result.content["settings"]["data"] = "digits"
-    assert "steps" not in by_what(trainings.times_of_passes(result), "inside a CUDA graph over").ours
+    assert by_what(trainings.times_of_passes(result), "times 15,000 steps").paper == "3.2 h and 30 min"
 
 
 def test_a_training_that_was_timed_is_preferred():
@@ -295,22 +348,13 @@ def test_a_training_that_was_timed_is_preferred():
     assert best([untimed], "resnet-training") is untimed
 
 
-@pytest.mark.parametrize(
-    ("ends", "answer", "why"),
-    [
-        ((0.96, 0.96), "More: at depth 128 the mean of 2 seeds is 96.0%", "At L = 128 ours is above the paper's."),
-        ((0.96, 0.93), "No: ", ""),
-        ((0.9, 0.9), "No: ", ""),
-    ],
-)
-def test_other_accuracies_than_the_papers(ends, answer, why):
-    result = trained()
+@pytest.mark.parametrize("ends", [(0.96, 0.96), (0.96, 0.93), (0.9, 0.9)])
+def test_other_accuracies_than_the_papers(ends):
+    result = trained(solver="paper")
     for record in result.records:
         for run, end in zip(record.get("runs", {}).values(), ends, strict=False):
             run["test_accuracy"] = [end] * 8
-    assert findings.accuracy(result).startswith(answer)
-    check = by_what(trainings.accuracies(result), "accuracy at the end, L = 128")
-    assert (check.holds, check.why) == (NO, why)
+    assert by_what(trainings.accuracies(result), "accuracy at the end").holds == NO
 
 
 def test_one_iteration_says_nothing_of_newtons_method():
@@ -320,14 +364,12 @@ def test_one_iteration_says_nothing_of_newtons_method():
             curves = record["runs"]["parallel"]["curves"]
             curves["iterations"] = [1.0 if record["L"] == 64 else 4.0] * 20
             curves["not_converged"] = [0.0 if record["L"] == 64 else 0.03] * 20
-    shallow, deep = (by_what(trainings.newton(result), f"of 100 steps, L = {depth}") for depth in (64, 128))
-    assert (shallow.holds, shallow.ours) == ("", "at most 1.0")
-    assert "two chunks" in shallow.why
-    assert (deep.holds, deep.ours, deep.why) == (YES, "at most 4.0; the loop finished 3.0% of the steps", "")
+    found = by_what(trainings.newton(result), "iterations in training").defaults
+    assert found == "L = 64: 1 (two chunks: nearly the loop); 128: at most 4.0; the loop finished 3.0% of the steps"
 
 
 def test_losses_that_differ_by_a_tenth_are_not_equivalent():
-    result = trained()
+    result = trained(solver="paper")
     for record in result.records:
         if "runs" in record:
             record["runs"]["parallel"]["curves"]["loss"] = [0.3 * 1.05] * 20
@@ -335,7 +377,8 @@ def test_losses_that_differ_by_a_tenth_are_not_equivalent():
 
 
 def test_one_seed_does_not_tell_of_several():
-    assert by_what(trainings.seeds(trained(seeds=1)), "L = 128").holds == OPEN
+    (check,) = trainings.seeds(trained(seeds=1, solver="paper"))
+    assert (check.holds, check.printed) == (OPEN, "one seed only")
 
 
 def test_few_iterations_and_guesses():
@@ -348,17 +391,8 @@ def test_few_iterations_and_guesses():
             run = record["runs"]["parallel"]
             run["curves"]["loss"] = [0.3 if good else 0.9] * len(run["curves"]["loss"])
     assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == YES
-    assert not [
-        check for check in trainings.few_iterations(finished(few)) if "that count" in check.what
-    ]  # all were taken
-    for record in few["records"]:
-        if record["iterations"] == 13:
-            record["runs"]["parallel"]["curves"]["iterations"] = [6.0] * 20
-    allowed = by_what(trainings.few_iterations(finished(few)), "of 13 that count, L = 64")
-    assert allowed.ours == "6.0 on average; those after them change nothing but rounding"
     checks = trainings.guesses(finished(guess))
     assert [check.holds for check in checks] == [YES] * 3
-    assert findings.guesses(finished(guess)).startswith("Yes: at depth 64")
     for content in (few, guess):
         for record in content["records"]:
             if record["iterations"] in (3, 5):
@@ -368,9 +402,8 @@ def test_few_iterations_and_guesses():
     for record in guess["records"]:
         if not record["iterations"]:
             record["runs"]["parallel"]["curves"]["iterations"] = [4.0] * 20
-    assert "from any start" in trainings.guesses(finished(guess))[0].why
+    assert "from any start" in trainings.guesses(finished(guess))[1].why
     for record in guess["records"]:
         if not record["iterations"] and record["guess"] == "zeros":
             record["runs"]["parallel"]["curves"]["iterations"] = [6.0] * 20
     assert {check.why for check in trainings.guesses(finished(guess))} == {""}, "not from any start"
-    assert findings.guesses(finished(guess)).startswith("Not quite")

@@ -441,7 +441,7 @@ def test_ctrl_c_from_outside(tmp_path):
 
 
 def test_unknown_names(run, tmp_path):
-    fails_clearly(run("mlp-timings", "--quick"), "'mlp-timings'", "mlp-timing, mlp-memory")
+    fails_clearly(run("mlp-timings", "--quick"), "'mlp-timings'", "mlp-timing, mlp-printed, mlp-memory")
     fails_clearly(run(), "which experiment?", "mlp-timing")
     fails_clearly(run("mlp-timing", "a.json"), "takes no files")
     assert files(tmp_path / "results") == []

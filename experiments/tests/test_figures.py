@@ -55,6 +55,7 @@ STARTS = replace(diffusion_guess.FULL, sides=(4, 16), steps=(256, 1024))
 def small() -> list[dict]:
     return [
         made_up.mlp_timing_result(TIMING),
+        {**made_up.mlp_timing_result(TIMING, ("loop", "printed")), "experiment": "mlp-printed"},
         made_up.mlp_memory_result(MEMORY),
         made_up.mlp_newton_result(NEWTON),
         made_up.mlp_gain_result(GAIN),
@@ -83,7 +84,7 @@ def drawings(results) -> dict[str, list[figures.Drawing]]:
 
 #: Figures that are made like others: to write one down takes up to a second.
 ALIKE = re.compile(
-    "-backward$|^hardware|training-(accuracy|seeds)$|-mnist-(speedup|distance)$|pixel-diffusion-(?!classes)"
+    "-backward$|^hardware|^mlp-printed|training-(accuracy|seeds)$|-mnist-(speedup|distance)$|pixel-diffusion-(?!classes)"
     "|-unconditional$|iterations-pixel$"
 )
 
@@ -327,12 +328,12 @@ def test_training_curves(results, drawings):
         "newton",
     ]
     time, loss, accuracy, seeds, newton = both
-    x, y = line(panel(loss, "DeepPCR"), "L=128")
+    x, y = line(panel(loss, "DeepPCR, defaults"), "L=128")
     assert y == runs["parallel"]["loss"]
     assert x[-1] == 3, "epochs"
-    _, apart = line(panel(loss, "sequential − DeepPCR"), "L=128")
+    _, apart = line(panel(loss, "sequential − defaults"), "L=128")
     assert apart == [a - b for a, b in zip(runs["sequential"]["loss"], runs["parallel"]["loss"], strict=True)]
-    _, ratio = line(panel(time, "DeepPCR over CUDA graph"), "L=128")
+    _, ratio = line(panel(time, "defaults over CUDA graph"), "L=128")
     assert ratio[0] == runs["sequential"]["forward_seconds"][0] / runs["parallel"]["forward_seconds"][0]
     _, dashed = line(panel(time, "CUDA graph (eager: dashed)"), "eager L=128")
     assert dashed == pytest.approx([128 * 1.1e-4] * 2)
@@ -343,11 +344,11 @@ def test_training_curves(results, drawings):
         for record in results["resnet-training"]["records"]
         if record["L"] == 128 and "seed" in record
     ]
-    assert line(panel(seeds, "DeepPCR, loss"), "L=128")[1] == pytest.approx(
+    assert line(panel(seeds, "defaults, loss"), "L=128")[1] == pytest.approx(
         [sum(each) / 2 for each in zip(*others, strict=True)]
     )
-    assert line(panel(newton, "Newton iterations"), "L=128")[1] == runs["parallel"]["iterations"]
-    assert line(panel(newton, "sequential − DeepPCR"), "L=128")[1] == records[0]["parameter_distance"]
+    assert line(panel(newton, "iterations, defaults"), "L=128")[1] == runs["parallel"]["iterations"]
+    assert line(panel(newton, "sequential − defaults"), "L=128")[1] == records[0]["parameter_distance"]
 
 
 def test_fixed_iterations(results, drawings):
@@ -452,7 +453,7 @@ def test_training_with_holes():
     result["records"][2]["runs"]["sequential"] = {"curves": {}, "test_accuracy": [], "diverged": 3}
     found = silent(result)
     assert [figure.name.removeprefix("resnet-training-") for figure in found] == ["time", "loss", "accuracy", "newton"]
-    assert "Diverged: L = 64, seed 0, DeepPCR at step 555." in found[1].caption
+    assert "Diverged: L = 64, seed 0, defaults at step 555." in found[1].caption
     for record in result["records"]:
         for run in record["runs"].values():
             run |= {"curves": {}, "test_accuracy": [], "diverged": 3}
@@ -468,7 +469,7 @@ def test_trainings_that_were_not_timed():
         made_up.untimed(run["curves"])
     drawings = figures.drawings(result)
     assert drawings[0].name == "resnet-training-time"
-    ratio = line(panel(drawings[0], "DeepPCR over CUDA graph"), "L=32")[1]
+    ratio = line(panel(drawings[0], "defaults over CUDA graph"), "L=32")[1]
     seconds = {mode: run["curves"]["forward_seconds"] for mode, run in second.items()}
     assert ratio[0] == seconds["sequential"][0] / seconds["parallel"][0]
     for run in second.values():
@@ -568,7 +569,7 @@ def test_equal_accuracies_are_one_number():
         for run in record.get("runs", {}).values():
             run["test_accuracy"] = [0.1, 0.119]
     caption = by_name(figures.drawings(result), "resnet-training-accuracy").caption
-    expected = "sequential 11.9%, DeepPCR 11.9%; the two are equal after every epoch."
+    expected = "sequential 11.9%, defaults 11.9%; the two are equal after every epoch."
     assert caption == f"At the end of the training: {expected}"
 
 

@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median_low
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from deeppcr_paper import (
     store,
 )
 from deeppcr_paper.catalogue import EXPERIMENTS
+from deeppcr_paper.claims import trainings
 from deeppcr_paper.claims.answers import answer, every_answer, verdict_of
 from deeppcr_paper.claims.check import NO, OPEN, YES, Check, Verdict
 from deeppcr_paper.claims.items import ITEMS, Part
@@ -200,6 +202,7 @@ def quick_results():
     """Of every experiment a small one."""
     made = [
         made_up.mlp_timing_result(mlp_timing.QUICK),
+        {**made_up.mlp_timing_result(mlp_timing.QUICK, ("loop", "printed")), "experiment": "mlp-printed"},
         made_up.mlp_memory_result(mlp_memory.QUICK),
         made_up.mlp_newton_result(mlp_newton.QUICK),
         made_up.mlp_gain_result(mlp_gain.QUICK),
@@ -223,7 +226,9 @@ def test_quick_runs_answer_every_item():
         "Figure 13": ["mlp-timing"],
     }  # of images in colour, of a second machine
     for row in page.rows(results):
-        assert row.missing == missing.get(row.item.label, [])
+        assert [part.experiment for part in row.missing if part.needs is not trainings.as_printed] == missing.get(
+            row.item.label, []
+        )
         assert all(each.checks for each in row.answers), row.item.label
     assert "not measured yet" in page.make_page(results)
 
@@ -256,9 +261,9 @@ def test_some_of_the_records_are_enough():
 
 def test_small_sizes_refute_no_claim_about_large_ones(tmp_path):
     claimed = [
-        Check("fast", "", "", NO, "slow"),
-        Check("right", "", "", NO, at_any_size=True),
-        Check("few", "", "", YES),
+        Check(what="fast", holds=NO, rule="speed-up", why="slow"),
+        Check(what="right", holds=NO, rule="bounded"),
+        Check(what="few", holds=YES, rule="at most 6"),
     ]
     part = Part("mlp-timing", read=lambda result: claimed)
     full = answer(part, finished(timing_content(), tmp_path))
@@ -280,22 +285,24 @@ def test_the_table_has_the_checks_of_every_machine(tmp_path):
     assert [each.result.hardware for each in row.answers] == ["Another", "NVIDIA Imaginary"]
     slow, fast = (each.checks[2] for each in row.answers)
     best = max(
-        min(record["forward"]["loop"]["seconds"]) / min(record["forward"]["printed"]["seconds"])
+        median_low(record["forward"]["loop"]["seconds"]) / median_low(record["forward"]["printed"]["seconds"])
         for record in one["records"]
         if record["activation"] == "relu" and "seconds" in record["forward"]["printed"]
     )
-    assert (slow.holds, fast.holds, row.verdict) == (NO, YES, Verdict.PARTLY)
-    assert fast.ours.startswith(f"{best:.0f}× as printed (L = 16,384, w = 2: ")
+    assert (slow.holds, fast.holds, row.verdict) == (NO, OPEN, Verdict.PARTLY)  # 33 times, for 30
+    assert fast.printed.startswith(f"{best:.0f}× (L = 16,384, w = 2: ")
     html = page.make_page(collect([tmp_path]))
     table = html.partition('<tbody id="Figure-3">')[2].partition("</tbody>\n<tbody id")[0]
     assert table.count('class="badge no"') >= 1
     assert table.count('class="badge agrees-in-part"') >= 1
-    assert "over the loop in a CUDA graph" in table  # the stronger loops are not left out
+    assert re.search(
+        r'data-label="Fastest loop">printed [\d.]+×; defaults', table
+    )  # the stronger loops are not left out
 
 
 def test_claims_that_nobody_measured_say_how(tmp_path):
     result = finished(timing_content(), tmp_path)
-    missing = {name for row in page.rows([result]) for name in row.missing}
+    missing = {part.experiment for row in page.rows([result]) for part in row.missing}
     assert missing == {part.experiment for item in ITEMS for part in item.parts}  # mlp-timing of a second machine
     assert {row.verdict for row in page.rows([result])} >= {Verdict.NOT_RUN, Verdict.NOTHING_MEASURED}
 
@@ -363,7 +370,7 @@ def test_the_map_has_every_time(tmp_path):
             for name, entry in record[way].items():
                 assert cell[name]["status"] == entry["status"]
                 if "seconds" in entry:
-                    assert cell[name]["seconds"] == pytest.approx(min(entry["seconds"]), rel=1e-3)
+                    assert cell[name]["seconds"] == pytest.approx(median_low(entry["seconds"]), rel=1e-3)
                 else:
                     assert "seconds" not in cell[name]
 

@@ -12,6 +12,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_low
 
 import pytest
 
@@ -32,6 +33,8 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 IMAGINARY = replace(mlp_timing.FULL, activations=("relu", "sigmoid"))
 #: Another one, with few sizes and without a CUDA graph.
 SMALL = replace(mlp_timing.QUICK, activations=("relu", "tanh"), depths=(2, 64), widths=(2, 4))
+#: Of these there is no committed result yet.
+NOT_RUN = {"mlp-printed"} - {path.name[:11] for path in (ROOT / "results").glob("mlp-printed-*.json")}
 #: The page of the committed results: every figure is drawn in it, and another test holds it to those results.
 COMMITTED = ROOT / "docs" / "report.html"
 
@@ -167,7 +170,7 @@ def seconds_of(text):
 
 
 def ratio_of(record, way, method, baseline):
-    return min(record[way][baseline]["seconds"]) / min(record[way][method]["seconds"])
+    return median_low(record[way][baseline]["seconds"]) / median_low(record[way][method]["seconds"])
 
 
 def test_opens_without_an_error_and_asks_for_nothing(committed):
@@ -193,7 +196,11 @@ def test_every_figure_is_there_with_its_command_and_hardware(committed):
                 command: figure.querySelector('.made code').textContent, made: figure.querySelector('.made').textContent,
                 caption: figure.querySelector('figcaption').textContent};
     })""")
-    assert {each["section"] for each in shown} == set(results) == {each.name for each in EXPERIMENTS} - {"hardware"}
+    assert (
+        {each["section"] for each in shown}
+        == set(results)
+        == {each.name for each in EXPERIMENTS} - {"hardware"} - set(NOT_RUN)
+    )
     for each in shown:
         result = results[each["section"]]
         assert each["width"] > 300
@@ -219,6 +226,8 @@ def test_names_are_unique_and_references_lead_somewhere(which, request):
 
 def test_every_item_has_its_verdict_and_what_was_not_run_here_is_committed(page):
     page.open()
+    assert not page.find("table.summary").is_displayed()  # folded away: the summary is short
+    page.run("document.querySelectorAll('details').forEach(each => each.open = true)")
     items = page.run("""return [...document.querySelectorAll('table.summary > tbody')].map(item => ({
         name: item.id, verdict: item.querySelector('.item .badge').textContent,
         sources: [...item.querySelectorAll('.source')].map(each => each.innerText)}))""")
@@ -226,11 +235,13 @@ def test_every_item_has_its_verdict_and_what_was_not_run_here_is_committed(page)
     overview = page.run("return [...document.querySelectorAll('.overview .badge')].map(each => each.textContent)")
     assert overview == [each["verdict"] for each in items]
     sources = {each["name"]: each["sources"] for each in items}
-    first, second, third = sources["Figure-3"]
+    first, second, third, plain = sources["Figure-3"]
+    assert plain.startswith("not measured yet, as printed in plain PyTorch")
     assert "Imaginary" in first and "Small CPU" in second  # noqa: PT018
     assert "quick run: small sizes, at most L = 64" in second.replace("\u00a0", " ")
     assert "NVIDIA H200, 2026-" in third and "committed result at full size" in third  # noqa: PT018
-    (training,) = sources["Figure-5"]
+    training, printed = sources["Figure-5"]
+    assert "--set solver=paper" in printed
     assert "committed result at full size" in training
     (none,) = sources["Figure-12"]
     assert none.startswith("not measured yet")
@@ -258,7 +269,7 @@ def test_cells_answer_with_their_numbers(page, imaginary, activation, way, metho
         assert set(said["columns"]) == {"loop", "graph", "printed", "auto"}
         for name, (time, iterations, error) in said["columns"].items():
             entry = record[way][name]
-            assert seconds_of(time) == pytest.approx(min(entry["seconds"]), rel=6e-3)
+            assert seconds_of(time) == pytest.approx(median_low(entry["seconds"]), rel=6e-3)
             counted = way == "forward" and "iterations" in entry
             assert iterations == (str(entry["iterations"]) if counted else "–")
             assert float(error) == pytest.approx(entry["error"], rel=0.06)
@@ -295,6 +306,30 @@ def test_arrow_keys_go_from_cell_to_cell(page):
     page.browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)  # no further: it does not wrap around
     assert "L = 16,384, w = 2" in page.readout()["title"]
     assert page.find("#map-readout").get_attribute("aria-live") == "polite"
+
+
+def test_what_is_linked_to_unfolds(committed):
+    page = committed.open()
+    assert not page.find("#Figure-14").is_displayed()
+    page.find(".opening a[href='#Figure-14']").click()
+    assert page.find("#Figure-14").is_displayed()
+
+
+def test_the_page_opens_with_claims_and_verdicts_in_two_screens(committed):
+    page = committed.open()
+    assert len(page.all(".opening tbody tr")) == 10
+    assert {badge.text for badge in page.all(".opening .badge")} <= {"yes", "no", "open"}
+    assert page.run("return document.querySelector('#summary').getBoundingClientRect().height") < 2 * 900
+    titles = [each.text for each in page.all("section h2")]
+    assert not [title for title in titles if "quick" in title]
+
+
+def test_a_map_has_no_rows_in_which_nothing_was_measured(committed):
+    page = committed.open()
+    for activation, rows in (("relu", 10), ("tanh", 4), ("sigmoid", 4)):
+        page.choose(activation=activation)
+        assert len(page.all(".map-side")) == rows
+        assert not [cell for cell in page.all(".map-cell") if cell.get_attribute("aria-label").endswith("not measured")]
 
 
 def test_every_selector_changes_the_map(page):
@@ -406,6 +441,7 @@ def contrast(one, other):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_can_be_read(page, scheme):
     page.open(scheme=scheme)
+    page.run("document.querySelectorAll('details').forEach(each => each.open = true)")
     colours = """const style = getComputedStyle(document.querySelector(arguments[0]));
         let behind = document.querySelector(arguments[0]);
         while (getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;

@@ -11,38 +11,30 @@ from deeppcr_paper.timing import Timing, capture, clocked, hardware, machine, me
 CPU = torch.device("cpu")
 
 
+def calling(calls, name, clock=None, seconds=0.0):
+    return lambda: calls.append(name) or (clock.sleep(seconds) if clock else None)
+
+
 def test_functions_take_turns_after_one_call_to_warm_up():
     calls = []
-    timings = measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, budget=0, repeats=(3, 9))
-    assert "".join(calls) == "ab" + 3 * "ab"
+    timings = measure({name: calling(calls, name) for name in "ab"}, CPU, budget=0, repeats=(3, 9))
+    assert "".join(calls) == "ab" + "aaabbb"
     assert [len(timings[name].seconds) for name in "ab"] == [3, 3]
 
 
-def test_what_was_timed_before_counts_and_needs_no_warm_up(clock):
-    calls = []
-    functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    timings = measure(functions, CPU, budget=0, repeats=(3, 9), taken={"a": [7.0]})
-    assert "".join(calls) == "b" + 2 * "ab" + "b"
-    assert timings["a"].seconds[0] == 7.0
-    assert clocked(lambda: clock.sleep(0.5) or "done", CPU) == ("done", 0.5)
-
-
 def test_repeats_end_at_the_most_within_the_budget():
-    timings = measure({"a": lambda: None}, CPU, budget=60, repeats=(1, 5))
+    timings = measure({"a": lambda: None}, CPU, budget=60, repeats=(2, 5))
     assert len(timings["a"].seconds) == 5
     assert all(each >= 0 for each in timings["a"].seconds)
 
 
-def test_a_quick_function_is_called_many_times_in_its_turn(clock):
+def test_the_slow_and_the_quick_are_called_equally_often(clock):
     calls = []
-
-    def taking(name, seconds):
-        return lambda: calls.append(name) or clock.sleep(seconds)
-
-    functions = {"slow": taking("s", 0.25), "quick": taking("q", 1 / 64)}
-    timings = measure(functions, CPU, budget=1.0, repeats=(1, 20))
-    assert "".join(calls) == "sq" + 2 * ("s" + 4 * "q") + 12 * "q"
-    assert {name: len(each.seconds) for name, each in timings.items()} == {"slow": 2, "quick": 20}
+    functions = {"slow": calling(calls, "s", clock, 0.25), "quick": calling(calls, "q", clock, 1 / 64)}
+    timings = measure(functions, CPU, budget=1.0, repeats=(2, 20))
+    assert "".join(calls) == "sq" + 2 * "ssqq", "a turn begins while there is time"
+    assert {name: len(each.seconds) for name, each in timings.items()} == {"slow": 4, "quick": 4}
+    assert clocked(lambda: clock.sleep(0.5) or "done", CPU) == ("done", 0.5)
 
 
 def test_the_clock_is_that_of_the_machine():

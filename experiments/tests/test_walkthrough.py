@@ -31,16 +31,17 @@ from deeppcr_paper import (
     resnet_training,
 )
 from deeppcr_paper.catalogue import EXPERIMENTS
-from deeppcr_paper.claims import findings, networks
+from deeppcr_paper.claims import networks
 from deeppcr_paper.claims.check import Verdict
-from deeppcr_paper.claims.items import ITEMS
+from deeppcr_paper.claims.items import ITEMS, OPENING
 from deeppcr_paper.claims.results import Finished, best, command, second
+from deeppcr_paper.claims.rules import RULES
 from deeppcr_paper.figures import Figure, drawings
 from deeppcr_paper.mlp import Network
 from deeppcr_paper.store import PaperError
 from deeppcr_paper.walkthrough import build, headline
 from deeppcr_paper.walkthrough.__main__ import main
-from deeppcr_paper.walkthrough.page import make_page, show, slug
+from deeppcr_paper.walkthrough.page import make_page, repeats, show, slug
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = replace(mlp_memory.FULL, depths=(16, 1024), widths=(2, 16))
@@ -118,11 +119,22 @@ def test_pictures_are_compared_by_their_pixels():
     assert pixels(svg(one, 0)) != pixels(svg(other, 0))
 
 
-def test_the_page_links_to_its_own_headings():
+def test_the_page_opens_with_ten_claims_and_prints_every_rule():
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     headings = {slug(heading) for heading in re.findall(r"^### (.*)$", page, re.MULTILINE)}
-    assert set(re.findall(r"\]\(#([^)]+)\)", page)) == headings
     assert len(headings) == len(ITEMS)
+    first = page.split("\n\n")[2].splitlines()
+    assert [re.findall(r"\[(.*)\]\(#", row)[0] for row in first[2:]] == [each.claim for each in OPENING]
+    assert len(OPENING) == 10
+    assert {re.findall(r"\(#([^)]+)\)", row)[0] for row in first[2:]} <= headings
+    printed = dict(
+        re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("| rule |")[2].partition("\n\n")[0], re.MULTILINE)
+    )
+    assert {name: rule.words for name, rule in RULES.items()}.items() <= printed.items()
+    used = set(re.findall(r"(?:yes|no|open) \(([^()|]+)\) \|$", page, re.MULTILINE))
+    assert used <= RULES.keys()
+    assert len(used) > 20
+    assert len(page.split()) < 5500, "it is to be read"
 
 
 # The paper's figures and tables
@@ -169,32 +181,25 @@ def test_table_3_says_what_the_runs_as_printed_use():
     assert newton.stop != FixedIterations(3)
 
 
-def test_findings_from_some_of_the_cells_say_so(tmp_path):
+def test_numbers_from_some_of_the_cells_say_so(tmp_path):
     newton, memory = made_up.mlp_newton_result(), made_up.mlp_memory_result()
     mine = [record for record in newton["records"] if record["activation"] == "relu"]
-    measured = f"{sum(record['status'] == 'ok' for record in mine)} of {len(mine)} cells"
-    assert f"; {measured})" in findings.iterations(Finished(tmp_path, newton))
     first = [record for record in mine if record["guess"] == "repeat-initial"]
     measured = f"{sum(record['status'] == 'ok' for record in first)} of {len(first)} cells"
-    iterations, *others = networks.newton(Finished(tmp_path, newton))
-    assert f"({measured})" in iterations.ours
-    assert sum("cells" in check.ours for check in others) == 2  # the error of the output, of each activation
+    iterations, *_ = networks.newton(Finished(tmp_path, newton))
+    assert f"({measured})" in iterations.printed
     fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
-    measured = f"{fits} of {len(memory['records'])} cells"
-    assert f"as printed ({measured})," in findings.memory(Finished(tmp_path, memory))
-    printed, *others = networks.memory(Finished(tmp_path, memory))
-    assert printed.ours.endswith(f"; {measured}")
-    assert not any("cells" in check.ours for check in others)
+    (check,) = networks.memory(Finished(tmp_path, memory))
+    assert check.printed.endswith(f"; {fits} of {len(memory['records'])} cells)")
+    assert "cells" not in check.defaults
 
     for record in newton["records"]:
         record["status"] = "out of memory"
         record.pop("iterations", None)
     for record in memory["records"]:
         record["peaks"]["loop"] = {"status": "out of memory"}
-    assert findings.iterations(Finished(tmp_path, newton)).endswith("ReLU not measured; sigmoid not measured.")
-    assert [check.ours for check in networks.newton(Finished(tmp_path, newton))] == ["not measured"]
-    assert findings.memory(Finished(tmp_path, memory)) is None
-    assert {check.ours for check in networks.memory(Finished(tmp_path, memory))} == {"not measured"}
+    assert [check.printed for check in networks.newton(Finished(tmp_path, newton))] == ["not measured"]
+    assert {check.printed for check in networks.memory(Finished(tmp_path, memory))} == {"not measured"}
 
 
 # Which results
@@ -243,28 +248,29 @@ def test_fewer_repeats_are_no_smaller_run():
 def test_what_was_not_run_says_so_and_nothing_else():
     page, shown = make_page([], lambda result: [])
     assert shown == []
-    _, overview, questions, items = re.split(r"\| paper \| what it shows.*|## Findings|## Figures and tables", page)
-    for item, text in zip(ITEMS, re.split("^### ", items, flags=re.MULTILINE)[1:], strict=True):
-        assert text.startswith(f"{item.label}: {item.title}\n\n**The paper.** {item.claim}")
-        assert text.count("**Ours.** Not run yet at full size") == len(item.parts)
-        assert all(command(part.experiment) in text for part in item.parts)
-        assert "\n|" not in text
+    for item, text in zip(ITEMS, re.split("^### ", page, flags=re.MULTILINE)[1:], strict=True):
         verdict = Verdict.NOT_RUN if item.parts else Verdict.NOTHING_MEASURED
-        assert f"| {item.title} | **{verdict.value}** |" in overview
-    assert questions.count("** Not run yet at full size: `deeppcr-paper reproduce") == len(findings.FINDINGS)
+        assert text.startswith(f"{item.label}: {item.title}\n\n**{verdict.value.capitalize()}**. {item.claim}")
+        assert "\n|" not in text
+    sources = page.partition("| experiment |")[2].partition("\n\n")[0]
+    names = {part.experiment for item in ITEMS for part in item.parts}
+    assert all(f"| {name} | not run yet |" in sources for name in names)
     (nothing,) = headline.lines([], None)
     assert nothing.startswith("Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`, `")
     assert nothing.endswith("`python benchmarks/loops.py`.")
 
 
-def test_a_smaller_run_says_so_and_how_it_was_made():
+def test_a_smaller_run_says_so():
     page, _ = make_page([trained()], lambda result: [])
-    assert (
-        "commit abc). **Not run yet at full size**: this run is smaller, `depths=64,128, seeds=2`.\n\n| | paper" in page
+    assert "| resnet-training | `made.json`; smaller: `depths=64,128, seeds=2` |" in page
+    assert "(in part not run yet; smaller run)." in page
+
+
+def test_repeats_and_their_spread_are_told():
+    result = finished(
+        {**made_up.mlp_timing_result(), "records": [{"forward": {"loop": {"seconds": [1.0, 2.0, 3.0, 4.0, 5.0]}}}]}
     )
-    assert " --set depths=64,128 --set seeds=2 --data-dir DIR   # the smaller run above\n```\n" in page
-    assert "(smaller run) |" in page
-    assert "(in part not run yet; smaller run) |" in page
+    assert repeats(result) == {"loop": "5; 67%", "printed": ""}
 
 
 def test_a_damaged_result_is_named():

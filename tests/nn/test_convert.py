@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from deeppcr import Newton
 from deeppcr import nn as ours
+from one_rank import one_rank
 from recurrent_problems import error
 
 
@@ -81,8 +82,7 @@ def test_training_goes_on(device):
 def test_a_model_that_is_distributed_already(tmp_path):
     if not distributed.is_gloo_available():
         pytest.skip("needs gloo")
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         model, words = Tagger(), torch.randint(0, 11, (20, 2))
         wrapped = nn.parallel.DistributedDataParallel(model)
         wrapped(words).sum().backward()
@@ -92,8 +92,6 @@ def test_a_model_that_is_distributed_already(tmp_path):
         wrapped(words).sum().backward()
         for one, other in zip(model.parameters(), expected, strict=True):
             assert error(one.grad, other) < 1e-4
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_a_single_module_and_one_that_is_named_twice():

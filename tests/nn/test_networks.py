@@ -12,6 +12,7 @@ from torch import nn
 from deeppcr import ConvergenceWarning, Loop, Newton, Random, Result, StepError, Zeros
 from deeppcr.nn import MLP, ResNet, Sequential
 from kernel_support import pairwise
+from one_rank import one_rank
 from problems import relative_error
 
 TIGHT = Newton(atol=1e-12, rtol=1e-12)
@@ -413,14 +414,11 @@ def test_the_solution_is_of_the_last_call(kind, device):
 
 def test_data_parallel_training(tmp_path):
     """One process is enough to see that DistributedDataParallel finds every parameter's gradient."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         net = build("mlp", 30, "tanh", torch.float32, "cpu", mode="parallel")
         parallel = nn.parallel.DistributedDataParallel(net)
         parallel(torch.randn(4, 5)).sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_another_layer_in_the_place_of_the_first(device):

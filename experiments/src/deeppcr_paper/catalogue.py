@@ -11,6 +11,7 @@ from . import (
     mlp_gain,
     mlp_memory,
     mlp_newton,
+    mlp_printed,
     mlp_timing,
     pixel_diffusion,
     resnet_training,
@@ -20,6 +21,7 @@ from .resnet_ablations import GUESS_EXPERIMENT, ITERATIONS_EXPERIMENT
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     mlp_timing.EXPERIMENT,
+    mlp_printed.EXPERIMENT,
     mlp_memory.EXPERIMENT,
     mlp_newton.EXPERIMENT,
     mlp_gain.EXPERIMENT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
-from statistics import median
+from statistics import median, median_low, quantiles
 from typing import Any
 
 from .table import shown, table, times
@@ -19,6 +19,7 @@ MEANINGS = {
     "graph": "the loop in a CUDA graph",
     "fused": "the loop in one kernel that goes from layer to layer by itself",
     "printed": "the paper's method: chunks of one layer (chunk=1), its stopping test, parallel cyclic reduction",
+    "printed graph": "the same in plain PyTorch, an iteration in a CUDA graph",
     "auto": "this library's defaults: several layers a chunk, a stricter test, kernels of its own on a GPU",
 }
 #: A pass has left the logarithmic regime when it takes this many times as long as at the smallest width.
@@ -26,14 +27,35 @@ SLOWED = 2.0
 
 
 def seconds(record: dict[str, Any], way: str, column: str) -> float | None:
-    """The shortest repeat; None where the column was not timed."""
+    """The median of the repeats, which their number does not change; None where the column was not timed.
+
+    Of two in the middle the lower: a first call that set something up does not count where there were two.
+    """
     repeats = record.get(way, {}).get(column, {}).get("seconds")
-    return min(repeats) if repeats else None
+    return median_low(repeats) if repeats else None
+
+
+def loop_seconds(record: dict[str, Any], way: str, over: str) -> float | None:
+    """Of a loop, or of the "fastest"; None where one of the loops has no time, which may have been the fastest."""
+    names = [name for name in BASELINES if name in record.get(way, {})] if over == "fastest" else [over]
+    times = [seconds(record, way, name) for name in names]
+    known = [time for time in times if time is not None]
+    return min(known) if known and len(known) == len(times) else None
 
 
 def speedup(record: dict[str, Any], way: str, column: str, over: str) -> float | None:
-    mine, other = seconds(record, way, column), seconds(record, way, over)
+    mine, other = seconds(record, way, column), loop_seconds(record, way, over)
     return other / mine if mine and other else None
+
+
+def spread(repeats: Sequence[float]) -> float:
+    """The middle half of the repeats, over their median.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    low, _, high = quantiles(repeats, n=4, method="inclusive") if len(repeats) > 1 else (repeats[0],) * 3
+    return (high - low) / median(repeats)
 
 
 def break_even(ratios: dict[int, float]) -> float | None:
@@ -79,12 +101,17 @@ def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[
     return {"by_depth": sizes, "w2L": median(sizes.values()), "widths": crossed if vary_less else None}
 
 
+def _parallel(records: Iterable[dict[str, Any]]) -> list[str]:
+    there = {column for record in records for column in record.get("forward", {})}
+    return [column for column in MEANINGS if column in there and column not in BASELINES]
+
+
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One entry for every activation, direction and parallel column; and what was not timed, with the reasons."""
     found = []
     for activation in sorted({record["activation"] for record in records}):
         mine = [record for record in records if record["activation"] == activation]
-        for way, column in product(("forward", "backward"), ("printed", "auto")):
+        for way, column in product(("forward", "backward"), _parallel(mine)):
             entry: dict[str, Any] = {"activation": activation, "direction": way, "column": column}
             for over in BASELINES:
                 ratios = {(each["w"], each["L"]): speedup(each, way, column, over) for each in mine}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Settings:
 
     Attributes:
         other_widths: of all activations but the first, which take about as long
-        budget: seconds of timing for each direction of a cell, an equal share for every column
+        budget: seconds of timing for each direction of a cell; every column is timed as often as the others
         fewest, most: repeats, whatever the budget
         patience: a parallel pass that takes more seconds than this, without what is set up once, is not repeated, and not
             tried at larger depths
@@ -55,7 +55,7 @@ class Settings:
     other_widths: tuple[int, ...] = (4, 16, 64, 256)
     activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
     budget: float = 0.4
-    fewest: int = 3
+    fewest: int = 5
     most: int = 100
     patience: float = 2.0
     forward_tolerance: float = 1e-3
@@ -121,6 +121,19 @@ def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, 
     return found
 
 
+class Repeats(Protocol):
+    """What is asked of settings here: seconds for a cell, repeats, and how long a pass may take."""
+
+    @property
+    def budget(self) -> float: ...
+    @property
+    def fewest(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def patience(self) -> float: ...
+
+
 @dataclass
 class Column:
     """One way to compute a pass.
@@ -131,6 +144,7 @@ class Column:
         error: of what that has found
         solution: how it was found, in parallel
         keep: what has to live as long as ``run``
+        iterations: where it counts them itself
     """
 
     run: Callable[[], Any]
@@ -138,10 +152,13 @@ class Column:
     error: float
     solution: deeppcr.Solution | None = None
     keep: Any = None
+    iterations: int | None = None
 
     def entry(self, tolerance: float) -> dict[str, Any]:
         """Of a record, without the seconds; the status says why there will be none."""
         entry: dict[str, Any] = {"status": "ok", "error": self.error}
+        if self.iterations is not None:
+            entry["iterations"] = self.iterations
         if self.solution is not None:
             entry |= {
                 "iterations": int(self.solution.iterations.max()),
@@ -157,7 +174,7 @@ class Column:
 
 
 def time_columns(
-    prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Settings, device: torch.device
+    prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Repeats, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Check every column, then time those that hold, in turn. Where they do not fit together, each by itself."""
     try:
@@ -171,7 +188,7 @@ def time_columns(
 
 
 def _time_together(
-    prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Settings, device: torch.device
+    prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Repeats, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     good: dict[str, Column] = {}
@@ -186,10 +203,8 @@ def _time_together(
                 entries[name] |= {"seconds": [took], "repeats": "none: the second call took too long, too"}
                 continue
         good[name] = column
-    # Eager code has nothing to set up that would count in so many calls: its first one counts.
-    taken = {name: [column.took] for name, column in good.items() if name == "loop"}
     runs, repeats = {name: column.run for name, column in good.items()}, (settings.fewest, settings.most)
-    for name, timing in measure(runs, device, budget=settings.budget, repeats=repeats, taken=taken).items():
+    for name, timing in measure(runs, device, budget=settings.budget, repeats=repeats).items():
         entries[name]["seconds"] = list(timing.seconds)
     return entries
 

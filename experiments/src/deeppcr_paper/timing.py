@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,43 +41,31 @@ def measure(
     device: torch.device,
     *,
     budget: float,
-    repeats: tuple[int, int] = (3, 100),
-    taken: Mapping[str, Sequence[float]] | None = None,
+    repeats: tuple[int, int] = (5, 100),
 ) -> dict[str, Timing]:
-    """Time functions that do the same job, in turn, so that what else the machine does hits all of them alike.
+    """Time functions that do the same job, in turn and equally often, so that what else the machine does hits all of them alike.
 
-    Each is called once to warm up, unless it has been timed before. A turn lasts a twentieth of the budget or one call, so
-    that the quick are not timed just after the slow only, with cold caches. What runs on the device is waited for before the
-    clock starts and stops.
+    Each is called once to warm up. A turn is the fewest calls of each, one after the other: the quick are not timed just after
+    the slow only, with cold caches. What runs on the device is waited for before the clock starts and stops.
 
     Args:
         functions: what to call, by name
         device: where they run
-        budget: seconds for all of them; each has an equal share, so that a slow one takes nothing away from the others
+        budget: seconds after which no further turn begins
         repeats: the fewest and the most calls of each, whatever the budget
-        taken: seconds of repeats from before, by name
 
     Returns:
         a Timing for each name
     """
-    seconds = {name: list((taken or {}).get(name, ())) for name in functions}
-    for name, function in functions.items():
-        if not seconds[name]:
-            function()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
     fewest, most = repeats
-
-    def is_done(name: str) -> bool:
-        mine = seconds[name]
-        return len(mine) >= most or (len(mine) >= fewest and sum(mine) >= budget / len(functions))
-
-    while any(not is_done(name) for name in functions):
+    for begun in range(0, most, fewest):
         for name, function in functions.items():
-            turn = time.perf_counter()
-            while not is_done(name):
-                _, took = clocked(function, device)
-                seconds[name].append(took)
-                if time.perf_counter() - turn >= budget / 20:
-                    break
+            seconds[name] += [clocked(function, device)[1] for _ in range(min(fewest, most - begun))]
+        if sum(map(sum, seconds.values())) >= budget:
+            break
     return {name: Timing(tuple(each)) for name, each in seconds.items()}
 
 

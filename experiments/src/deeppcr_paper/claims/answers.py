@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from .check import NO, OPEN, Check, Table, Verdict, verdict
 from .items import Item, Part
 from .results import Finished, best, second
+from .rules import RULES
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,17 @@ def answer(part: Part, result: Finished) -> Answer:
 
 def _of_quick_run(check: Check) -> Check:
     """Small sizes refute no claim about large ones."""
-    if check.holds == NO and not check.at_any_size:
+    if check.holds == NO and not RULES[check.rule].at_any_size:
         return replace(check, holds=OPEN, why="What is open asks for larger sizes than those of a quick run.")
     return check
 
 
-def best_answer(part: Part, results: Sequence[Finished]) -> Answer | None:
-    """By the one result to take, at full size or nearly; none where there is only a quick one."""
-    result = (second if part.second else best)(results, part.experiment, part.needs)
-    return answer(part, result) if result else None
+def best_answers(item: Item, results: Sequence[Finished]) -> list[Answer | None]:
+    """Of every part, by the one result to take, at full size or nearly; None where there is only a quick one."""
+    taken = [(second if part.second else best)(results, part.experiment, part.needs) for part in item.parts]
+    found = [answer(part, result) if result else None for part, result in zip(item.parts, taken, strict=True)]
+    decided = iter(_decided_once([each for each in found if each]))
+    return [each and next(decided) for each in found]
 
 
 def every_answer(item: Item, results: Sequence[Finished]) -> list[Answer]:
@@ -44,9 +47,23 @@ def every_answer(item: Item, results: Sequence[Finished]) -> list[Answer]:
     found = []
     for part in item.parts:
         if part.second:
-            found += [each] if (each := best_answer(part, results)) else []
+            result = second(results, part.experiment, part.needs)
+            found += [answer(part, result)] if result else []
         else:
             found += [answer(part, each) for each in results if each.name == part.experiment and part.needs(each)]
+    return _decided_once(found)
+
+
+def _decided_once(answers: Sequence[Answer]) -> list[Answer]:
+    """Of several parts that tell of the same claim the first decides; the others show their numbers."""
+    deciding: dict[str, Part] = {}
+    found = []
+    for each in answers:
+        checks = []
+        for check in each.checks:
+            first = deciding.setdefault(check.what, each.part) if check.holds else each.part
+            checks.append(check if first is each.part else replace(check, holds="", rule="", why=""))
+        found.append(replace(each, checks=checks))
     return found
 
 

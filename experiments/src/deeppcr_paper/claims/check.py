@@ -1,17 +1,15 @@
-"""One claim of the paper beside ours, and the verdict of several.
-
-The rules that decide are the same everywhere: a speed-up holds from nine tenths of the paper's on, a depth up to twice the
-paper's.
-"""
+"""One claim of the paper beside ours, and the verdict of several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-YES, NO, OPEN = "yes", "no", "open"
-SPEED_UP, DEPTH = 0.9, 2.0
+from .rules import NO, OPEN, RULES, YES, judge
+
+__all__ = ["NO", "OPEN", "YES", "Check", "Table", "Verdict", "causes", "held", "verdict"]
 
 
 class Verdict(Enum):
@@ -25,24 +23,38 @@ class Verdict(Enum):
     NOTHING_MEASURED = "nothing to measure"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """One claim of the paper beside ours.
 
     Attributes:
         what: is claimed
-        paper, ours: the figures, in words
+        paper: its number, in words
+        printed: ours by the paper's method as printed, which alone decides
+        defaults: ours with the library's defaults
+        loop: both beside the fastest loop there is
         holds: ``YES``, ``NO``, ``OPEN`` where our result cannot tell; empty for what the paper does not claim
+        rule: by which that was decided
         why: the cause, where ours differs or cannot tell
-        at_any_size: whether it must hold for small networks and short trainings, too: then a quick run can refute it
     """
 
     what: str
-    paper: str
-    ours: str
+    paper: str = ""
+    printed: str = ""
+    defaults: str = ""
+    loop: str = ""
     holds: str = ""
+    rule: str = ""
     why: str = ""
-    at_any_size: bool = False
+
+    def __post_init__(self) -> None:
+        if self.holds in (YES, NO) and self.rule not in RULES:
+            raise ValueError(f"{self.what}: {self.holds} by no rule of the table")
+
+
+def held(rule: str, ours: Any, *paper_number: Any, why: str = "", **words: Any) -> Check:
+    """A check that is decided by a rule of the table; see `judge`. ``why`` is said where it does not hold."""
+    return Check(rule=rule, holds=judge(rule, ours, *paper_number), why=why, **words)
 
 
 @dataclass(frozen=True)
@@ -60,14 +72,10 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def holds(condition: bool) -> str:
-    return YES if condition else NO
-
-
 def verdict(checks: Iterable[Check]) -> Verdict:
     """Of all claims together; what is open does not count where something is known.
 
-    >>> verdict([Check("", "", "", YES), Check("", "", "", OPEN)]).value
+    >>> verdict([Check(what="", holds=YES, rule="bounded"), Check(what="", holds=OPEN)]).value
     'agrees'
     """
     known = {check.holds for check in checks} & {YES, NO}

@@ -114,6 +114,16 @@ class Finished:
         return f"`results/{self.path.name}` ({self.hardware}, {self.date[:10]}, commit {', '.join(commits)})"
 
     @property
+    def variant(self) -> str:
+        """By which method networks were trained: results by both stand side by side."""
+        return str(self.content["settings"].get("solver", ""))
+
+    @property
+    def short(self) -> str:
+        """The file, whose name has the machine, the day and the commit; and how its timings were cut short."""
+        return f"`{self.path.name}`" + (f"; `{self.fewer}`" if self.fewer else "")
+
+    @property
     def rank(self) -> tuple[Any, ...]:
         """Of two results the greater is taken: no quick one, one from a GPU, as large as the paper's, timed, newer."""
         timed = self.content["settings"].get("timed_seeds") != 0
@@ -222,12 +232,15 @@ def collect(folders: Sequence[Path], fallback: Sequence[Path] = ()) -> list[Fini
         begun = sorted(path.name for folder in folders for path in folder.glob(f"*{PARTIAL}"))
         todo = f"{begun[0]} is unfinished: its command, once more, goes on with it" if begun else f"run {_FIRST} first"
         raise PaperError(f"{named}: no finished results of `deeppcr-paper reproduce` there; {todo}")
-    kept = {(result.name, result.hardware): result for result in sorted(found, key=lambda each: each.rank)}
+    kept = {
+        (result.name, result.hardware, result.variant): result for result in sorted(found, key=lambda each: each.rank)
+    }
     full = {result.name for result in found if not result.quick}
     shown = [result for result in kept.values() if not (result.quick and result.name in full)]
     others = [each for folder in fallback for each in finished(folder) if not each.quick and each.name not in full]
     stand_in = {
-        (each.name, each.hardware): replace(each, committed=True) for each in sorted(others, key=lambda each: each.rank)
+        (each.name, each.hardware, each.variant): replace(each, committed=True)
+        for each in sorted(others, key=lambda each: each.rank)
     }
     names = [each.name for each in EXPERIMENTS]
 

@@ -12,7 +12,7 @@ from ..figures.style import LABELS, PARALLEL, SEQUENTIAL, superscript
 BASELINES = {name: LABELS[name] for name in SEQUENTIAL}
 #: Ways to run it in parallel, with their labels and in a sentence.
 METHODS = {name: LABELS[name] for name in PARALLEL}
-HOW = {"printed": "as printed", "auto": "with the defaults"}
+SHORT = {"printed": "printed", "auto": "defaults"}
 
 
 def timed_columns(records: Iterable[dict[str, Any]], names: dict[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ __all__ = ["Drawing", "Figure", "draw", "drawings"]
 #: The content of a result file to its drawings, by experiment.
 ARTISTS: dict[str, Callable[[dict[str, Any]], list[Drawing]]] = {
     "mlp-timing": mlp_timing.draw,
+    "mlp-printed": mlp_timing.draw,
     "mlp-memory": mlp_memory.draw,
     "mlp-newton": mlp_newton.draw,
     "mlp-gain": mlp_gain.draw,

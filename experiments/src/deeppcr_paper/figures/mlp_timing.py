@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ..mlp_summary import break_even
+from ..mlp_summary import break_even, speedup
 from ..mlp_summary import seconds as time_of
 from ..table import times as as_times
 from . import style
@@ -22,7 +22,7 @@ from .panels import describe, guide, legend, lines, panels, same_y
 Record = dict[str, Any]
 
 _PAPER = {"relu": "fig. 3", "tanh": "fig. 9", "sigmoid": "fig. 10"}
-_SHORT = {"printed": "as printed", "auto": "defaults"}
+_SHORT = {"printed": "as printed", "printed graph": "in a CUDA graph", "auto": "defaults"}
 #: What is compared with; "fastest" stands for whichever loop took least in a cell.
 _OVER = {"loop": "eager loop", "fastest": "fastest loop"}
 
@@ -30,30 +30,17 @@ _OVER = {"loop": "eager loop", "fastest": "fastest loop"}
 def draw(result: dict[str, Any]) -> list[Drawing]:
     found: list[Drawing | None] = []
     for activation, mine in style.grouped(result["records"], "activation").items():
-        found += [over_depths(mine, activation, way) for way in ("forward", "backward")]
-        found.append(over_widths(mine, activation))
+        found += [over_depths(mine, activation, way, result["experiment"]) for way in ("forward", "backward")]
+        found.append(over_widths(mine, activation) if result["experiment"] == "mlp-timing" else None)
     return [drawing for drawing in found if drawing is not None]
 
 
-def loop_time(record: Record, way: str, over: str) -> float | None:
-    """Of the loop that is compared with; None where one of the loops has no time, which may have been the fastest."""
-    names = [over] if over == "loop" else [name for name in style.SEQUENTIAL if name in record.get(way, {})]
-    times = [time_of(record, way, name) for name in names]
-    known = [time for time in times if time is not None]
-    return min(known) if known and len(known) == len(times) else None
-
-
-def speedup(record: Record, way: str, column: str, over: str) -> float | None:
-    mine, other = time_of(record, way, column), loop_time(record, way, over)
-    return other / mine if mine and other else None
-
-
-def over_depths(records: list[Record], activation: str, way: str) -> Drawing | None:
+def over_depths(records: list[Record], activation: str, way: str, experiment: str = "mlp-timing") -> Drawing | None:
     """Time against depth, loops on the left and DeepPCR on the right; below, how many times as fast DeepPCR is."""
     if not any(time_of(record, way, column) for record in records for column in record.get(way, {})):
         return None
     tried = {column for record in records for column in record.get(way, {})}
-    loops, parallel = ([column for column in kind if column in tried] for kind in (style.SEQUENTIAL, style.PARALLEL))
+    loops, parallel = ([column for column in kind if column in tried] for kind in (style.SEQUENTIAL, _SHORT))
     overs = ["loop"] if loops == ["loop"] else ["loop", "fastest"]
     rows = max(len(loops), len(parallel))
     figure, places = panels(2 * (rows + len(overs)))
@@ -74,8 +61,9 @@ def over_depths(records: list[Record], activation: str, way: str) -> Drawing | N
             guide(axes, 1)
         same_y([*shown.values()], log=True)
     legend(figure, colours, "width w")
-    name, paper = f"mlp-timing-{activation}-{way}", _PAPER.get(activation, "fig. 3")
+    name, paper = f"{experiment}-{activation}-{way}", _PAPER.get(activation, "fig. 3")
     title = f"{way.capitalize()} pass of a deep network, {style.activation(activation)}"
+    title += ", in plain PyTorch" if experiment == "mlp-printed" else ""
     return Drawing(name, title, paper, caption(records, way, overs, parallel), figure)
 
 

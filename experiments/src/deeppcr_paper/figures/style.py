@@ -21,6 +21,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "graph": ("loop in a CUDA graph", ORANGE),
     "fused": ("fused loop", PINK),
     "printed": ("DeepPCR as printed", BLUE),
+    "printed graph": ("as printed, in a CUDA graph", SKY),
     "auto": ("DeepPCR, defaults", GREEN),
     "sequential": ("sequential", VERMILION),
     "parallel": ("DeepPCR", BLUE),

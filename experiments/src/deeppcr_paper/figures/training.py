@@ -50,9 +50,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Clock:
-    """Training steps to what the x-axis shows: epochs, where some training went through all of them, else steps."""
+    """Training steps to what the x-axis shows: epochs, where some training went through all of them, else steps.
+
+    Attributes:
+        how: by which method it was trained in parallel: "as printed" or "defaults"
+    """
 
     per_epoch: float | None
+    how: str = "as printed"
 
     @staticmethod
     def of(result: dict[str, Any]) -> Clock:
@@ -63,7 +68,11 @@ class Clock:
             if run["diverged"] is None and run["curves"].get("step")
         ]
         cut = result["settings"].get("steps")  # such a training has no whole number of epochs
-        return Clock(max(ends) / result["settings"]["epochs"] if ends and not cut else None)
+        how = "defaults" if result["settings"].get("solver") == "default" else "as printed"
+        return Clock(max(ends) / result["settings"]["epochs"] if ends and not cut else None, how)
+
+    def name(self, mode: str) -> str:
+        return self.how if mode == "parallel" else style.LABELS[mode]
 
     def label(self, name: str = "loss") -> str:
         """Of the axis along which a curve is drawn."""
@@ -153,9 +162,9 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
     figure, (left, right, against_loop, against_eager) = panels(4)
     colours = style.ordered(pair.depth for pair in pairs)
     describe(left, f"{loop} (eager: dashed)", clock.label(), "time of a pass (s)", method)
-    describe(right, style.LABELS["parallel"], clock.label(), "time of a pass (s)", "parallel")
-    describe(against_loop, f"DeepPCR over {loop}", clock.label(), "speed-up (×)", "parallel")
-    describe(against_eager, "DeepPCR over eager loop", clock.label(), "speed-up (×)", "parallel")
+    describe(right, f"DeepPCR, {clock.how}", clock.label(), "time of a pass (s)", "parallel")
+    describe(against_loop, f"{clock.how} over {loop}", clock.label(), "speed-up (×)", "parallel")
+    describe(against_eager, f"{clock.how} over eager loop", clock.label(), "speed-up (×)", "parallel")
     for pair in pairs:
         colour, tag = colours[pair.depth], f"L={pair.depth}"
         for axes, run in zip((left, right), pair.modes.values(), strict=True):
@@ -183,10 +192,10 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
             also += f"; as the paper prints it {style.seconds(entry['printed_forward_seconds'])}, "
             also += f"{as_times(entry['printed_speedup_over_eager'])} over the eager loop"
         said.append(
-            f"L = {pair.depth:,}: {sequential} in the {loop}, {parallel} by DeepPCR, "
+            f"L = {pair.depth:,}: {sequential} in the {loop}, {parallel} in parallel ({clock.how}), "
             f"{as_times(entry['speedup_over_fastest_loop'])}{also}"
         )
-    text = f"Median of a forward pass over the timed steps of the timed seeds. {'; '.join(said)}."
+    text = f"Median of a forward pass over the timed steps of the timed seeds. {'; '.join(said)}.{_nearly_the_loop(clock, summary)}"
     return Drawing("resnet-training-time", "Time of the forward pass during training", "fig. 4", text, figure)
 
 
@@ -195,13 +204,13 @@ def losses(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     said = []
     for pair in pairs:
         entry = summary[pair.depth]
-        ends = " and ".join(f"{end_loss(entry, mode)} ({style.LABELS[mode]})" for mode in MODES)
+        ends = " and ".join(f"{end_loss(entry, mode)} ({clock.name(mode)})" for mode in MODES)
         apart = entry["loss_difference"]
         most = f", losses of a step differ by at most {style.plain(max(apart))}" if apart else ""
         said.append(f"L = {pair.depth:,}: {ends}{most}")
     text = (
         "Means over windows of steps, and one standard deviation. Loss at the end (mean of the last tenth of the points, ten at "
-        f"most, and of all seeds, in nats): {'; '.join(said)}." + _stopped(pairs)
+        f"most, and of all seeds, in nats): {'; '.join(said)}." + _stopped(pairs, clock)
     )
     figure = _both(pairs, clock, "loss", "loss (nats)", "difference (nats)")
     return Drawing("resnet-training-loss", "Loss during training", "fig. 5", text, figure)
@@ -215,15 +224,15 @@ def accuracies(pairs: list[Pair], clock: Clock, *, several: bool) -> Drawing:
         points = f"differ by at most {max(apart):.2g} points"
         most = f"; after any epoch the two {points}" if max(apart) else "; the two are equal after every epoch"
     text = f"Seed {pairs[0].seed}. " if several else ""
-    text += f"At the end of the training: {_tested(pairs)}{most}."
+    text += f"At the end of the training: {_tested(pairs, clock)}{most}."
     figure = _both(pairs, clock, "test", "accuracy (%)", "difference (points)")
     return Drawing("resnet-training-accuracy", "Accuracy on the test images", "fig. 15", text, figure)
 
 
-def _tested(pairs: list[Pair]) -> str:
+def _tested(pairs: list[Pair], clock: Clock) -> str:
     """The last accuracy of either way."""
     ends = {mode: [each[-1] for pair in pairs if (each := pair.modes[mode].values("test"))] for mode in MODES}
-    return ", ".join(f"{style.LABELS[mode]} {style.span(each, '.1f')}%" for mode, each in ends.items() if each)
+    return ", ".join(f"{clock.name(mode)} {style.span(each, '.1f')}%" for mode, each in ends.items() if each)
 
 
 def _apart(pair: Pair, name: str) -> list[float]:
@@ -235,8 +244,8 @@ def _both(pairs: list[Pair], clock: Clock, name: str, label: str, difference: st
     figure, (left, right, below) = panels(3)
     colours = style.ordered(pair.depth for pair in pairs)
     describe(left, style.LABELS["sequential"], clock.label(name), label, "sequential")
-    describe(right, style.LABELS["parallel"], clock.label(name), label, "parallel")
-    describe(below, "sequential − DeepPCR", clock.label(name), difference)
+    describe(right, f"DeepPCR, {clock.how}", clock.label(name), label, "parallel")
+    describe(below, f"sequential − {clock.how}", clock.label(name), difference)
     for pair in pairs:
         colour = colours[pair.depth]
         for axes, run in zip((left, right), pair.modes.values(), strict=True):
@@ -254,8 +263,8 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
     colours = style.ordered(pair.depth for pair in pairs)
     for column, mode in enumerate(MODES):
         above, below = places[column], places[2 + column]
-        describe(above, f"{style.LABELS[mode]}, loss", clock.label("loss"), "loss (nats)", mode)
-        describe(below, f"{style.LABELS[mode]}, test", clock.label("test"), "accuracy (%)", mode)
+        describe(above, f"{clock.name(mode)}, loss", clock.label("loss"), "loss (nats)", mode)
+        describe(below, f"{clock.name(mode)}, test", clock.label("test"), "accuracy (%)", mode)
         for depth, colour in colours.items():
             runs = [pair.modes[mode] for pair in pairs if pair.depth == depth]
             _span(above, runs, "loss", colour)
@@ -264,7 +273,9 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
     same_y(places[2:])
     legend(figure, colours, "depth L")
     count = len({pair.seed for pair in pairs})
-    text = f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs)}." + _stopped(pairs)
+    text = f"Mean and span of {count} seeds. Test accuracy after the last epoch: {_tested(pairs, clock)}." + _stopped(
+        pairs, clock
+    )
     return Drawing("resnet-training-seeds", f"Loss and accuracy from {count} seeds", "fig. 16", text, figure)
 
 
@@ -284,8 +295,8 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     """Fig. 8 right: iterations during training, and how far the parameters of the two trainings are apart."""
     figure, (left, right) = panels(2)
     colours = style.ordered(pair.depth for pair in pairs)
-    describe(left, "Newton iterations", clock.label(), "iterations (mean)", "parallel")
-    describe(right, "sequential − DeepPCR", clock.label(), "parameters (max-norm)")
+    describe(left, f"iterations, {clock.how}", clock.label(), "iterations (mean)", "parallel")
+    describe(right, f"sequential − {clock.how}", clock.label(), "apart (max-norm)")
     for pair in pairs:
         colour = colours[pair.depth]
         curve(left, pair.modes["parallel"], "iterations", colour)
@@ -309,14 +320,22 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     text = (
         "Iterations of a forward pass (means over windows of steps, and one standard deviation), and the largest difference of "
         f"a parameter to the sequential training, drawn from seed {pairs[0].seed}. The mean and the largest of all seeds: "
-        f"{'; '.join(said)}.{unseen}"
+        f"{'; '.join(said)}.{unseen}{_nearly_the_loop(clock, summary)}"
     )
     return Drawing("resnet-training-newton", "Newton's method during training", "fig. 8 right", text, figure)
 
 
-def _stopped(pairs: list[Pair]) -> str:
+def _nearly_the_loop(clock: Clock, summary: Summary) -> str:
+    """Two chunks are exact after one iteration, whatever the weights: that says nothing of Newton's method."""
+    depths = [depth for depth, entry in summary.items() if entry["iterations"] and set(entry["iterations"]) == {1.0}]
+    if not depths or clock.how != "defaults":
+        return ""
+    return f" At L = {style.listed(depths)} the defaults are two chunks and one iteration: nearly the loop."
+
+
+def _stopped(pairs: list[Pair], clock: Clock) -> str:
     gone = [
-        f"L = {pair.depth:,}, seed {pair.seed}, {style.LABELS[mode]} at step {run.diverged}"
+        f"L = {pair.depth:,}, seed {pair.seed}, {clock.name(mode)} at step {run.diverged}"
         for pair in pairs
         for mode, run in pair.modes.items()
         if run.diverged is not None

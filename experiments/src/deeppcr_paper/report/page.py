@@ -16,9 +16,10 @@ from markupsafe import Markup, escape
 import deeppcr
 
 from ..claims.answers import Answer, every_answer, verdict_of
-from ..claims.check import Verdict, causes
-from ..claims.items import ITEMS, Item
-from ..claims.results import Finished, command
+from ..claims.check import Check, Verdict, causes
+from ..claims.items import ITEMS, OPENING, Item, Opening, Part
+from ..claims.results import Finished
+from ..claims.rules import RULES
 from ..figures import Figure, draw
 from ..figures.style import LABELS
 from ..mlp_summary import MEANINGS
@@ -27,11 +28,11 @@ from .speedup_map import map_data
 
 @dataclass(frozen=True)
 class Row:
-    """An item of the paper with what all results say to it, and the experiments of which there is none."""
+    """An item of the paper with what all results say to it, and the parts of which there is none."""
 
     item: Item
     answers: Sequence[Answer]
-    missing: Sequence[str]
+    missing: Sequence[Part]
     verdict: Verdict
 
 
@@ -39,9 +40,24 @@ def rows(results: Sequence[Finished]) -> list[Row]:
     found = []
     for item in ITEMS:
         answers = every_answer(item, results)
-        missing = [part.experiment for part in item.parts if not any(each.part is part for each in answers)]
+        missing = [part for part in item.parts if not any(each.part is part for each in answers)]
         found.append(Row(item, answers, missing, verdict_of(item, answers)))
     return found
+
+
+def opening(rows: Sequence[Row]) -> list[tuple[Opening, Check]]:
+    """The claims with which the page opens, each with the check that decides it; by results of full size only."""
+    answers = {row.item.label: [each for each in row.answers if not each.result.quick] for row in rows}
+    return [(claim, found) for claim in OPENING if (found := claim.check(answers[claim.label]))]
+
+
+def full_title(what: str, quick: bool) -> str:
+    """What is said of quick runs only is left out elsewhere.
+
+    >>> full_title("training on MNIST (quick: digits)", False)
+    'training on MNIST'
+    """
+    return what if quick else re.sub(r" \(quick: [^)]*\)", "", what)
 
 
 def drawn(result: Finished) -> Sequence[Figure]:
@@ -58,7 +74,7 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"slug": slug, "prose": prose}
+    environment.filters |= {"slug": slug, "prose": prose, "full_title": full_title}
     table = rows(results)
     used = {answer.result.path for row in table for answer in row.answers}
     results = [result for result in results if not result.committed or result.path in used]
@@ -77,7 +93,8 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
         map_json=embedded(maps),
         meanings={LABELS[column]: meaning for column, meaning in MEANINGS.items()},
         causes=causes,
-        command=command,
+        opening=opening(table),
+        rules=RULES,
         own_names=own_names,
         verdict_of=verdict_of,
         version=deeppcr.__version__,

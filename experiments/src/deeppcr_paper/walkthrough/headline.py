@@ -10,6 +10,7 @@ from typing import Any
 
 from ..claims.networks import of_activation
 from ..claims.results import IMAGES, Finished, best, command
+from ..claims.trainings import with_defaults
 from ..figures.style import seconds as in_words
 from ..table import times
 
@@ -98,7 +99,7 @@ def _on_gpu(result: Finished) -> bool:
 
 def _fast(result: Finished) -> bool:
     """Trainings in float64 show equality, not speed: the kernels are for float32."""
-    return result.content["settings"].get("dtype") == "float32" and _on_gpu(result)
+    return result.content["settings"].get("dtype") == "float32" and _on_gpu(result) and with_defaults(result)
 
 
 def _loops(record: Mapping[str, Any]) -> list[str]:

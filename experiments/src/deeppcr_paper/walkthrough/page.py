@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import median
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..claims.answers import Answer, best_answer, verdict_of
-from ..claims.check import Verdict, causes
-from ..claims.findings import FINDINGS, answered
-from ..claims.items import ITEMS, Item, Part
-from ..claims.results import Finished, command, folder_of_images
+from ..claims.answers import Answer, best_answers, verdict_of
+from ..claims.check import Check, Verdict, causes
+from ..claims.items import ITEMS, OPENING, Item, Part
+from ..claims.results import Finished
+from ..claims.rules import RULES
 from ..figures import Figure
+from ..figures.style import span
+from ..mlp_summary import spread
 
 Draw = Callable[[Finished], Sequence[Figure]]
 
@@ -39,33 +42,105 @@ class Shown:
         return f"{self.item.label}: {self.item.title}"
 
 
+@dataclass(frozen=True)
+class Source:
+    """A line of the table of what the page was made from."""
+
+    name: str
+    more: str
+    result: str
+    noise: dict[str, str]
+
+
+_NOT_RUN = "not run yet"
+#: The columns of a table of checks, where there is anything to show in them.
+COLUMNS = {
+    "paper": "paper",
+    "printed": "as printed",
+    "defaults": "defaults",
+    "loop": "fastest loop",
+    "holds": "holds (rule)",
+}
+
+
 def make_page(results: Sequence[Finished], draw: Draw) -> tuple[str, list[Figure]]:
     """The page, and the figures that it shows."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters["slug"] = slug
     shown = [show(item, results, draw) for item in ITEMS]
     page = environment.get_template("paper.md.jinja").render(
         items=shown,
-        findings=[answered(finding, results) for finding in FINDINGS],
+        opening=list(opening(shown)),
+        rules=RULES,
+        sources=sources(shown),
         causes=causes,
-        command=command,
-        folder_of_images=folder_of_images,
+        columns_of=columns_of,
     )
     figures = {figure.name: figure for each in shown for _, _, drawn in each.parts for figure in drawn}
-    return page.rstrip() + "\n", list(figures.values())
+    return re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n", list(figures.values())
+
+
+def columns_of(checks: Sequence[Check]) -> dict[str, str]:
+    return {name: head for name, head in COLUMNS.items() if any(getattr(check, name) for check in checks)}
+
+
+def opening(shown: Sequence[Shown]) -> Iterator[tuple[dict[str, str], Check]]:
+    """The ten claims, each with the check that decides it; those that were not run are left out."""
+    by_label = {each.item.label: each for each in shown}
+    for claim in OPENING:
+        item = by_label[claim.label]
+        if found := claim.check(answer for _, answer, _ in item.parts if answer):
+            yield {"claim": claim.claim, "slug": slug(item.heading)}, found
+
+
+def sources(shown: Sequence[Shown]) -> list[Source]:
+    """Every experiment once, with its result or that it was not run yet."""
+    found: dict[tuple[str, str], Source] = {}
+    for each in shown:
+        for part, answer, _ in each.parts:
+            key = part.experiment, part.more or ("second" if part.second else "")
+            result = answer.result if answer else None
+            if key not in found or (result and found[key].result == _NOT_RUN):
+                said = (
+                    f"{result.short}{f'; smaller: `{result.smaller}`' if result.smaller else ''}"
+                    if result
+                    else _NOT_RUN
+                )
+                found[key] = Source(
+                    part.experiment,
+                    part.more or ("on another machine" if part.second else ""),
+                    said,
+                    repeats(result) if result else {"loop": "", "printed": ""},
+                )
+    return list(found.values())
+
+
+def repeats(result: Finished) -> dict[str, str]:
+    """How often a cell was timed, and how far its times are apart: of the two columns that verdicts are made of."""
+    said = {}
+    for column in ("loop", "printed"):
+        places = [
+            place
+            for r in result.records
+            for place in (r, r.get("forward"), r.get("backward"))
+            if isinstance(place, dict)
+        ]
+        entries = [place[column] for place in places if isinstance(place.get(column), dict)]
+        every = [entry["seconds"] for entry in entries if entry.get("seconds")]
+        said[column] = f"{span(map(len, every), '.0f')}; {100 * median(map(spread, every)):.0f}%" if every else ""
+    return said
 
 
 def show(item: Item, results: Sequence[Finished], draw: Draw) -> Shown:
+    answers = best_answers(item, results)
     parts, remarks = [], []
-    for part in item.parts:
-        answer = best_answer(part, results)
+    for part, answer in zip(item.parts, answers, strict=True):
         parts.append((part, answer, _figures(part, answer.result, draw) if answer else []))
         remarks += ["smaller run"] if answer and answer.result.smaller else []
-        remarks += ["in part not run yet"] if not answer and len(item.parts) > 1 else []
-    found = verdict_of(item, [answer for _, answer, _ in parts if answer])
-    return Shown(item, parts, found, "" if found is Verdict.NOT_RUN else "; ".join(dict.fromkeys(remarks)))
+        remarks += ["in part not run yet"] if not answer and any(answers) else []
+    found = verdict_of(item, [answer for answer in answers if answer])
+    return Shown(item, parts, found, "; ".join(dict.fromkeys(remarks)))
 
 
 def _figures(part: Part, result: Finished, draw: Draw) -> list[Figure]:

@@ -78,8 +78,15 @@
 
   // The grid: L to the right and w upwards; on a narrow screen L downwards and w to the right.
 
+  // Not every activation was measured at every size: rows in which there is nothing at all are left out.
+  function measured(name) {
+    const part = { depths: 2, widths: 3 }[name], start = `${chosen.activation} ${chosen.direction} `;
+    const there = new Set(Object.keys(here().cells).filter((key) => key.startsWith(start)).map((key) => Number(key.split(" ")[part])));
+    return here()[name].filter((size) => there.has(size));
+  }
+
   function axes() {
-    const { depths, widths } = here();
+    const depths = measured("depths"), widths = measured("widths");
     return narrow.matches
       ? { across: widths, down: depths, cell: (i, j) => [depths[i], widths[j]], right: "w", below: "L" }
       : {
@@ -109,7 +116,7 @@
     grid.style.setProperty("--down", down.length);
     grid.setAttribute("aria-rowcount", down.length + 1);
     const values = down.map((_, i) => across.map((_, j) => speedup(...cell(i, j))));
-    if (!chosen.cell || !here().depths.includes(chosen.cell[0]) || !here().widths.includes(chosen.cell[1])) {
+    if (!chosen.cell || !measured("depths").includes(chosen.cell[0]) || !measured("widths").includes(chosen.cell[1])) {
       chosen.cell = best(values, cell);
     }
     const head = make("div", { role: "row", className: "map-row" });

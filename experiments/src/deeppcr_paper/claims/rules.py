@@ -1,0 +1,127 @@
+"""By which rule a claim of the paper holds for us: the one table of them, which the pages print.
+
+A verdict is made by the paper's method as printed only. What the library's defaults reach stands beside it and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+YES, NO, OPEN = "yes", "no", "open"
+#: Times that a host launches differ by a third from run to run: the same commit trained 5.6 and 7.4 times as fast as the eager loop.
+NOISE = 4 / 3
+#: Mean iterations of a few samples that are this close are not told apart.
+FEW_SAMPLES = 1.05
+
+#: Layers from which on laws in L are read off, and the error that counts as machine precision: some roundings of states about 1.
+DEEP, SMALL_ERROR = 64, 1e-6
+#: The paper reads off when the error of a sample has fallen below this.
+SMALL = 0.1
+#: Losses up to so many times that with the paper's test are as good.
+CLOSE = 1.1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a number of ours is held against the paper's.
+
+    Attributes:
+        words: when it holds, with every threshold
+        test: our number, and the paper's where it has one, to whether it holds
+        noise: a number that is this many times larger or smaller may be the same: where the test's answer would be another, it is open
+        at_any_size: whether it must hold for small networks and short trainings, too: then a quick run can refute it
+    """
+
+    words: str
+    test: Callable[..., bool]
+    noise: float = 1.0
+    at_any_size: bool = False
+
+
+RULES: dict[str, Rule] = {
+    "speed-up": Rule("at least 0.9 of the paper's", lambda ours, paper: ours >= 0.9 * paper, NOISE),
+    "break-even": Rule(
+        "the depth from which on the speed-up stays above 1 at half of the widths is at most √2 times the paper's: nearer to it than to "
+        "its double",
+        lambda ours, paper: ours <= math.sqrt(2) * paper,
+        NOISE,
+    ),
+    "linear": Rule("from L = 64 on the time grows 0.5 to 2 times as much as L", lambda ours: 0.5 <= ours <= 2, NOISE),
+    "logarithmic": Rule("from L = 64 on the time grows by less than √L does", lambda ours: ours <= 1, NOISE),
+    "isoline": Rule(
+        "w²L where a pass takes twice as long as at the least width varies at most 16 times over the depths",
+        lambda ours: ours <= 16,
+    ),
+    "steady": Rule(
+        "the median of the last quarter of a training is at most 1.5 times that of the second quarter",
+        lambda ours: ours <= 1.5,
+        NOISE,
+    ),
+    "gains more": Rule("a greater speed-up at every size; noise counts twice", lambda ours: ours > 1, NOISE**2),
+    "newer gains": Rule("beyond the logarithmic regime its median ratio is the smaller", lambda ours: ours < 1),
+    "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
+    "memory": Rule("the median ratio is from 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),
+    "at most 6": Rule("6 iterations at most, in every cell that was measured", lambda ours: ours <= 6, at_any_size=True),
+    "6 on average": Rule("6 iterations at most, on average", lambda ours: ours <= 6),
+    "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
+    "flat": Rule("mean iterations from L = 64 on vary by at most 1", lambda ours: ours <= 1),
+    "ReLU more": Rule("a greater mean number of iterations", lambda ours: ours > 1),
+    "machine precision": Rule(
+        "at least 0.9 of the outputs are within 10⁻⁶ of float64's", lambda ours: ours >= 0.9, at_any_size=True
+    ),
+    "comparable": Rule("mean iterations differ by at most 1", lambda ours: ours <= 1),
+    "same loss": Rule("losses at the end differ by at most 2%", lambda ours: ours <= 0.02, at_any_size=True),
+    "accuracy": Rule("both within 1 point of 94%", lambda ours: ours <= 1),
+    "same accuracy": Rule("at most 1 point apart, from every seed", lambda ours: ours <= 1, at_any_size=True),
+    "seeds": Rule("accuracies of all seeds within 2 points", lambda ours: ours <= 2),
+    "bounded": Rule("below 1", lambda ours: ours < 1, at_any_size=True),
+    "trains as well": Rule("the loss at the end is at most 1.1 times that with the paper's test", lambda ours: ours),
+    "suffice": Rule("so few iterations train as well", lambda ours, paper: ours is not None and ours <= paper),
+    "needed": Rule("no number of iterations up to the paper's trains as well", lambda ours, paper: ours is None or ours > paper),
+    "iterations": Rule("at most 1.3 times the paper's: other weights, other noise", lambda ours, paper: ours <= 1.3 * paper),
+    "error": Rule("at most the paper's", lambda ours, paper: ours <= paper),
+    "same distance": Rule(
+        "the two differ by less than the noise of sampling one of them (half of its 95% interval)",
+        lambda ours: ours <= 1,
+        at_any_size=True,
+    ),
+    "not visible": Rule("no entry of a final state differs by more than 0.01", lambda ours: ours <= 0.01, at_any_size=True),
+    "below 0.1": Rule(
+        "the error is below 0.1 after fewer iterations than the paper's, at every size",
+        lambda ours, paper: ours is not None and ours < paper,
+    ),
+    "stalls": Rule("the error at the end stays above 0.01", lambda ours: ours >= SMALL / 10),
+    "fewer": Rule("a smaller mean number of iterations", lambda ours: ours < 1, FEW_SAMPLES),
+}  # fmt: skip
+
+
+def judge(rule: str, ours: Any, *paper: Any) -> str:
+    """Whether it holds, or ``OPEN`` where it would not for a number that noise could have made of the same.
+
+    Args:
+        rule: its name in the table
+        ours: our number, or a function from a factor, on which noise puts a ratio of times, to the number that comes of it
+        paper: the paper's number
+
+    >>> judge("speed-up", 64, 30), judge("speed-up", 5.6, 7), judge("speed-up", 4.4, 11.2)
+    ('yes', 'open', 'no')
+    """
+    known = RULES[rule]
+    number = ours if callable(ours) else lambda factor: ours * factor if known.noise > 1 and ours is not None else ours
+    answers = {bool(known.test(number(factor), *paper)) for factor in (1 / known.noise, 1.0, known.noise)}
+    return OPEN if len(answers) == 2 else YES if answers == {True} else NO
+
+
+def judge_all(rule: str, pairs: list[tuple[Any, ...]]) -> tuple[str, int]:
+    """Of several rows, each with our number and the paper's: whether all hold, and how many do as measured.
+
+    >>> judge_all("speed-up", [(20, 11), (8, 8.4), (4, 11)])
+    ('no', 2)
+    """
+    known = RULES[rule]
+    answers = {judge(rule, *pair) for pair in pairs}
+    worst = NO if NO in answers else OPEN if OPEN in answers else YES
+    return worst, sum(bool(known.test(*pair)) for pair in pairs)
