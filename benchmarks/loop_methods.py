@@ -63,17 +63,15 @@ def ways(prepared: Prepared, direction: str, error: Callable[[Found], float]) ->
 
     The loop in a graph takes seconds: of it a part is run, forward.
     """
-    found = {
-        name: solved(prepared, direction, error, solver, optional=True)
-        for name, solver in WAYS.items()
-        if "graph" not in name
-    }
-    if direction == FORWARD:
-        length = min(GRAPH_PART, prepared.loop.L)
-        part = Prepared(replace(prepared.loop, L=length), prepared.device)
-        name = 'Loop(by="graph")'
-        method = solved(part, direction, part.residual, WAYS[name], optional=True)
-        found[name] = replace(method, scale=prepared.loop.L / length)
+    found = {}
+    for name, solver in WAYS.items():
+        if "graph" not in name:
+            found[name] = solved(prepared, direction, error, solver, optional=True)
+        elif direction == FORWARD:
+            length = min(GRAPH_PART, prepared.loop.L)
+            part = Prepared(replace(prepared.loop, L=length), prepared.device)
+            method = solved(part, direction, part.residual, solver, optional=True)
+            found[name] = replace(method, scale=prepared.loop.L / length)
     return found
 
 
