@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 import deeppcr
+import loop_methods
 import loop_problems
 from deeppcr_paper.timing import clocked
 from fuzz.problems import problem as random_problem
@@ -41,7 +42,7 @@ from kernel_methods import Method, can_capture, captured
 from kernel_problems import Problem
 from kernel_report import number
 from kernels import Case, examine, first_line, line, seconds_of
-from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, WAYS, bare, by_cudnn, solved, ways, with_projection
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
 from records import Results, parse, parser_of, set_up
 
@@ -171,7 +172,7 @@ def choice(run: Run) -> None:
         seconds, plain = time_of(cases), time_of(cases, BARE)
         if seconds is None or plain is None:
             continue
-        ways_taken = (SOLVE, BARE, *WAYS)
+        ways_taken = (SOLVE, BARE, *loop_methods.WAYS)
         ratios[name] = seconds / min(min(case.seconds) for case in cases if case.passed and case.method in ways_taken)
         if seconds > OVER_BARE * plain + OVERHEAD:
             slow.append(name)
