@@ -7,7 +7,6 @@ inputs and initial state are then one vector-Jacobian product of all steps with 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from .linear import Blocks, LinearSolver, solve_coupled
 from .linearised import Linearised
 from .runtime import check_backward, values_can_be_read
 from .sequence import Sequence
-from .solution import ConvergenceWarning
+from .solution import warn
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 DENSE_WIDTH = 32
@@ -169,12 +168,10 @@ class Adjoint(Linearised):
         lost &= torch.isfinite(missing)
         if lost.any():
             index, row = (int(i) for i in lost.nonzero()[0])
-            warnings.warn(
+            warn(
                 f"the gradient is not the loop's: it depends on digits of the state at step {offset + index + 1} (row {row}) that are below the "
                 'tolerance, as where a signal dies out and is normalised afterwards. Newton(scale="local") asks for them, or use '
                 "solver=deeppcr.Loop()",
-                ConvergenceWarning,
-                stacklevel=2,
             )
 
     def matters(self, adjoint: Tensor) -> Tensor:

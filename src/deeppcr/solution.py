@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,9 +17,20 @@ from torch.utils import _pytree as pytree
 
 from .tolerance import Tolerance
 
+#: Where files of this library and of PyTorch lie.
+_NOT_THE_USER = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+
 
 class ConvergenceWarning(UserWarning):
     """The parallel solve did not get there by itself; the message says what was done instead."""
+
+
+def warn(message: str) -> None:
+    """As a ConvergenceWarning at the line of the user that called the library, directly or by a module of PyTorch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConvergenceWarning, stacklevel=level)
 
 
 class ConvergenceError(RuntimeError):
@@ -294,8 +307,6 @@ def settle(
     on_failure: str,
     finish: Callable[[_Outcome], _Outcome],
     describe: Callable[[_Outcome], str],
-    *,
-    stacklevel: int,
 ) -> _Outcome:
     """What becomes of an outcome that is not what was asked for: the loop finishes the rows that failed, or it is raised, or
     returned as it is. Whoever is not raised to is warned.
@@ -303,13 +314,12 @@ def settle(
     Args:
         finish: the outcome with its failed rows finished by the loop
         describe: it in words
-        stacklevel: of the warning, as seen from the caller
     """
     if on_failure == "raise":
         raise ConvergenceError(describe(outcome))
     if on_failure == "loop" and any(result.failed for result in outcome.results):
         outcome = finish(outcome)
-    warnings.warn(describe(outcome), ConvergenceWarning, stacklevel=stacklevel + 1)
+    warn(describe(outcome))
     return outcome
 
 

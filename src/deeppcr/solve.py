@@ -34,7 +34,7 @@ from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.trace import Draws
 from .sequence.words import in_words, what_does_not_fit
-from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows
+from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows, warn
 from .ways import solve_by
 
 #: So many entries of xs are taken apart at a time.
@@ -325,7 +325,7 @@ class _Planned:
         if found.result is Result.LOOP:
             found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
         elif found.result is Result.NON_FINITE:
-            warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+            warn(found.description)
         return found
 
     def _by(self, solver: Newton | Loop) -> Solution:
@@ -349,7 +349,7 @@ class _Planned:
             warnings.simplefilter("ignore", ConvergenceWarning)
             found = self.record.timed("newton", lambda: self._by(USUAL))
         if found.result is Result.NON_FINITE:  # as the loop would have told
-            warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+            warn(found.description)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
             self.record.bar("newton", found.description)
         else:
@@ -483,7 +483,7 @@ def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor])
         result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
         exact = torch.where(at >= 0, at, exact)
         description = in_words(results, exact, call.given_inputs, layout)
-        warnings.warn(description, ConvergenceWarning, stacklevel=6)
+        warn(description)
     exact = exact.reshape(batch)
     dropped = kept.dropped(exact)
     if dropped is not None:

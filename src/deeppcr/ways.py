@@ -3,7 +3,6 @@ failed."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,16 +28,7 @@ from .sequence.evaluate import StepError
 from .sequence.kept import KeptStates
 from .sequence.trace import coarser_products
 from .sequence.words import in_words
-from .solution import (
-    ConvergenceWarning,
-    Plan,
-    Result,
-    Solution,
-    first_not_finite,
-    loop_on,
-    settle,
-    worst_of,
-)
+from .solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
 from .tolerance import Tolerance, measure
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
@@ -169,7 +159,7 @@ def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
         raise ValueError(f'solver: Loop(by="kernel"): there is no kernel for this step: {why}. Loop() takes any step')
     found.plan.note("one step after the other, by a kernel")
     if found.result is Result.NON_FINITE:
-        warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+        warn(found.description)
     return found
 
 
@@ -195,7 +185,7 @@ def _by_kernels(
     if found.result is Result.LOOP:
         found.plan.note("one step after the other: in an earlier solve of this kind the chunks did not join")
         found = found.told_as(Result.FINISHED_BY_LOOP)
-    warnings.warn(found.description, ConvergenceWarning, stacklevel=5)
+    warn(found.description)
     return found
 
 
@@ -216,7 +206,7 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | No
     if not_finite is not None:
         outcome = _mark_non_finite(outcome, Result.LOOP, not_finite)
     if Result.NON_FINITE in outcome.results:
-        warnings.warn(_describe(sequence, outcome), ConvergenceWarning, stacklevel=6)
+        warn(_describe(sequence, outcome))
     return outcome
 
 
@@ -285,7 +275,6 @@ def _in_parallel(
             on_failure,
             lambda failed: _finished_by_loop(call, sequence, failed.outcome, solver, plan),
             lambda failed: _describe(sequence, failed.outcome),
-            stacklevel=5,
         )
     failed = on_failure == "return" and any(result.failed for result in judged.results)
     outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)

@@ -5,7 +5,6 @@ Shapes: L steps on this rank, which may be none; B rows, D the packed state.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,18 +21,7 @@ from ..jacobian import DiagonalJacobian
 from ..newton import Loop, Newton
 from ..runtime import is_capturing
 from ..sequence.words import in_words
-from ..solution import (
-    ConvergenceWarning,
-    Dropped,
-    Plan,
-    Result,
-    Solution,
-    first_not_finite,
-    loop_on,
-    settle,
-    worst_of,
-    worst_rows,
-)
+from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..tolerance import misses
 from ..ways import without_claim
 from .adjoint import AdjointOver
@@ -128,7 +116,7 @@ class _Solve:
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
             if on_failure != "loop":
                 judged = replace(judged, outcome=self._located(judged.outcome, iteration.entry))
-            judged = settle(judged, on_failure, self._finished_by_loop, self._describe, stacklevel=5)
+            judged = settle(judged, on_failure, self._finished_by_loop, self._describe)
         failed = on_failure == "return" and any(result.failed for result in judged.results)
         return self._solution(judged, failed=failed, promised=newton.promised(part.layout.dtype))
 
@@ -144,7 +132,7 @@ class _Solve:
         )
         judged = self._looped(outcome, Result.LOOP)
         if Result.NON_FINITE in judged.results:
-            warnings.warn(self._describe(judged), ConvergenceWarning, stacklevel=5)
+            warn(self._describe(judged))
         return self._solution(judged, failed=False, promised=None)
 
     def _agree_on_chunks(self, kernels: Kernels | str) -> Kernels | None:

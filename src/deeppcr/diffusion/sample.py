@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,17 +18,7 @@ from ..gradient import refuse_gradients
 from ..jacobian import Jacobian
 from ..newton import Loop, Newton
 from ..runtime import has_tangent, in_functorch
-from ..solution import (
-    ConvergenceWarning,
-    Plan,
-    Result,
-    check_on_failure,
-    first_not_finite,
-    loop_on,
-    settle,
-    worst_of,
-    worst_rows,
-)
+from ..solution import Plan, Result, check_on_failure, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..solve import solve
 from .coupling import Coupling
 from .implicit import Rotated, attach
@@ -176,7 +165,7 @@ def _by_loop(problem: Problem, keep_states: bool) -> Samples:
     message = Result.LOOP.value
     if not all(finite):
         message = "the denoiser's outputs led to samples that are not finite; keep_states=True shows where"
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warn(message)
     return Samples(
         final=problem.unflatten(state[..., 0]),
         states=problem.unflatten(torch.stack(states)) if keep_states else None,
@@ -196,7 +185,7 @@ def _by_graph(problem: Problem, keep_states: bool) -> Samples:
     outcome = loop_by_graph(problem, plan)
     message, states = _describe(problem, outcome), outcome.states
     if worst_of(outcome.results).failed:
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warn(message)
     if torch.is_grad_enabled() and problem.needs_gradients:
         coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
@@ -222,7 +211,7 @@ def _by_window(
         problem.check_finite()  # before the run it would have cost a wait for the device
     if failed or _is_far_off(problem, outcome, window):
         finish, describe = partial(_finished_by_loop, problem, window), partial(_describe, problem)
-        outcome = settle(outcome, on_failure, finish, describe, stacklevel=3)
+        outcome = settle(outcome, on_failure, finish, describe)
     message = _describe(problem, outcome)
     if any(result not in (Result.CONVERGED, Result.LOOP) for result in outcome.results):
         plan.note(message)

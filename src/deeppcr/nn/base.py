@@ -6,7 +6,6 @@ Shapes: B rows, w the width, L layers (steps of the solve), s layers inside a sk
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -24,7 +23,7 @@ from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
 from ..runtime import has_triton, in_functorch, is_capturing
-from ..solution import ConvergenceWarning, Solution
+from ..solution import Solution, warn
 from ..solve import solve
 from .arguments import Mode, check_mode, check_newton, check_size
 from .choose import ASKED, EMPTY, choose, choose_without_kernels
@@ -323,7 +322,7 @@ class Network(OperatedNetwork):
             warm = self._warm if average is None else not finished or self._can_start_from(average)
             self.__dict__.update(_passed=passed, _looped=None, _warm=warm)
             if finished:
-                warnings.warn(finished, ConvergenceWarning, stacklevel=5)
+                warn(finished)
         else:
             self.__dict__["_looped"] = hidden.shape[0], way.why
         return states

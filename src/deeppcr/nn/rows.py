@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import in_functorch, is_capturing
-from ..solution import ConvergenceWarning, Plan, Result, Solution
+from ..solution import Plan, Result, Solution, warn
 
 
 def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tensor], Tensor], start: Tensor) -> Solution:
@@ -30,7 +29,7 @@ def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tenso
         f"input: row {rows[0]} holds values that are not finite, and so does its result ({len(rows)} of "
         f"{finite.numel()} rows)"
     )
-    warnings.warn(message, ConvergenceWarning, stacklevel=4)
+    warn(message)
     if not finite.any():
         return Solution(
             states=loop(start),
