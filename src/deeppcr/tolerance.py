@@ -99,38 +99,40 @@ class Tolerance:
         """
         sizes = torch.cat([initial.unsqueeze(0), states]).abs_()
         so_far = torch.cat([sizes[:1], self.scale(states, initial)])
-        nothing = torch.zeros_like(sizes[:1])
-        # From each state on the largest of so many as ``time`` says.
-        first = [sizes, torch.cat([nothing, errors]).abs_()]
-        first += [sizes if closer is None else torch.cat([sizes[:1], closer]).abs_()]
+        # From each state on the largest of so many as ``time`` says: of sizes, of errors, and of the sizes that are nearer to the true ones.
+        nearer = sizes if closer is None else torch.cat([sizes[:1], closer]).abs_()
+        first = torch.stack([sizes, torch.cat([torch.zeros_like(sizes[:1]), errors]).abs_(), nearer])
         steps = len(sizes)
         time, shortest = 1, min(_SHORTEST, steps // 2)  # for a moment a number is small whenever its sign changes
         times = max(1, min(_TIMES, steps // (2 * _SHORTEST)))  # of few states, as of chunks, not more is to be had
         hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
         lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
         proof = max(_PROOF, self.faint**times)
+        # What it fell to: as much in each of the times that it lived on, and it would be as small as the proof.
+        falls = [min(self.faint, proof ** (1 / lived)) for lived in range(1, times + 1)]
         while steps - 1 - time > 0:
             largest, error, nearer = first
-            then, off = torch.full_like(largest, math.inf), error[1:]
-            for lived in range(1, times + 1) if time >= shortest else ():
+            most = min(times, (steps - 2) // time) if time >= shortest else 0
+            count = steps - 1 - time
+            before, after = torch.cat([so_far[:time], largest[1 : steps - time]])[:count], largest[1 : 1 + count]
+            visible, lived_on, off = after > torch.finfo(after.dtype).tiny, lives_on * after, error[1:]
+            then = nearer[1 + time :][:count]
+            # Whether any can be at all: the host waits once, and is spared some seventy operations.
+            if most and not (visible & (then >= lived_on) & (after <= falls[most - 1] * before)).any():
+                most = 0
+            for lived in range(1, most + 1):
                 count = steps - 1 - lived * time
-                if count <= 0:
-                    break
-                before = torch.cat([so_far[:time], largest[1 : steps - time]])[:count]
-                after = largest[1 : 1 + count]
-                then = torch.minimum(then[:count], nearer[1 + lived * time : 1 + lived * time + count])
-                off = torch.maximum(off[:count], error[1 + lived * time : 1 + lived * time + count])
-                fell = min(
-                    self.faint, proof ** (1 / lived)
-                )  # as much in each of the times that it lived on, and it would be as small
-                became_faint = (after <= fell * before) & (after > torch.finfo(after.dtype).tiny)
-                hidden |= (became_faint & (then >= lives_on * after) & (off > self.atol + known * after)).any(0)
+                later = slice(1 + lived * time, 1 + lived * time + count)
+                then, off = torch.minimum(then[:count], nearer[later]), torch.maximum(off[:count], error[later])
+                became_faint = (after[:count] <= falls[lived - 1] * before[:count]) & visible[:count]
+                unknown = off > self.atol + known * after[:count]
+                hidden |= (became_faint & (then >= lived_on[:count]) & unknown).any(0)
             if time >= shortest and steps > 2 * time:
                 # After a burst so near to the end that nothing can be seen to live on. What dies out was never larger than at first.
                 earlier, burst, after = so_far[-2 * time - 1 : -time - 1], largest[-2 * time : -time], largest[-time:]
                 fell = (after <= self.faint * burst) & (after > torch.finfo(after.dtype).tiny)
                 hidden |= (fell & (earlier <= lives_on * burst) & (error[-time:] > self.atol + known * after)).any(0)
-            first = [torch.cat([torch.maximum(each[:-time], each[time:]), each[-time:]]) for each in first]
+            first = torch.cat([torch.maximum(first[:, :-time], first[:, time:]), first[:, -time:]], 1)
             time *= 2
         return hidden.any(-1)
 
