@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -95,6 +96,12 @@ def outside_of_graph(function: Callable, why: str) -> Callable:
     """``function``, left out of the graph that a compiler makes: with ``fullgraph=True`` it raises, and says why."""
     torch._dynamo.graph_break(msg=why)
     return torch.compiler.disable(function)
+
+
+def unseen_by_compiler(function: Callable) -> Callable:
+    """``function``, for what is called outside of a graph while a compiler watches: it would try to compile every function inside."""
+    watching = get_eval_frame_callback()
+    return function if watching is None or watching is False else torch.compiler.disable(function)
 
 
 #: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
 from ..newton import USUAL, Loop, Newton
-from ..runtime import outside_of_graph
+from ..runtime import outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton
@@ -96,7 +96,7 @@ class Recurrent(OperatedRecurrent):
             self._check_reset(reset, input)
         if torch.compiler.is_compiling():
             return self._run_in_graph(input, hx, reset, chosen)
-        return self._run(input, hx, reset, chosen)
+        return unseen_by_compiler(self._run)(input, hx, reset, chosen)
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         raise NotImplementedError
