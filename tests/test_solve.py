@@ -244,3 +244,24 @@ def test_gradients_through_xs_take_time_in_proportion_to_the_length(step):
     assert count.entries <= 1  # the first step is taken by itself
     (expected,) = torch.autograd.grad(plain_loop(lambda z, x: step(z, {"a": x}), z0, xs).square().sum(), xs)
     assert torch.allclose(found, expected)
+
+
+def test_a_step_with_branches_of_pytorch():
+    """Whether it draws from a generator of its own cannot be watched."""
+
+    def step(z, x):
+        return torch.cond(x.sum() > 0, lambda z, x: 0.5 * z + x, lambda z, x: x - 0.5 * z, (z, x))
+
+    z0, xs = torch.zeros(2, 3), torch.randn(6, 2, 3)
+    with torch.no_grad():
+        found = deeppcr.solve(step, z0, xs).states
+        assert torch.equal(found, deeppcr.solve(step, z0, xs, solver=deeppcr.Loop()).states)
+
+
+def test_a_failure_to_converge_is_not_explained_by_shapes():
+    with pytest.raises(deeppcr.ConvergenceError) as caught:
+        deeppcr.solve(
+            lambda z, matrix: torch.tanh(3 * z @ matrix), torch.randn(4, 3), torch.randn(60, 3, 3),
+            solver=deeppcr.Newton(max_iterations=1), on_failure="raise",
+        )  # fmt: skip
+    assert not getattr(caught.value, "__notes__", [])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeppcr.tolerance import Tolerance, bears_out
 
@@ -43,3 +44,30 @@ def test_nor_is_one_that_stays_finite_where_its_step_does_not():
     first = int((~torch.isfinite(states[:, 1, 0])).nonzero()[0])
     states[first:, 1] = 0.0
     assert held(z0, states) == [True, False]
+
+
+def test_whether_something_is_hidden_can_be_asked_while_operations_are_recorded(device):
+    """Without a look of the host; with one, less is done for the same answer."""
+    states = torch.exp(-0.5 * torch.arange(80.0, device=device)).view(-1, 1, 1).expand(-1, 3, 2).clone()
+    states[10, 1] = 1e7
+    states[11:, 1] = 1.0
+    initial = torch.ones(3, 2, device=device)
+    tolerance = Tolerance(0.0, 1e-5)
+    errors = tolerance.allowed(states, initial)
+    with Watch() as watch:
+        hidden = tolerance.hides(states, initial, errors)
+    assert not watch.looked
+    assert hidden.tolist() == [False, True, False]
+    with Watch() as watch:
+        assert torch.equal(tolerance.hides(states, initial, errors, look=True), hidden)
+    assert watch.looked
+
+
+class Watch(TorchDispatchMode):
+    """Sees whether the host asks for a value."""
+
+    looked = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.looked = self.looked or func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -100,8 +100,9 @@ def outside_of_graph(function: Callable, why: str) -> Callable:
 
 def unseen_by_compiler(function: Callable) -> Callable:
     """``function``, for what is called outside of a graph while a compiler watches: it would try to compile every function inside."""
-    watching = get_eval_frame_callback()
-    return function if watching is None or watching is False else torch.compiler.disable(function)
+    # Where this itself is being compiled, the compiler would warn of a function that it cannot see through.
+    watched = torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
+    return torch.compiler.disable(function) if watched else function
 
 
 #: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .tolerance import Tolerance
 
 #: Where files of this library and of PyTorch lie.
-_NOT_THE_USER = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+_NOT_THE_USER = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 class ConvergenceWarning(UserWarning):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, repeat
@@ -32,9 +31,8 @@ from .sequence.kept import KeptStates
 from .sequence.layout import Layout, note_call
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
-from .sequence.trace import Draws
 from .sequence.words import in_words, what_does_not_fit
-from .solution import ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows, warn
+from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution, check_on_failure, of_no_rows, warn
 from .ways import solve_by
 
 #: So many entries of xs are taken apart at a time.
@@ -127,6 +125,8 @@ def _explained(step: Any, z0: Any, xs: Any, length: Any, batch_dims: int | None,
     """``_solve``; what a step raises that does not fit its arguments says so."""
     try:
         return _solve(step, z0, xs, length, batch_dims, *others)
+    except (ConvergenceError, torch.OutOfMemoryError):
+        raise
     except (TypeError, RuntimeError) as error:
         for note in what_does_not_fit(step, z0, xs, batch_dims):
             error.add_note(note)
@@ -410,24 +410,19 @@ class _Planned:
             watched = (
                 index == 1 and probe is not None
             )  # the first call of all may set what stays; and of a kind once is enough
-            drawn, draws = (random_state(layout.device), Draws()) if watched else (None, None)
+            drawn = random_state(layout.device) if watched else None
             try:
-                with draws or nullcontext():
-                    if both is None:
-                        z = one(z, *x)
-                    else:
-                        z, output = both(z, *x)
-                        outputs.append(output)
+                if both is None:
+                    z = one(z, *x)
+                else:
+                    z, output = both(z, *x)
+                    outputs.append(output)
             except Exception as error:
                 if index > 0 and layout.complaint(z, layout.batch_shape) is None:
                     self._raised = error
                     note_call(error, index, z, *x)
                 raise
-            if (
-                drawn is not None
-                and draws is not None
-                and (draws.seen or not torch.equal(drawn, random_state(layout.device)))
-            ):
+            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")

@@ -84,7 +84,9 @@ class Tolerance:
         """[B]: whether any number of states [n, B, D] of such a scale is."""
         return (states.abs() <= self.faint * scale).any(-1).any(0)
 
-    def hides(self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
+    def hides(
+        self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None, *, look: bool = False
+    ) -> Tensor:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
 
         A signal that dies out goes on falling as it fell, and nobody asks for digits of what is left of it. One that became faint in a
@@ -96,6 +98,7 @@ class Tolerance:
             states: [n, B, D], that follow each other, after the initial one [B, D]
             errors: [n, B, D], of the states
             closer: [n, B, D], states that are nearer to the true ones: those, too, have to live on where ``states`` became faint
+            look: the host may wait for the device, to do less; not where operations are recorded
         """
         sizes = torch.cat([initial.unsqueeze(0), states]).abs_()
         so_far = torch.cat([sizes[:1], self.scale(states, initial)])
@@ -118,7 +121,7 @@ class Tolerance:
             visible, lived_on, off = after > torch.finfo(after.dtype).tiny, lives_on * after, error[1:]
             then = nearer[1 + time :][:count]
             # Whether any can be at all: the host waits once, and is spared some seventy operations.
-            if most and not (visible & (then >= lived_on) & (after <= falls[most - 1] * before)).any():
+            if look and most and not (visible & (then >= lived_on) & (after <= falls[most - 1] * before)).any():
                 most = 0
             for lived in range(1, most + 1):
                 count = steps - 1 - lived * time

@@ -248,7 +248,7 @@ def broken(mesh, lengths, what, on_failure="loop", solver="newton"):
         solution = deeppcr.solve(step, z0, xs, solver=SOLVERS[solver], on_failure=on_failure, **options)
     states = solution.states
     gradient = None
-    if what not in ("non-finite", "overflow") and not solution.result.failed:
+    if (what == "non-finite" and on_failure == "loop") or (what != "overflow" and not solution.result.failed):
         (gradient,) = torch.autograd.grad(states.sum(), z0)
     said = said_of(solution) | {"description": solution.description}
     told = sorted({each.category.__name__ for each in caught if each.category is deeppcr.ConvergenceWarning})
@@ -289,6 +289,10 @@ def refused_solve(mesh, what):
     rank, xs, z0, options = mesh.get_local_rank(), torch.zeros(3, 2), torch.zeros(2), {}
     if what == "z0 differs":
         z0 = z0 + rank
+    if what == "z0 changes places":
+        z0 = torch.tensor([1.0, 2.0] if rank else [2.0, 1.0])
+    if what == "z0 differs beside something large":
+        z0 = torch.tensor([1e8, 1.0 + rank])
     if what == "shape differs":
         z0 = torch.zeros(2 + rank)
         xs = torch.zeros(3, 2 + rank)

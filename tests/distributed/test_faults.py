@@ -32,6 +32,9 @@ def test_a_value_that_is_not_finite(team, what, solver):
     assert all(each["warned"] == ["ConvergenceWarning"] for each in found)
     states = torch.cat([each["states"] for each in found])
     torch.testing.assert_close(states, expected["states"], rtol=1e-9, atol=1e-12, equal_nan=True)
+    if what == "non-finite":  # the other row's gradient is known on ranks before that step, too
+        gradient = sum(each["z0"] for each in found)
+        torch.testing.assert_close(gradient, expected["z0"], rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def test_a_value_that_is_not_finite_where_the_loop_does_not_finish(team):
@@ -96,6 +99,12 @@ def test_an_exception_in_the_backward_pass_of_one_rank(team):
     ("what", "kind", "words"),
     [
         ("z0 differs", "ValueError", "z0: must be the same on every rank, and its values differ"),
+        ("z0 changes places", "ValueError", "z0: must be the same on every rank, and its values differ"),
+        (
+            "z0 differs beside something large",
+            "ValueError",
+            "z0: must be the same on every rank, and its values differ",
+        ),
         ("shape differs", "ValueError", "z0: must be the same on every rank"),
         ("no steps", "ValueError", "no rank has any"),
         ("unrolled", "ValueError", "gradient: over ranks there is Implicit() alone"),

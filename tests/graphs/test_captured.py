@@ -911,3 +911,16 @@ def test_what_was_large_does_not_hide_what_comes_after_it(device):
     assert (found.states - plain_loop(step, 1e7 * z0, xs)).abs()[20:].max() <= 1e-3
     dying = torch.zeros_like(xs)
     assert is_replayed(twice(lambda: deeppcr.solve(lambda z, x: 0.3 * torch.sin(z) + x, z0, dying, solver=Newton())))
+
+
+def test_a_solve_of_many_chunks_is_replayed(device):
+    """Whether something large hides what follows is asked of 64 chunks without a look by the host."""
+    weights = 0.3 * torch.randn(8, 8, device=device)
+    step, z0, xs = (
+        lambda z, x: torch.tanh(z @ weights + x),
+        torch.zeros(2, 8, device=device),
+        torch.randn(256, 2, 8, device=device),
+    )
+    with torch.no_grad():
+        found = [deeppcr.solve(step, z0, xs, solver=Newton(chunk=4)) for _ in range(4)]
+    assert is_replayed(found[-1]), found[-1].plan.notes

@@ -434,3 +434,14 @@ def test_a_batch_without_rows_and_solutions_without_states():
     gru = ours.GRU(3, 4, mode="parallel")
     gru(torch.randn(20, 2, 3))
     assert gru.solutions[0].final is None
+
+
+def test_weights_of_several_dtypes_may_change_between_calls():
+    module, x = ours.GRU(4, 4, mode="parallel"), torch.randn(12, 2, 4)
+    module.weight_hh_l0.data = module.weight_hh_l0.data.bfloat16()
+    with torch.no_grad():
+        module(x)
+        module.weight_hh_l0.mul_(-3)
+        right = nn.GRU(4, 4)
+        right.load_state_dict({name: each.float() for name, each in module.state_dict().items()})
+        assert error(module(x)[0], right(x)[0]) < 1e-5

@@ -144,9 +144,13 @@ class Denoiser:
         return output.flatten(1).to(rows.dtype)
 
     @functools.cached_property
+    def parameters(self) -> list[Tensor]:
+        found = (each for _, module in walk_modules(self.function) for each in module._parameters.values())
+        return [each for each in found if each is not None]
+
+    @functools.cached_property
     def parameter_dtypes(self) -> frozenset[torch.dtype]:
-        tensors = (each for _, module in walk_modules(self.function) for each in module._parameters.values())
-        return frozenset(each.dtype for each in tensors if each is not None and each.dtype.is_floating_point)
+        return frozenset(each.dtype for each in self.parameters if each.dtype.is_floating_point)
 
     def coarsest(self, rows: Tensor) -> torch.dtype:
         """The coarsest dtype that the network is seen to work in on such rows."""

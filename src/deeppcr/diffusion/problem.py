@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..runtime import full_precision, has_tangent, multiplies_in_tf32
+from ..runtime import full_precision, has_tangent, multiplies_in_tf32, version_of
 from ..sequence.fingerprint import kind_of
 from ..sequence.rows import rows_that_differ, sizes_of
 from ..sequence.trace import Products
@@ -231,14 +231,14 @@ class Problem:
         if eps <= torch.finfo(self.dtype).eps:
             return torch.zeros(self.length, dtype=torch.float64)
         owner, kind = self._kind
-        known = _seen(_roundings, owner, (kind, eps))
-        if known is None:
-            known = torch.full((self.length,), eps, dtype=torch.float64)
-            if self.length > 1:
-                with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
-                    known = self._look_closely(eps)
-            _remember(_roundings, owner, (kind, eps), known)
-        return known
+        # Other weights round otherwise: after a step of training, or where an average takes their place.
+        about = kind, eps, tuple(map(version_of, self.denoiser.parameters))
+        known = _seen(_roundings, owner, about)
+        if known is None and self.length > 1:
+            with contextlib.suppress(Exception):  # what is wrong with a denoiser, its first call says
+                known = self._look_closely(eps)
+                _remember(_roundings, owner, about, known)
+        return torch.full((self.length,), eps, dtype=torch.float64) if known is None else known
 
     @torch.no_grad()
     def _look_closely(self, eps: float) -> Tensor:

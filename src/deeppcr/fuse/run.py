@@ -444,14 +444,14 @@ def hides(run: Run, found: Found, tolerance: Tolerance) -> bool:
     assert sizes is not None
     for _ in range(_CLOSER_LOOKS):
         errors = tolerance.allowed(sizes, initial)
-        if not tolerance.hides(sizes, initial, errors).any():
+        if not tolerance.hides(sizes, initial, errors, look=True).any():
             return False
         if len(states) < found.length:
             return True  # and nobody can look closer
         # Of two passes the second one starts where the first one corrected it.
         looked = run.in_parallel(Kind(found.length, found.chunk), tolerance, states, most=2, closer=True)
         assert looked.suspected is not None
-        if tolerance.hides(sizes, initial, errors, looked.suspected).any():
+        if tolerance.hides(sizes, initial, errors, looked.suspected, look=True).any():
             return True
         sizes, states = looked.suspected, looked.states
     return False

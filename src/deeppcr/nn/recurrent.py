@@ -312,19 +312,14 @@ class Recurrent(OperatedRecurrent):
         if kept is None:
             kept = self.__dict__["_cells"] = {}
         given = tuple(weights.values())
-        known = kept.get((at, restarting))
+        known, as_they_are = kept.get((at, restarting)), all(each.dtype == dtype for each in given)
         # A module that changes its precision keeps its parameters, which hold other data then.
-        if (
-            known is not None
-            and given[0].dtype == dtype
-            and len(known[0]) == len(given)
-            and all(map(_is_same, known[0], given))
-        ):
+        if known is not None and as_they_are and len(known[0]) == len(given) and all(map(_is_same, known[0], given)):
             return known[1]
         cell = self._cell({name: each.to(dtype) for name, each in weights.items()})
         if restarting:
             cell = Restarting(cell)
-        if given[0].dtype == dtype:  # copies in another precision are of this call
+        if as_they_are:  # copies in another precision are of this call
             kept[at, restarting] = given, cell
         return cell
 

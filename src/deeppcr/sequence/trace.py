@@ -225,14 +225,3 @@ def coarser_products(function: Callable[[], Any], dtype: torch.dtype) -> torch.d
         function()
     coarsest = max([*products.dtypes, dtype], key=lambda each: torch.finfo(each).eps)
     return coarsest if torch.finfo(coarsest).eps > torch.finfo(dtype).eps else None
-
-
-class Draws(TorchDispatchMode):
-    """Sees whether random numbers are drawn from a generator of the caller's, of which PyTorch's own state tells nothing."""
-
-    seen: bool = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = (*args, *(kwargs or {}).values())
-        self.seen = self.seen or any(isinstance(each, torch.Generator) for each in given)
-        return func(*args, **(kwargs or {}))
