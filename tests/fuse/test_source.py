@@ -1,6 +1,9 @@
 """The source of a step's kernels, for all that ``solve`` takes."""
 
+import hashlib
+import multiprocessing
 import os
+import sys
 
 import pytest
 import torch
@@ -69,3 +72,27 @@ def test_what_another_user_could_change_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled.os, "getuid", lambda: me + 1)  # now they belong to another user
     with pytest.raises(PermissionError, match="another user"):
         compiled._written("deeppcr_step_of_mine", "ours = 1\n")
+
+
+def _import_at_once(barrier, folder, text):
+    compiled._folder = lambda: folder
+    barrier.wait()
+    sys.exit(0 if compiled.module_of(text).LAST == 1 else 1)
+
+
+def test_eight_processes_write_and_import_the_same_source_at_once(tmp_path):
+    """As ranks of one machine do where nothing was compiled before: nobody reads half of it."""
+    text = "\n".join(f"NUMBER_{at} = {at}" for at in range(20_000)) + "\nLAST = 1\n"
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(8)
+    processes = [context.Process(target=_import_at_once, args=(barrier, tmp_path / "kernels", text)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert [path.name for path in (tmp_path / "kernels").glob("*.py")] == [f"{module_name(text)}.py"]
+
+
+def module_name(text):
+    return "deeppcr_step_" + hashlib.sha256(text.encode()).hexdigest()[:24]
