@@ -289,6 +289,12 @@ def refused_solve(mesh, what):
     rank, xs, z0, options = mesh.get_local_rank(), torch.zeros(3, 2), torch.zeros(2), {}
     if what == "z0 differs":
         z0 = z0 + rank
+    if what == "solver differs":
+        options["solver"] = deeppcr.Loop() if rank else deeppcr.Newton()
+    if what == "tolerance differs":
+        options["solver"] = deeppcr.Newton(rtol=1e-3 if rank else 1e-6)
+    if what == "on_failure differs":
+        options["on_failure"] = "return" if rank else "loop"
     if what == "z0 changes places":
         z0 = torch.tensor([1.0, 2.0] if rank else [2.0, 1.0])
     if what == "z0 differs beside something large":

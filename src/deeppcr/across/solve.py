@@ -5,6 +5,7 @@ Shapes: L steps on this rank, which may be none; B rows, D the packed state.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +48,9 @@ def solve_over(
     with part.trouble.kept():
         _refuse(part, solver, gradient)
         start = as_guess(guess, z0, xs) if part.sequence is not None else None
-    ranks.agree(part.trouble.take())
+    told = ranks.agree(part.trouble.take(), _settings_of(solver, on_failure))
+    if len(set(told)) > 1:
+        raise ValueError("solver, on_failure: must be the same on every rank, and they differ")
     plan.note(
         f"over {ranks.count} ranks: steps {part.offset + 1} to {part.offset + part.length} of {part.total} on this one"
     )
@@ -59,6 +62,13 @@ def solve_over(
             if part.sequence is not None:
                 kernels = Kernels.of(solver, step, z0, xs, length, batch_dims)
         return _Solve(part, solver, plan).in_parallel(start, on_failure, kernels)
+
+
+def _settings_of(solver: Newton | Loop, on_failure: str) -> int:
+    """A number for what all ranks have to be told alike: else each would wait for messages that others never send."""
+    plain = (bool, int, float, str, type(None))
+    said = {name: each if isinstance(each, plain) else type(each).__name__ for name, each in vars(solver).items()}
+    return zlib.crc32(repr((type(solver).__name__, said, on_failure)).encode())
 
 
 def _refuse(part: Part, solver: Newton | Loop, gradient: Gradient) -> None:
