@@ -1,6 +1,7 @@
 """The public call equals the plain loop: without it where the sequence contracts, with it where nothing else is right."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +266,15 @@ def test_a_failure_to_converge_is_not_explained_by_shapes():
             solver=deeppcr.Newton(max_iterations=1), on_failure="raise",
         )  # fmt: skip
     assert not getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("file", ["project.py", "torchrl/trainer.py", "deeppcr_models/train.py"])
+def test_a_warning_stands_at_the_line_of_the_user(file):
+    """Also where the user's folder begins like that of a library."""
+    folder = Path((torch if "torch" in file else deeppcr).__file__).parent.parent
+    names = {"deeppcr": deeppcr}
+    source = "def go(z0, xs):\n    return deeppcr.solve(lambda z, x: z * z * 1e20 + x, z0, xs)\n"
+    exec(compile(source, str(folder / file), "exec"), names)
+    with pytest.warns(deeppcr.ConvergenceWarning) as caught:
+        names["go"](torch.ones(2, 3), torch.ones(30, 2, 3))
+    assert (caught[0].filename, caught[0].lineno) == (str(folder / file), 2)

@@ -192,3 +192,19 @@ def test_where_far_more_is_left_than_by_the_loop_it_is_taken(graphs, monkeypatch
         with pytest.warns(deeppcr.ConvergenceWarning):
             asked = sample(network, schedule, noise, step=DDIM(), solver=Window(size=12))
     assert asked.result is Result.PRECISION_FLOOR
+
+
+def test_rounding_is_looked_at_again_where_weights_have_changed():
+    network = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+
+    def denoiser(z, t):
+        out = network(z.flatten(1))
+        return (out + 0.01 * out.abs().amax() * torch.sin(1e6 * z.flatten(1))).view_as(z)
+
+    def seen():
+        return Problem(denoiser, DDIM().steps(TRAINING.take(50)), noise_for(1, 50)).rounding
+
+    before = seen()
+    assert torch.equal(seen(), before)
+    network.weight.mul_(30)
+    assert (seen() > 5 * before).all()
