@@ -67,7 +67,7 @@ def unet(side: int, channels: int, base: int) -> Denoiser:
 
 
 def trained(
-    network: Denoiser,
+    network: nn.Module,
     images: Tensor,
     seconds: float,
     *,
@@ -80,6 +80,8 @@ def trained(
     """Train for so many seconds in bfloat16, or load what was; what came of it.
 
     Args:
+        network: is called with [N, ...] and N levels of noise
+        images: or vectors, [N, size]
         path: where the network is kept; None: nowhere
         told: is told the share of the time that is over
     """
@@ -89,6 +91,8 @@ def trained(
         network.eval().requires_grad_(False)
         return {"steps": int(texts["steps"]), "seconds": float(texts["seconds"]), "loss": float(texts["loss"])}
     device = images.device
+    # Convolutions in half precision are several times faster with the channels last.
+    network.to(memory_format=torch.channels_last)
     shares = Schedule.linear(LEVELS).alphas_bar.to(device, torch.float32)
     optimiser = torch.optim.AdamW(network.parameters(), lr=rate, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)
@@ -97,11 +101,13 @@ def trained(
     with torch.enable_grad():
         while over < 1:
             x = images[torch.randint(len(images), (batch,), generator=generator, device=device)]
-            flipped = torch.rand(batch, 1, 1, 1, generator=generator, device=device) < 0.5
-            x = torch.where(flipped, x.flip(-1), x)
+            each = (batch,) + (1,) * (x.dim() - 1)
+            if x.dim() == 4:
+                flipped = torch.rand(each, generator=generator, device=device) < 0.5
+                x = torch.where(flipped, x.flip(-1), x).contiguous(memory_format=torch.channels_last)
             level = torch.randint(LEVELS, (batch,), generator=generator, device=device)
             noise = torch.randn(x.shape, generator=generator, device=device)
-            share = shares[level].view(-1, 1, 1, 1)
+            share = shares[level].view(each)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 found = network(share.sqrt() * x + (1 - share).sqrt() * noise, level)
             loss = functional.mse_loss(found.float(), noise)
@@ -116,7 +122,7 @@ def trained(
                 losses.append(loss.item())  # waits for the device, so that the clock is right
                 told(over)
             over = (time.monotonic() - begun) / seconds
-    network.eval().requires_grad_(False)
+    network.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
     last = losses[-20:] or [loss.item()]
     record = {"steps": number, "seconds": time.monotonic() - begun, "loss": sum(last) / len(last)}
     if path is not None:
