@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deeppcr
+from compiling import compiled_and_counted
 from deeppcr import Newton, Result
+from deeppcr.runtime import as_written
 from kernel_support import pairwise, thorough
 from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
 
@@ -216,6 +219,36 @@ def test_solving_compiled_steps_and_compiled_callers(device):
     )
     with torch.no_grad():
         assert relative_error(caller(problem.z0, problem.xs), loop) < 1e-9
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), deeppcr.Loop()], ids=["default", "Newton", "loop"])
+def test_a_compiled_step_is_still_compiled_where_its_user_calls_it(solver, device):
+    """PyTorch never compiles what it first met while somebody watched its operations, as ``solve`` does."""
+    problem = CONTRACTING["mlp tanh"](Generator(0, torch.float64, device), 60, 2)
+    step, graphs = compiled_and_counted(lambda z, x: problem.step(z, x))
+    with torch.no_grad():
+        deeppcr.solve(step, problem.z0, problem.xs, solver=solver)
+        graphs.clear()
+        step(problem.z0.repeat(3, 1), pytree.tree_map(lambda each: each[0], problem.xs))
+    assert graphs
+
+
+def test_kernels_are_made_of_a_compiled_step(device):
+    step = torch.compile(lambda z, x: torch.tanh(0.5 * z) + x, backend="eager")
+    assert "tanh" in deeppcr.fuse.source(step, torch.zeros(3, 4, device=device), torch.ones(50, 3, 4, device=device))
+
+
+def test_the_compiler_is_told_once_by_threads_that_overlap():
+    """The last that leaves sets back what the first one found."""
+    import torch._dynamo  # what was never imported compiles nothing
+
+    first, second = as_written(), as_written()
+    before = torch._dynamo.eval_frame._stance.stance
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == before == "default"
 
 
 def test_a_trace_is_refused():

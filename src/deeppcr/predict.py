@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fused import Call
 from .jacobian import block_bytes
 from .newton import Newton
 from .plan import PROBED, Record, now, record_of, written
+from .runtime import Watcher
 from .sequence import Sequence
 from .sequence.lengths import up_to
 from .solution import Plan, first_not_finite
@@ -296,7 +296,7 @@ def _operations(function: Callable[[], Any]) -> int:
     return count.operations
 
 
-class _Count(TorchDispatchMode):
+class _Count(Watcher):
     operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

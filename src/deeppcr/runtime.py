@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
 _is_legacy_batched = _functorch.is_legacy_batchedtensor
@@ -103,6 +105,52 @@ def unseen_by_compiler(function: Callable) -> Callable:
     # Where this itself is being compiled, the compiler would warn of a function that it cannot see through.
     watched = torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
     return torch.compiler.disable(function) if watched else function
+
+
+class _AsWritten:
+    """How many of all threads want functions that somebody compiled to run as they are written, and what undoes it."""
+
+    lock = threading.Lock()
+    count = 0
+    undo = ExitStack()
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, functions that the user compiled run as they are written.
+
+    A function that is called for the first time while its operations are watched, PyTorch would never compile, then or later.
+    """
+    # Only outside of what is being compiled may the compiler be told so. Where it was never imported, nothing is compiled.
+    told = "torch._dynamo" in sys.modules and get_eval_frame_callback() in (None, False)
+    if told:
+        with _AsWritten.lock:
+            _AsWritten.count += 1
+            if _AsWritten.count == 1:
+                # Before PyTorch asks how to run a function, it refuses what is being traced.
+                _AsWritten.undo.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+                _AsWritten.undo.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        if told:
+            with _AsWritten.lock:
+                _AsWritten.count -= 1
+                if _AsWritten.count == 0:
+                    _AsWritten.undo.close()
+
+
+class Watcher(TorchDispatchMode):
+    """Sees the operations of what runs inside, as it is written."""
+
+    def __enter__(self) -> Self:
+        self._as_written = as_written()
+        self._as_written.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._as_written.__exit__(None, None, None)
 
 
 #: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import deeppcr
+from compiling import compiled_and_counted
 from deeppcr import Newton, Result
 from deeppcr.diffusion import (
     DDIM,
@@ -352,3 +353,14 @@ def test_a_schedule_keeps_the_numbers_of_a_few_samplers(monkeypatch):
         assert len(module._known[schedule]) <= 2
         fresh = sample(lambda z, t: 0.5 * z, step.steps(schedule), noise, solver=deeppcr.Loop())
         assert torch.equal(found.final, fresh.final)
+
+
+@pytest.mark.parametrize("solver", [Window(size=16), Newton()], ids=["window", "Newton"])
+def test_a_compiled_denoiser_is_compiled_for_rows_of_many_steps(solver, net, device):
+    """Its operations are watched in its first call, and PyTorch never compiles what it first met while somebody watched."""
+    compiled, graphs = compiled_and_counted(lambda z, t: net(z, t))
+    schedule, noise = Schedule.linear(1000).take(40), noise_for(2, 40, device=device).initial
+    with torch.no_grad():
+        found = sample(compiled, schedule, noise, step=DDIM(), solver=solver)
+    assert (found.final - sample(net, schedule, noise, step=DDIM(), solver=deeppcr.Loop()).final).abs().max() < 1e-3
+    assert graphs

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..runtime import as_written
 from ..sequence.layout import Layout
 from .expressions import NotCovered
 from .operations import DECOMPOSITIONS, check_dtypes
@@ -167,7 +168,8 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
 
 def _without_mutations(function: Callable, *stand_ins: Tensor) -> fx.GraphModule:
     functional = torch.func.functionalize(function, remove="mutations")
-    return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*stand_ins)
+    with as_written():
+        return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*stand_ins)
 
 
 def _is_mutation(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..runtime import as_written
 from ..sequence.trace import Watch, without_cast_cache
 
 T = TypeVar("T")
@@ -156,7 +157,8 @@ class CudaGraphs(Recorder):
                 torch.cuda.current_stream().synchronize()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], None]:
-        with RECORDING:  # a rehearsal must not get into what another thread captures
+        # A rehearsal must not get into what another thread captures; and what was rehearsed is what is captured.
+        with RECORDING, as_written():
             with on_stream(self._stream):
                 self.rehearse(function)
             return capture(function, self._stream, self._pool)[0]

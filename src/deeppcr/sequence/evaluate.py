@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..runtime import is_out_of_memory
+from ..runtime import as_written, in_functorch, is_out_of_memory
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -127,7 +128,8 @@ class StepGroup:
         batch = self.layout.batch_shape if batch_shape is None else batch_shape
         nest = self.layout.unpack(state, batch)
         try:
-            output = self.function(nest) if self.xs is None else self.function(nest, x)
+            with as_written() if in_functorch() else nullcontext():
+                output = self.function(nest) if self.xs is None else self.function(nest, x)
         except RuntimeError as error:
             if _NO_GRAPH not in str(error):
                 raise

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime import Watcher
 
 #: Read of a tensor its shape alone.
 _LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -50,7 +51,7 @@ class _Operation:
         return [found] if isinstance(found, Tensor) else pytree.tree_leaves(found)
 
 
-class Recording(TorchDispatchMode):
+class Recording(Watcher):
     """The operations of one call, and on which of its sources each tensor depends.
 
     Args:

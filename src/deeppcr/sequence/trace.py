@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime import Watcher
 
 #: What the host would have to wait for, or what differs from call to call.
 _UNREPEATABLE = {
@@ -23,7 +24,7 @@ _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 _PLAIN = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Watch(TorchDispatchMode):
+class Watch(Watcher):
     """Looks for operations that cannot be recorded and repeated.
 
     Attributes:
@@ -194,7 +195,7 @@ def _without(addresses: frozenset[int], value: Any) -> Any:
     return "outside" if isinstance(value, int) and value in addresses else value
 
 
-class Products(TorchDispatchMode):
+class Products(Watcher):
     """The dtypes of all products that are made meanwhile: of matrices, convolutions, attention.
 
     Inside of itself a step or a network may round more than what it takes and returns, or holds, can tell. What has two factors and does
