@@ -1,7 +1,7 @@
 """Sampling with a network of real size, by default and by the loop in a CUDA graph, in the same precision. Compared first, then timed.
 
-    python benchmarks/real_diffusion.py --data FOLDER_OF_CIFAR-10 --train 120 --out FILE
-    python benchmarks/real_diffusion.py ... --parts table,others,small,first,guidance,compiled
+    python benchmarks/real_diffusion.py --data FOLDER_OF_CIFAR-10 [--train 120] [--json FILE]
+    python benchmarks/real_diffusion.py ... --parts table,others,small,guidance,compiled
 
 Trains diffusers' UNet of google/ddpm-cifar10-32 (35.7 million parameters, 3 x 32 x 32) for so many seconds, or loads it from
 --model. Every line says how far the sample is from that of the loop, and how far the loop is from itself where every row comes
@@ -10,8 +10,7 @@ beside others: networks round other row counts in other ways. A line whose error
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, parallelize, sample
 from deeppcr_paper import ddpm
 from deeppcr_paper.models import AtSteps, ResidualMLP, UNet
 from deeppcr_paper.pictures import cifar10
-from deeppcr_paper.timing import clocked, machine
+from deeppcr_paper.timing import clocked
+from records import Results, parse, parser_of
 
 SCHEDULE = Schedule.linear(1000)
 LOOP = deeppcr.Loop(by="graph")
@@ -40,12 +40,23 @@ TRAINED = 6.0
 LIMITS = {"float32": 1e-3, "tf32": 4e-3, "bfloat16": None}
 
 
+#: By how many times faster than the loop in a CUDA graph a line is to be; all others are not to be slower than that by more than noise.
+TARGETS = {
+    ("DDPM 1000, one sample", "float32"): 2.5, ("DDPM 1000, one sample", "tf32"): 2.2, ("DDPM 1000, one sample", "bfloat16"): 3.0,
+    ("DDIM 100, one sample", "tf32"): 1.6, ("DDIM 50, one sample", "tf32"): 1.2,
+}  # fmt: skip
+NEVER_BELOW = 0.95
+#: Of the loop as it stands, what a first call may take more.
+FIRST = 1.5
+
+
 class Bench:
     """One device, one list of lines."""
 
-    def __init__(self, device: torch.device, out: Path | None, budget: float):
-        self.device, self.out, self.lines = device, out, []
+    def __init__(self, device: torch.device, results: Results, budget: float):
+        self.device, self.results, self.lines = device, results, []
         self.deadline = time.monotonic() + budget
+        results.more = {"lines": self.lines}
 
     def precision(self, name: str) -> Any:
         wanted = "tf32" if name == "tf32" else "ieee"
@@ -74,7 +85,7 @@ class Bench:
         except Exception as error:  # one line that fails leaves the others
             traceback.print_exc()
             self.lines.append({"name": name, "precision": precision, "failed": str(error)})
-        self.write()
+        self.results.save()
 
     def _line(self, name, precision, call, limit, itself, repeats, eager) -> None:
         line: dict[str, Any] = {"name": name, "precision": precision}
@@ -106,6 +117,7 @@ class Bench:
         }
         line["gain"] = line["loop"] / line["found"]
         self.lines.append(line)
+        self.claim(line)
         size = next((note.split()[1] for note in samples.plan.notes if note.startswith("window: ")), "loop")
         print(
             f"{name:44}{precision:9}loop {1e3 * line['loop']:8.1f}  found {1e3 * line['found']:8.1f}  {line['gain']:5.2f}x  W {size:5}"
@@ -117,10 +129,14 @@ class Bench:
             flush=True,
         )
 
-    def write(self) -> None:
-        if self.out is not None:
-            record = {"machine": machine(self.device), "lines": self.lines, "about": getattr(self, "about", {})}
-            self.out.write_text(json.dumps(record, indent=1))
+    def claim(self, line: dict[str, Any]) -> None:
+        """Times of a line over the loop's; what is too far from the loop meets no target."""
+        name = f"{line['name']}, {line['precision']}"
+        target = TARGETS.get((line["name"], line["precision"]), NEVER_BELOW)
+        self.results.claim(f"{name}: time over the loop's", 1 / line["gain"] if line["good"] else None, 1 / target)
+        if "eager" in line:
+            more = line["first"] / line["eager"] - 1
+            self.results.claim(f"{name}: what a first call takes more, in loops", more, FIRST)
 
 
 def sampler(network: Callable, step: Any, length: int, shape: tuple[int, ...], device: torch.device, **more: Any):
@@ -226,17 +242,16 @@ def compiled(bench: Bench, net: ddpm.Denoiser, device: torch.device) -> None:
         bench.line(f"DDIM {length}, compiled", "tf32", sampler(fast, DDIM(), length, (1, 3, 32, 32), device))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = parser_of(__doc__, "nothing: a network of real size needs its time")
     parser.add_argument("--data", type=Path, required=True, help="a folder with CIFAR-10")
     parser.add_argument("--train", type=float, default=120.0, help="seconds")
     parser.add_argument("--model", type=Path, default=None, help="where the network is kept")
-    parser.add_argument("--parts", default="table,others,small,guidance")
+    parser.add_argument("--parts", default="table,others,small,guidance,compiled")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds; what has no time left is left out")
-    parser.add_argument("--out", type=Path, default=None)
-    chosen = parser.parse_args()
+    chosen = parse(parser, None)
     device = torch.device("cuda")
-    begun = time.monotonic()
+    results, begun = Results("real-diffusion", chosen, parts=chosen.parts), time.monotonic()
     torch.manual_seed(0)
     net = ddpm.unet(32, 3, 128).to(device)
     images = cifar10(chosen.data).train.to(device)
@@ -244,17 +259,17 @@ def main() -> None:
     about = ddpm.trained(net, images, chosen.train, batch=128, rate=2e-4, seed=0, path=chosen.model)
     torch.backends.cudnn.benchmark = False
     print("network:", about, flush=True)
-    bench = Bench(device, chosen.out, chosen.budget - (time.monotonic() - begun))
-    bench.about = about
+    bench = Bench(device, results, chosen.budget - (time.monotonic() - begun))
+    results.more["network"] = about
     for part in chosen.parts.split(","):
         if part == "small":
             small(bench, images, device)
         else:
             {"table": table, "others": others, "guidance": guidance, "compiled": compiled}[part](bench, net, device)
-    print(
-        f"reserved at the end {torch.cuda.memory_reserved() / 2**30:.1f} GiB, at most {torch.cuda.max_memory_reserved() / 2**30:.1f}"
-    )
+    results.more["reserved"] = torch.cuda.max_memory_reserved() / 2**30
+    print(f"reserved at most: {results.more['reserved']:.1f} GiB")
+    return results.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
