@@ -32,7 +32,7 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
         f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {versions}; `results/{file_name}`. "
         f"The UNet was trained for {network['seconds']:.0f} s ({network['steps']} batches of 128). Whole calls with default settings, "
         "ms, medians, warm, against the loop in a CUDA graph in the same precision. The error is the largest of any number of "
-        "the final sample, against that loop; beside it that loop's own, where each row comes in a call of 32.",
+        "the final sample, against that loop; beside it that loop's own, where each row comes in a call of 2, 32 or 64.",
         _rows(table),
         "Other samplers, batches and networks:",
         _rows(others),

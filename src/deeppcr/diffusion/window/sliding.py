@@ -54,7 +54,8 @@ class SlidingIteration(Iteration):
     evaluations: Tensor
     jumps: Tensor
 
-    margin: float = 1.0
+    # Rounding has no direction, and of many steps little adds up. What an iteration leaves has one.
+    margin: float = 0.25
     plain: bool = True
     may_be_rough: bool = False
     in_words: str | None = "iteration: a window that slides, with slopes as seen"
