@@ -243,11 +243,18 @@ class Solution:
                 states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
-                scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))
-                lost = self.tolerance.has_died_out(rows, scale)
-                known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
+                lost = self.tolerance.has_died_out(rows, self._scale(rows, initial.detach().reshape(len(known), -1)))
+                steps = torch.arange(1, len(lost) + 1, device=lost.device).unsqueeze(1)
+                known = torch.minimum(known, torch.where(lost, 0, steps).amax(0))
         known = known.reshape(batch)
         return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
+
+    def _scale(self, states: Tensor, initial: Tensor) -> Tensor:
+        """As of ``Tolerance.scale``, of the last states that died out: after a state that has not, nothing is larger than what came before."""
+        assert self.tolerance is not None
+        if self.tolerance.local:
+            return self.tolerance.scale(states, initial)
+        return torch.maximum(states.abs().amax(0), initial.abs())
 
     @cached_property
     def message(self) -> str:
