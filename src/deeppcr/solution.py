@@ -220,9 +220,9 @@ class Solution:
     def known_steps(self) -> Tensor:
         """[*batch], after how many steps the states have digits that the tolerance vouches for.
 
-        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have; never
-        more than the exact steps where no tolerance is promised, and in rows that ended without one: after a value that is not finite
-        nothing is known.
+        Those after them are far below their largest size, as they died out or live on after something large, and are known up to the tolerance
+        only. All L where none are; never more than the exact steps where no tolerance is promised, and in rows that ended without one: after
+        a value that is not finite nothing is known.
         """
         known = self.dropped.known_steps if self.dropped is not None else self._with_digits()
         without = [result.failed or result is Result.UNCERTIFIED for result in self.results]
@@ -243,9 +243,9 @@ class Solution:
                 states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
-                lost = self.tolerance.has_died_out(rows, self._scale(rows, initial.detach().reshape(len(known), -1)))
-                steps = torch.arange(1, len(lost) + 1, device=lost.device).unsqueeze(1)
-                known = torch.minimum(known, torch.where(lost, 0, steps).amax(0))
+                numbers = torch.arange(1, len(rows) + 1, device=rows.device)
+                scale = self._scale(rows, initial.detach().reshape(len(known), -1))
+                known = torch.minimum(known, self.tolerance.known_steps(rows, scale, numbers))
         known = known.reshape(batch)
         return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
 
@@ -266,8 +266,8 @@ class Solution:
         if fewest == (len(pytree.tree_leaves(self.states)[0]) if self.dropped is None else self.dropped.length):
             return self.description
         return (
-            f"{self.description}; after step {fewest} states have died out far below their largest size, and their digits are not "
-            'known: Newton(scale="local") asks for them'
+            f"{self.description}; after step {fewest} states are so far below their largest size that the tolerance leaves their digits "
+            'open (they died out, or live on after something large): Newton(scale="local") asks for them'
         )
 
     def __repr__(self) -> str:

@@ -72,10 +72,18 @@ class Tolerance:
         around = torch.maximum(sizes[:-1], sizes[1:])  # and, but for the last, the one after it
         return torch.cat([torch.maximum(around[:-1], around[1:]), around[-1:]])
 
-    def has_died_out(self, states: Tensor, scale: Tensor) -> Tensor:
-        """[L, B]: whether nothing of a state [L, B, D] of such a scale has digits that the tolerance vouches for. What is zero needs none."""
+    def known_steps(self, states: Tensor, scale: Tensor, numbers: Tensor) -> Tensor:
+        """[B]: the number of the last state that has digits, or of the last one of all where none after it lacks any: see ``last_of``."""
+        known, lost = self.last_of(states, scale, numbers)
+        return torch.where(lost > known, known, numbers[-1])
+
+    def last_of(self, states: Tensor, scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """[B] each: the numbers [n] of the last of the states [n, B, D] of such a scale of which anything has digits that the tolerance
+        vouches for, and of the last one of which nothing has. What is zero needs none; 0 where there is no such state."""
         size = (states.abs() / (self.atol / self.faint + scale)).nan_to_num(0.0).amax(-1)
-        return (size > 0) & (size <= self.faint)
+        known, lost = size > self.faint, (size > 0) & (size <= self.faint)
+        of_known, of_lost = (torch.where(each, numbers.unsqueeze(1), 0).amax(0) for each in (known, lost))
+        return of_known, of_lost
 
     @property
     def faint(self) -> float:

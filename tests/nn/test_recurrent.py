@@ -76,7 +76,7 @@ def test_what_dies_out_is_told(kind, device):
     (solution,) = module.solutions
     assert solution.result is Result.CONVERGED
     assert solution.known_steps.max() < 100
-    assert f"after step {int(solution.known_steps.min())} states have died out" in solution.message
+    assert f"after step {int(solution.known_steps.min())} states are so far below" in solution.message
 
 
 def segments(reset):
