@@ -451,3 +451,22 @@ def test_a_generator_of_its_own_in_the_step():
     step = lambda z, x: 0.5 * z + x + 0.01 * torch.randn(z.shape, generator=generator)  # noqa: E731
     with pytest.raises(StepError, match="draws random numbers"):
         deeppcr.solve(step, torch.ones(2, 3), torch.ones(200, 2, 3), solver=Newton())
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), Newton(chunk=4), deeppcr.Jacobi(), deeppcr.Loop()], ids=str)
+@pytest.mark.parametrize("kind", [ValueError, IndexError, TypeError, RuntimeError, NameError])
+def test_what_a_step_raises_by_itself_comes_through_as_it_is(kind, solver):
+    """Also where it does so late, and steps are evaluated at once, by a transform that has complaints of its own."""
+
+    def step(z, x):
+        if float(x.sum()) > 3:
+            raise kind("my own complaint")
+        return 0.5 * torch.tanh(z) + x
+
+    xs = torch.zeros(50, 2, 3)
+    xs[30] = 1.0
+    with pytest.raises(kind) as caught:
+        deeppcr.solve(step, torch.zeros(2, 3), xs, solver=solver)
+    assert type(caught.value) is kind
+    assert str(caught.value) == "my own complaint"
+    assert caught.traceback[-1].name == "step"

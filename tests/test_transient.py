@@ -1,5 +1,6 @@
 """What was large once does not hide what comes after it: states that live on are right, or the caller is told."""
 
+import math
 import warnings
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton, Result
+from deeppcr.iteration import Iteration
+from deeppcr.sequence import Sequence
+from deeppcr.solution import Plan
 from deeppcr.tolerance import Tolerance
 from problems import plain_loop
 
@@ -132,6 +136,83 @@ def test_a_scan():
     assert (last - loop[-1]).abs() <= 1e-3
     with pytest.warns(ConvergenceWarning):
         deeppcr.scan(lambda z, x: (chaotic(z, x), z), z0, xs, solver=Newton())
+
+
+@pytest.mark.parametrize("chunk", ["auto", 1, 4])
+@pytest.mark.parametrize("seed", [14, 109, 178, 386])
+def test_what_is_gone_so_late_that_it_seems_to_die_out_is_told(seed, chunk):
+    """A contracting step with kinks, which a correction moves, and states that are zero now and then. The last states are too few to be seen
+    to live on, and they are among those of which ``known_steps`` says that nothing is known."""
+    make = torch.Generator().manual_seed(seed)
+    length = 60 + 20 * (seed % 4)
+    matrix, drive = torch.tensor([[-0.67, 0.3], [0.2, 0.55]]), 0.03 * torch.randn(length, 2, generator=make)
+
+    def step(z, x):
+        z = z @ matrix.to(z)
+        return torch.relu(z + x) - 0.5 * torch.relu(0.3 * x - z)
+
+    z0 = 1e9 * torch.randn(1, 2, generator=make)
+    found, told = solve(step, z0, drive, solver=Newton(chunk=chunk))
+    loop = plain_loop(step, z0.double(), drive.double())
+    size = loop.abs().amax(-1, keepdim=True)
+    around = torch.nn.functional.max_pool1d(size.reshape(1, 1, -1), 9, 1, 4).reshape(-1, 1, 1)
+    off = ((found.states - loop).abs() / around).amax((1, 2))
+    known = int(found.known_steps)
+    assert told or off[:known].max() <= 1e-3
+    assert known == length or f"after step {known} states are so far below" in found.message
+
+
+def test_zeros_among_states_without_digits_do_not_vouch_for_them():
+    tolerance, numbers = Tolerance(0.0, 1e-5), torch.arange(1, 7)
+
+    def known(*states):
+        states = torch.tensor(states).reshape(-1, 1, 1)
+        return int(tolerance.known_steps(states, torch.ones_like(states), numbers[: len(states)]))
+
+    assert known(1.0, 0.5, 1e-6, 0.0, 1e-6, 0.0) == 2
+    assert known(1.0, 0.5, 0.0, 0.0, 0.0) == 5
+    assert known(1.0, 1e-6, 0.5, 0.0, 0.5) == 5
+    assert known(1e-6, 0.0) == 0
+
+
+class TestCloserLooks:
+    """What is done to see whether noise or a signal is left: of a sequence that died, whose guess did not."""
+
+    @staticmethod
+    def iteration():
+        sequence = Sequence(lambda z, x: 0.1 * z + 0 * x, torch.tensor([1e7]), torch.zeros(100, 1), batch_dims=0)
+        ends = 1e7 * 0.1 ** torch.arange(1.0, 101) + 1
+        return Iteration(Newton(chunk=1), sequence, ends.reshape(-1, 1, 1), 1, Plan())
+
+    def find(self, iteration):
+        values, blocks = iteration.linearise()
+        errors = torch.full_like(iteration.ends, -0.999)
+        return iteration.find_hidden(torch.tensor([True]), iteration.ends, values, errors, blocks)
+
+    def test_noise_falls(self):
+        hidden, nearest = self.find(self.iteration())
+        assert not hidden.any()
+        assert nearest[20:].abs().max() < 1e-3  # what was corrected on the way is kept
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_corrections_that_are_not_finite_are_no_noise(self, value, monkeypatch):
+        iteration = self.iteration()
+        monkeypatch.setattr(iteration, "solve", lambda blocks, residual: torch.full_like(residual, value))
+        hidden, nearest = self.find(iteration)
+        assert hidden.all()
+        assert torch.isfinite(nearest).all()
+
+    def test_rows_that_are_stuck_are_looked_at_where_their_last_update_began(self, monkeypatch):
+        iteration, seen = self.iteration(), []
+        before = iteration.ends
+        values, blocks = iteration.linearise()
+        iteration.update(values, blocks)
+        iteration.progress.stuck = torch.tensor([True])
+        monkeypatch.setattr(iteration, "hidden_among", lambda *given: (seen.append(given), (None, None))[1])
+        delta = iteration.ends - before
+        iteration.end_stuck(values, delta, blocks, iteration.bounds())
+        _, ends, *_ = seen[0]
+        torch.testing.assert_close(ends, before)
 
 
 class TestWhatIsHidden:

@@ -137,7 +137,7 @@ class TestDyingOut:
         assert found.result is Result.CONVERGED
         known = int(found.known_steps)
         assert 5 < known < 60
-        assert f"after step {known} states have died out" in found.message
+        assert f"after step {known} states are so far below" in found.message
         assert 'Newton(scale="local")' in found.message
         sizes = loop.abs().amax((1, 2)) / loop.abs().max()
         assert (sizes[known:] < 1e-2).all()

@@ -207,16 +207,15 @@ def _fading(sequence: Sequence) -> Iterator[Finding]:
     tolerance = Tolerance(0.0, default_tolerance(layout.dtype))
     parts, first = layout.split(torch.stack(states[1:])), layout.split(initial)
     for leaf, start in zip(parts, first, strict=True):
-        lost = (
-            tolerance.has_died_out(leaf, tolerance.scale(leaf, start))
-            if leaf.shape[-1]
-            else leaf.new_zeros(leaf.shape[:2])
-        )
-        if lost[-1].any():
-            step, row = min((int(lost[:, row].long().argmax()), row) for row in lost[-1].nonzero().flatten().tolist())
+        if not leaf.numel():
+            continue
+        numbers = torch.arange(1, len(leaf) + 1, device=leaf.device)
+        known = tolerance.known_steps(leaf, tolerance.scale(leaf, start), numbers)
+        if (known < len(leaf)).any():
+            row = int(known.argmin())
             yield Finding(
                 "fading",
-                f"from step {step + 1} on (row {row}) the state is so far below its largest size that the default tolerance leaves its "
+                f"from step {int(known[row]) + 1} on (row {row}) the state is so far below its largest size that the default tolerance leaves its "
                 'digits open: where they matter (it is normalised afterwards, say), Newton(scale="local") asks for them',
             )
             return

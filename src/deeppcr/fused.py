@@ -423,8 +423,7 @@ def _known_steps(found: Found, others: Others, tolerance: Tolerance) -> Tensor:
     numbers = torch.arange(1, len(states) + 1, device=states.device) * others.every
     numbers = torch.cat([numbers, torch.full_like(numbers[:1], found.length)])
     scale = others.sizes.cummax(0).values[(numbers - 1) // found.chunk].to(states)
-    lost = tolerance.has_died_out(torch.cat([states, final]), scale)
-    return torch.where(lost, 0, numbers.unsqueeze(1)).amax(0)
+    return tolerance.known_steps(torch.cat([states, final]), scale, numbers)
 
 
 class FusedSolution(Solution):

@@ -240,12 +240,12 @@ class Iteration(Safeguarded[Progress]):
                 delta = self.solve(self.blocks, torch.where(candidates.unsqueeze(-1), residual, 0))
                 update = bounds.ratio(delta)
                 done = candidates & (progress.error_left(update) <= 1).all(0)
-                hidden = self.hidden_among(done, ends, values, delta, self.blocks, bounds)
+                hidden, nearest = self.hidden_among(done, ends, values, delta, self.blocks, bounds)
                 if hidden is not None:
                     progress.look_closer(hidden)
                     done = done & ~hidden
                 if self.is_worth_it(done):
-                    self.replace(torch.where(done.unsqueeze(-1), ends + delta, ends))
+                    self.replace(torch.where(done.unsqueeze(-1), ends + delta if nearest is None else nearest, ends))
                 progress.finish(done, Result.CONVERGED)
         self.call_back(residual)
 

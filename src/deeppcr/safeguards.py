@@ -136,10 +136,11 @@ class Safeguarded(Generic[_Progress]):
 
     def hidden_among(
         self, done: Tensor, ends: Tensor, values: Tensor, errors: Tensor, blocks: Blocks, bounds: Bounds
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Of rows [B] that seem to be done, those of which a transient hides that later states are not known; None where it does of none.
 
-        They are to be looked at more closely from now on, by ``Progress.look_closer``.
+        They are to be looked at more closely from now on, by ``Progress.look_closer``. And the ends [n, B, D] of the others, where more than
+        the one correction was made to find that out.
 
         Args:
             ends, values, errors: [n, B, D]: the ends, as they come out, which live where those that were found may not yet, and by how much
@@ -148,22 +149,25 @@ class Safeguarded(Generic[_Progress]):
         """
         progress = self.progress
         if progress.tolerance.local or not self.has_faint(done, ends, bounds):
-            return None
+            return None, None
         unknown = done if progress.local is None else done & ~progress.local
-        hidden = self.find_hidden(unknown, ends, values, errors, blocks)
+        hidden, nearest = self.find_hidden(unknown, ends, values, errors, blocks)
         if not hidden.any():
-            return None
+            return None, nearest
         self.plan.note(
             f"after {progress.count} iterations states of a time when they were large hid what came after them: from there on "
             'digits of every state were asked for, as by Newton(scale="local")'
         )
-        return hidden
+        return hidden, nearest
 
-    def find_hidden(self, rows: Tensor, ends: Tensor, values: Tensor, errors: Tensor, blocks: Blocks) -> Tensor:
-        """[B]: in which of the rows what was large once hides that later states are not known.
+    def find_hidden(
+        self, rows: Tensor, ends: Tensor, values: Tensor, errors: Tensor, blocks: Blocks
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden_among`` of rows that have faint numbers.
 
         What is left of an iterate where the signal has died is noise, and as steady as a signal that lives: but noise falls with every
-        correction by the last Jacobians, and a signal stays.
+        correction by the last Jacobians, and a signal stays. One that comes out by these corrections may be too short to be seen to live
+        on: so they are kept.
         """
         exact = self.ends[: self.first]
         hidden, rows = torch.zeros_like(rows), rows.clone()
@@ -171,17 +175,20 @@ class Safeguarded(Generic[_Progress]):
         for _ in range(_CLOSER_LOOKS):
             off = torch.cat([torch.zeros_like(exact), errors.abs()])
             rows &= self.hides(sizes, off)
-            if not rows.any():
-                return hidden
             ends = ends + errors
+            if not rows.any():
+                break
             values = self.evaluate(torch.cat([exact, ends]))
             closer = torch.cat([exact.abs(), torch.maximum(ends.abs(), values.abs())])
-            broken = self.tell(broken=~torch.isfinite(values).all(-1).all(0))["broken"] > 0
+            errors = self.solve(blocks, torch.where(rows.unsqueeze(-1), values - ends, 0))
+            # Each by itself: a step may make numbers of what is none, as tanh does of infinity.
+            finite = torch.isfinite(values) & torch.isfinite(ends) & torch.isfinite(errors)
+            broken = self.tell(broken=~finite.all(-1).all(0))["broken"] > 0
             lives = rows & (self.hides(sizes, off, closer) | broken)
             hidden, rows = hidden | lives, rows & ~lives
+            errors = torch.where(rows.unsqueeze(-1), errors, 0)
             sizes = closer
-            errors = self.solve(blocks, torch.where(rows.unsqueeze(-1), values - ends, 0))
-        return hidden  # what fell every time is noise
+        return hidden, ends  # what fell every time is noise
 
     # Where updates throw states about.
 
@@ -272,7 +279,9 @@ class Safeguarded(Generic[_Progress]):
         """
         progress = self.progress
         if self.newton.quadratic:
-            hidden = self.hidden_among(progress.stuck, self.ends[self.first :], values, delta, blocks, bounds)
+            # The update is applied already.
+            ends = self.ends[self.first :] - delta
+            hidden, _ = self.hidden_among(progress.stuck, ends, values, delta, blocks, bounds)
             if hidden is not None:
                 progress.look_closer(hidden)
                 progress.stuck = progress.stuck & ~hidden

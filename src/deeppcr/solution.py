@@ -220,9 +220,9 @@ class Solution:
     def known_steps(self) -> Tensor:
         """[*batch], after how many steps the states have digits that the tolerance vouches for.
 
-        Those after them have died out far below their largest size, and are known up to the tolerance only. All L where none have; never
-        more than the exact steps where no tolerance is promised, and in rows that ended without one: after a value that is not finite
-        nothing is known.
+        Those after them are far below their largest size, as they died out or live on after something large, and are known up to the tolerance
+        only. All L where none are; never more than the exact steps where no tolerance is promised, and in rows that ended without one: after
+        a value that is not finite nothing is known.
         """
         known = self.dropped.known_steps if self.dropped is not None else self._with_digits()
         without = [result.failed or result is Result.UNCERTIFIED for result in self.results]
@@ -243,11 +243,18 @@ class Solution:
                 states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
             rows = states.detach().reshape(len(states), len(known), -1)
             if rows.numel():
-                scale = self.tolerance.scale(rows, initial.detach().reshape(len(known), -1))
-                lost = self.tolerance.has_died_out(rows, scale)
-                known = torch.minimum(known, len(lost) - lost.long().flip(0).cumprod(0).sum(0))
+                numbers = torch.arange(1, len(rows) + 1, device=rows.device)
+                scale = self._scale(rows, initial.detach().reshape(len(known), -1))
+                known = torch.minimum(known, self.tolerance.known_steps(rows, scale, numbers))
         known = known.reshape(batch)
         return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
+
+    def _scale(self, states: Tensor, initial: Tensor) -> Tensor:
+        """As of ``Tolerance.scale``, of the last states that died out: after a state that has not, nothing is larger than what came before."""
+        assert self.tolerance is not None
+        if self.tolerance.local:
+            return self.tolerance.scale(states, initial)
+        return torch.maximum(states.abs().amax(0), initial.abs())
 
     @cached_property
     def message(self) -> str:
@@ -259,8 +266,8 @@ class Solution:
         if fewest == (len(pytree.tree_leaves(self.states)[0]) if self.dropped is None else self.dropped.length):
             return self.description
         return (
-            f"{self.description}; after step {fewest} states have died out far below their largest size, and their digits are not "
-            'known: Newton(scale="local") asks for them'
+            f"{self.description}; after step {fewest} states are so far below their largest size that the tolerance leaves their digits "
+            'open (they died out, or live on after something large): Newton(scale="local") asks for them'
         )
 
     def __repr__(self) -> str:

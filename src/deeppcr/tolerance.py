@@ -33,6 +33,8 @@ _SHORTEST = 4
 LOOKS = 16
 #: What became faint, and in the chunks that are left would fall at least to this part at the same rate, should have fallen.
 STILL_TO_FALL = 3e-3
+#: Of what is smaller in float32, a tolerance is no number that is to be divided by.
+VISIBLE = 2.0**-103
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -70,10 +72,18 @@ class Tolerance:
         around = torch.maximum(sizes[:-1], sizes[1:])  # and, but for the last, the one after it
         return torch.cat([torch.maximum(around[:-1], around[1:]), around[-1:]])
 
-    def has_died_out(self, states: Tensor, scale: Tensor) -> Tensor:
-        """[L, B]: whether nothing of a state [L, B, D] of such a scale has digits that the tolerance vouches for. What is zero needs none."""
+    def known_steps(self, states: Tensor, scale: Tensor, numbers: Tensor) -> Tensor:
+        """[B]: the number of the last state that has digits, or of the last one of all where none after it lacks any: see ``last_of``."""
+        known, lost = self.last_of(states, scale, numbers)
+        return torch.where(lost > known, known, numbers[-1])
+
+    def last_of(self, states: Tensor, scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """[B] each: the numbers [n] of the last of the states [n, B, D] of such a scale of which anything has digits that the tolerance
+        vouches for, and of the last one of which nothing has. What is zero needs none; 0 where there is no such state."""
         size = (states.abs() / (self.atol / self.faint + scale)).nan_to_num(0.0).amax(-1)
-        return (size > 0) & (size <= self.faint)
+        known, lost = size > self.faint, (size > 0) & (size <= self.faint)
+        of_known, of_lost = (torch.where(each, numbers.unsqueeze(1), 0).amax(0) for each in (known, lost))
+        return of_known, of_lost
 
     @property
     def faint(self) -> float:
@@ -215,11 +225,12 @@ def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance
 def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:
     """[B]: by what size of the initial state the tolerance of all later ones is measured: in ``nn.kernels``, the same of a row.
 
-    By its own, but where the first chunks bring it far down, and what it is brought down to lives on to the end: then by the size of that.
-    Else a large initial state would hide all that comes after it (``Tolerance.hides``, which looks everywhere).
+    By its own, but where what comes after it became faint, and lives on to the end: then by the size of that. Else a large initial state
+    would hide all that comes after it (``Tolerance.hides``, which looks everywhere).
 
     A signal that dies out goes on falling as it fell. So what became faint must have had the time to fall much further at that rate, and
-    have not done so. Where a signal has died, chunks hold noise, which is as steady; but it falls from pass to pass.
+    have not done so. That is said of sizes that are known. Those that fell since the pass before are not: they may be what the guess left,
+    and hide a signal as well as none. So they are asked for, too, until they stay, or nothing is left of them.
 
     Args:
         sizes: [N + 1, B], of the initial state and of the ends of chunks
@@ -229,8 +240,9 @@ def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:
     there = [-(-((k + 1) ** 2) * chunks // LOOKS**2) for k in range(LOOKS)]
     size, past = sizes[there], torch.tensor(there, device=sizes.device).unsqueeze(1)
     least = size.flip(0).cummin(0).values.flip(0)
-    hidden = (size > 0) & (size <= max(rtol, min(FAINT * rtol, SMALL)) * first) & (least >= GOES_ON * size)
-    steady = size >= 2.0**-23 * first
-    hidden &= steady if before is None else steady | (size >= GOES_ON * before[there])
-    hidden &= torch.log(size / first) * (chunks - past) <= past * math.log(STILL_TO_FALL)
+    lives = least >= GOES_ON * size
+    lives &= torch.log(size / first) * (chunks - past) <= past * math.log(STILL_TO_FALL)
+    if before is not None:
+        lives |= size < GOES_ON * before[there]
+    hidden = (size > VISIBLE) & (size <= Tolerance(0.0, rtol).faint * first) & lives
     return torch.where(hidden, size, first).amin(0)

@@ -146,11 +146,11 @@ def test_options_of_recurrent_modules(name, started, mode):
 @pytest.mark.usefixtures("allow_rnn")
 @pytest.mark.parametrize("kind", ["LSTM", *thorough("RNN", "GRU", "DiagonalGRU")])
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
-def test_autocast_is_that_of_the_call(kind, mode):
-    module = getattr(ours, kind)(3, 4, mode=mode)
+def test_autocast_is_that_of_the_call(kind, mode, device):
+    module = getattr(ours, kind)(3, 4, mode=mode, device=device)
     compiled, _ = compiled_and_counted(module)
-    x = torch.randn(6, 2, 3, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    x = torch.randn(6, 2, 3, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         found, right = compiled(x)[0], module(x)[0]
     assert found.dtype is right.dtype is torch.bfloat16
     of_found, of_right = (torch.autograd.grad(each.float().sum(), [x, *module.parameters()]) for each in (found, right))

@@ -64,6 +64,21 @@ def test_solves_converge(kind, steps, device):
     assert solution.states is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_dies_out_is_told(kind, device):
+    """Without inputs and biases a state forgets itself."""
+    module = getattr(ours, kind)(3, 5, mode="parallel", device=device)
+    start = torch.randn(1, 2, 5, device=device)
+    with torch.no_grad():
+        for name, each in module.named_parameters():
+            each.mul_(0.0 if "bias" in name else 0.3)
+        module(torch.zeros(200, 2, 3, device=device), (start, start) if "LSTM" in kind else start)
+    (solution,) = module.solutions
+    assert solution.result is Result.CONVERGED
+    assert solution.known_steps.max() < 100
+    assert f"after step {int(solution.known_steps.min())} states are so far below" in solution.message
+
+
 def segments(reset):
     """From [T], where the pieces of a row begin and end."""
     begins = sorted({0, *reset.nonzero().flatten().tolist()})

@@ -73,11 +73,16 @@ class TestSizeAtFirst:
     def test_of_one_that_falls_in_steps(self):
         assert self.of([10.0 ** -(chunk // 10) for chunk in range(64)]) == 1
 
-    def test_noise_is_known_by_what_it_was_in_the_pass_before(self):
-        sizes = [1e10, *[1.0] * 32]
-        assert self.of(sizes, sizes) == 1
-        assert self.of(sizes, [100 * size for size in sizes]) == torch.tensor(1e10)
-        assert self.of(sizes) == torch.tensor(1e10)
+    def test_sizes_that_fell_since_the_pass_before_may_be_anything(self):
+        """Those of a network that dies, or what the guess left above a signal: by their profile nobody knows."""
+        sizes = [1e10 * 0.3**chunk for chunk in range(33)]
+        assert self.of(sizes, sizes) == torch.tensor(1e10)
+        assert self.of(sizes, [100 * size for size in sizes]) == pytest.approx(sizes[-1])
+
+    def test_what_is_left_of_a_network_that_died_is_asked_for_until_it_is_nothing(self):
+        died = [1.0, *[1e-33] * 32]
+        assert self.of(died, [100 * size for size in died]) == 1
+        assert self.of(died) == 1
 
     def test_of_nothing(self):
         assert self.of([0.0] * 9) == 0

@@ -219,10 +219,15 @@ class Iteration(Certified):
         self.values, self.unit = torch.cat([before[:first], came_out]), found["unit"].to(self.ends.dtype)
 
         done = progress.seem_done(found)
-        hidden = self.hidden_among(done, ends, came_out, delta, blocks, bounds) if promises else None
+        hidden = nearest = None
+        if promises:
+            hidden, nearest = self.hidden_among(done, ends, came_out, delta, blocks, bounds)
         progress.heard(found, done if hidden is None else done & ~hidden, counts=counts)
         if hidden is not None:  # their updates were measured otherwise until now
             progress.look_closer(hidden)
+            done = done & ~hidden
+        if nearest is not None:
+            self.replace(torch.where(done.unsqueeze(-1), nearest, moved))
             self.tell()
         if counts and promises and bool(progress.stuck.any()):
             self.end_stuck(came_out, delta, blocks, bounds)

@@ -196,18 +196,19 @@ class _Solve:
         )  # what a tolerance is relative to, beside the states themselves
         rows = torch.zeros(part.layout.rows, dtype=part.layout.dtype, device=states.device)
         residual = broken = lost = rows
-        known = rows.new_zeros(part.layout.rows, len(part.layout.sizes))
+        known = faint = rows.new_zeros(part.layout.rows, len(part.layout.sizes))
         with torch.no_grad(), part.trouble.kept():
             if part.sequence is not None and part.trouble.error is None:
                 off, allowed = misses(values, states, before, self.tolerance)
                 residual = off.amax((0, -1)).nan_to_num(torch.inf)
                 broken = ~(off <= allowed).all(-1).all(0)
-                known = self._known(states, before)
+                known, faint = self._last(states, before)
                 if adjoint is not None and adjoint.local is not None and self.newton.stop.promises and not looped:
                     lost = adjoint.local.lost(states, sizes).any(0)
-        lost_before, (residual, broken, known, lost_anywhere) = part.say(
-            part.ranks, lost.to(rows.dtype), torch.maximum, (residual, broken, known, lost)
+        lost_before, (residual, broken, known, faint, lost_anywhere) = part.say(
+            part.ranks, lost.to(rows.dtype), torch.maximum, (residual, broken, known, faint, lost)
         )
+        known = torch.where(faint > known, known, part.total)
         if self.newton.stop.promises and not looped:
             outcome = without_claim(outcome, broken > 0, torch.zeros_like(outcome.exact_steps))
         if adjoint is not None and self.newton.stop.promises and not looped:
@@ -238,19 +239,14 @@ class _Solve:
         self.plan.note(UNDETERMINED)
         return without_claim(outcome, gone, torch.minimum(-first.long(), outcome.exact_steps), UNDETERMINED)
 
-    def _known(self, states: Tensor, before: Tensor) -> Tensor:
-        """[B, leaves]: after how many steps of the whole the last state ends that has digits the tolerance vouches for."""
+    def _last(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, leaves] each, as of ``Tolerance.last_of``: in steps of the whole."""
         scale = self.tolerance.scale(states, before)
-        number = torch.arange(self.part.offset + 1, self.part.offset + 1 + len(states), device=states.device)
+        numbers = torch.arange(self.part.offset + 1, self.part.offset + 1 + len(states), device=states.device)
         layout = self.part.layout
-        lost = torch.stack(
-            [
-                self.tolerance.has_died_out(*each)
-                for each in zip(layout.split(states), layout.split(scale), strict=True)
-            ],
-            -1,
-        )
-        return torch.where(lost, 0, number[:, None, None]).amax(0)
+        leaves = zip(layout.split(states), layout.split(scale), strict=True)
+        known, lost = zip(*(self.tolerance.last_of(*each, numbers) for each in leaves), strict=True)
+        return torch.stack(known, -1), torch.stack(lost, -1)
 
     # Where Newton failed.
 

@@ -252,7 +252,7 @@ class Problem:
         apart = (there + back - 2 * once) / math.sqrt(3)  # six roundings as squares add up; of two outputs, two
         self.rows_seen = seen
         # A few rows tell little each.
-        sizes = largest_of(self.width) * apart.square().mean(-1).sqrt().cpu().nan_to_num(0, 0, 0)
+        sizes = largest_of_normal(self.width) * apart.square().mean(-1).sqrt().cpu().nan_to_num(0, 0, 0)
         sizes = torch.maximum(sizes, sizes.mean()).clamp_min(eps)
         steps = torch.arange(self.length, dtype=torch.float64)
         at = torch.tensor([picked[row] for row in rows], dtype=torch.float64)
@@ -330,7 +330,7 @@ class Problem:
         return states.reshape(*states.shape[:-1], *self.shape).to(self.network_dtype)
 
 
-def largest_of(count: int) -> float:
+def largest_of_normal(count: int) -> float:
     """How large the largest of so many normal numbers is, as rounding leaves them, about."""
     return math.sqrt(2 * math.log(max(count, 2)))
 

@@ -207,7 +207,7 @@ class Recording:
         every, ends = torch.ones_like(iteration.progress.active), iteration.ends
         values, blocks = iteration.linearise()
         errors = iteration.solve(blocks, values - ends)
-        return bool(iteration.find_hidden(every, ends, values, errors, blocks).any())
+        return bool(iteration.find_hidden(every, ends, values, errors, blocks)[0].any())
 
     def _go_on_until_done(self) -> bool:
         """Whether the rows finished without a safeguard of the general iteration."""

@@ -47,10 +47,11 @@ class Noting(Iteration):
 
     def hidden_among(
         self, done: Tensor, ends: Tensor, values: Tensor, errors: Tensor, blocks: Blocks, bounds: Bounds
-    ) -> None:
+    ) -> tuple[None, None]:
         """Whether something is hidden is seen at the end, once."""
         self.errors = torch.where(done.unsqueeze(-1), errors, self.errors)
         self.sizes = torch.where(done.unsqueeze(-1), torch.maximum(ends.abs(), values.abs()), self.sizes)
+        return None, None
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         delta = super().solve(blocks, residual)

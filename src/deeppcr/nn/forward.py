@@ -16,6 +16,7 @@ from torch import Tensor
 from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
 from ..runtime import apply_directly, full_precision, is_batched, is_capturing
+from ..tolerance import Tolerance
 from . import kernels
 from .adjoint import HELD_WITHOUT_PRODUCT, WIDE_LOOP, adjoint, all_gradients
 from .cost import chunks_in_group
@@ -143,6 +144,7 @@ class Passes:
         self.workspace: int = rows * ((self.chunks + self.groups) * width * (width + 1) + self.chunks * width)
         self.shape: dense.Shape = dense.Shape(width)
         self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
+        self.faint: float = Tolerance(*layers.tolerance[:2]).faint
         self.rounds, self.has_loop = 1, False
 
 
@@ -224,7 +226,7 @@ class _Narrow:
         programs = (plan.groups - 1) * self.rows
         launch(kernels.gather, programs, arguments, (*sizes, *how, stages), warps=warps)
         warps, stages = shape.without
-        arguments = (*arguments, self.limit, *self.layers.tolerance)
+        arguments = (*arguments, self.limit, *self.layers.tolerance, plan.faint)
         launch(kernels.spread, plan.groups * self.rows, arguments, (*sizes, stages), warps=warps)
 
 
@@ -280,7 +282,7 @@ class _Wide(_Narrow):
         # What the corrections lack of float32 proper the next pass sees, like all else that they miss.
         dense.solve_in_place(self.products, deltas, refined=False)
         arguments = (deltas, self.ends, self.starts, self.found, self.limit, self.rows, passes)
-        arguments = (*arguments, *self.layers.tolerance)
+        arguments = (*arguments, *self.layers.tolerance, plan.faint)
         launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 

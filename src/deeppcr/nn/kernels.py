@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
 from ..linear.kernels.dense import is_finite, multiply
-from ..tolerance import FAINT, GOES_ON, LOOKS, SMALL, STILL_TO_FALL
+from ..tolerance import GOES_ON, LOOKS, STILL_TO_FALL, VISIBLE
 
 #: Sizes that a kernel is not compiled for anew.
 _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "groups", "group_chunks", "initial_step",
@@ -35,9 +35,7 @@ _SIZES = ["rows", "first_block", "blocks", "passes", "chunk_blocks", "chunks", "
 #: A start is far away when it is this many times larger than the state it should continue.
 _FAR = tl.constexpr(10.0)
 _NEGLIGIBLE, _ENOUGH = tl.constexpr(NEGLIGIBLE), tl.constexpr(ENOUGH)
-#: What is smaller than this part of an initial state may be noise.
-_NOISE = tl.constexpr(2.0**-23)
-_FAINT, _SMALL, _GOES_ON = tl.constexpr(FAINT), tl.constexpr(SMALL), tl.constexpr(GOES_ON)
+_GOES_ON, _VISIBLE = tl.constexpr(GOES_ON), tl.constexpr(VISIBLE)
 #: Of so many of the chunks sizes are looked at.
 _LOOKS = tl.constexpr(LOOKS)
 #: The logarithm of ``tolerance.STILL_TO_FALL``.
@@ -209,7 +207,7 @@ def gather(
 
 
 @triton.jit
-def size_at_first(found, limit, passes, row, rows, chunks, rtol):
+def size_at_first(found, limit, passes, row, rows, chunks, faint):
     """``tolerance.size_at_first`` of a row: that says what is meant."""
     k = tl.arange(0, _LOOKS)
     there = ((k + 1) * (k + 1) * chunks + _LOOKS * _LOOKS - 1) // (_LOOKS * _LOOKS)
@@ -217,11 +215,9 @@ def size_at_first(found, limit, passes, row, rows, chunks, rtol):
     first, size = tl.load(sizes), tl.load(sizes + there * 2 * rows)
     # From each of them on, to the end.
     least = tl.min(tl.load(sizes + tl.maximum(there[:, None], there[None, :]) * 2 * rows), 1)
-    before = tl.load(sizes_before + there * 2 * rows, mask=k * 0 + passes > 0, other=float("inf"))
-    faint = tl.maximum(first * 0 + rtol, tl.minimum(first * 0 + _FAINT * rtol, _SMALL)) * first
-    hidden = (size > 0) & (size <= faint) & (least >= _GOES_ON * size)
-    hidden = hidden & ((size >= _NOISE * first) | (size >= _GOES_ON * before))
-    hidden = hidden & (tl.log(size / first) * (chunks - there) <= there * _STILL_TO_FALL)
+    lives = (least >= _GOES_ON * size) & (tl.log(size / first) * (chunks - there) <= there * _STILL_TO_FALL)
+    before = tl.load(sizes_before + there * 2 * rows, mask=k * 0 + passes > 0, other=0.0)
+    hidden = (size > _VISIBLE) & (size <= faint * first) & (lives | (size < _GOES_ON * before))
     return tl.min(tl.where(hidden, size, first), 0)
 
 
@@ -251,12 +247,13 @@ def correct(start, delta, end, exact, least, rtol):
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    workspace, found, rows, passes, group_chunks, chunks, groups, limit, atol, rtol, first,
+    workspace, found, rows, passes, group_chunks, chunks, groups, limit, atol, rtol, first, faint,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Correct the starts of a group of chunks, and note the largest correction as the number of this pass.
 
-    Units do not matter: ``rtol`` is relative to the size of a state, or to ``first`` (0 or 1) times that of the initial one.
+    Units do not matter: ``rtol`` is relative to the size of a state, or to ``first`` (0 or 1) times that of the initial one; ``faint`` is
+    ``Tolerance.faint``.
     """
     group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     i = tl.arange(0, PADDED)
@@ -265,7 +262,7 @@ def spread(
     tile = i[:, None] * WIDTH + i[None, :]
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
-        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, rtol)
+        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, faint)
         delta = tl.zeros((PADDED,), tl.float32)
         largest, missed = 0.0, 0.0
         for earlier in tl.range(0, group, num_stages=STAGES):
@@ -355,7 +352,8 @@ def roll_wide(
 
 @triton.jit(do_not_specialize=_SIZES)
 def correct_wide(
-    deltas, ends, starts, found, limit, rows, passes, atol, rtol, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    deltas, ends, starts, found, limit, rows, passes, atol, rtol, first, faint,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Correct the start of one chunk by its entry of ``deltas`` [N, B, w]."""
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -363,7 +361,7 @@ def correct_wide(
     inside = i < WIDTH
     if not settled(found, passes, row, rows):
         chunks = tl.num_programs(0) // rows
-        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, rtol)
+        least = atol + rtol * first * size_at_first(found, limit, passes, row, rows, chunks, faint)
         at = (chunk * rows + row) * WIDTH + i
         start = tl.load(starts + at, mask=inside, other=0.0)
         delta = tl.load(deltas + at, mask=inside, other=0.0)

@@ -169,7 +169,7 @@ class Recurrent(OperatedRecurrent):
             order = ranks if ranks is None or forwards else ranks.reversed()
             with _AS_IT_IS if turned is None else read_backwards(turned):
                 solution = self._solve(at, x, start, reset, lengths, solver, kernels, order)
-            solutions.append(solution.without_states())
+            solutions.append(solution.in_short())
             if ranks is None:
                 return solution.states, None
             return solution.states, tuple(leaf.unsqueeze(0) for leaf in pytree.tree_leaves(solution.final))

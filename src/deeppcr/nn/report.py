@@ -58,10 +58,10 @@ class Report:
         sizes, before = torch.where(last % 2 == 0, even, odd), torch.where(last % 2 == 0, odd, even)
         tolerance = Tolerance(atol, rtol)
         scale = torch.maximum(size_at_first(sizes, before, rtol), sizes[1:])
-        faint = tolerance.has_died_out(sizes[1:].unsqueeze(-1), scale.unsqueeze(-1))
-        lost = faint.long().flip(0).cumprod(0).sum(0)
         # What the ends of chunks tell, the layers before the first of them that is lost are known by.
-        known = torch.where((lost > 0) & (torch.tensor(taken) > 0), (chunks - lost) * self.chunk, known)
+        numbers = torch.tensor([*range(self.chunk, self.blocks, self.chunk), self.blocks])
+        with_digits = tolerance.known_steps(sizes[1:].unsqueeze(-1), scale.unsqueeze(-1), numbers)
+        known = torch.where(torch.tensor(taken) > 0, with_digits, known)
         return known.to(self.found.device)
 
     def solution(self) -> Solution:

@@ -192,11 +192,25 @@ class StepGroup:
                     self._leave_vmap(error)
                     self._candidates = list(_DERIVATIVES)
                 else:
+                    self._let_raise(previous, xs)
                     raise StepError(
                         "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
                         "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
                         f"GivenJacobian need no derivative. {_first_line(error)}"
                     ) from error
+
+    def _let_raise(self, previous: Tensor, xs: Any) -> None:
+        """What the step itself has to complain of, where it is not differentiated, comes through as it is."""
+        with torch.no_grad():
+            for number, (state, x) in enumerate(zip(previous, _entries(xs, len(previous)), strict=True), 1):
+                try:
+                    self.call(state, x)
+                except Exception as error:
+                    error.add_note(
+                        f"deeppcr: the step raised this by itself, at entry {number} of {len(previous)} states that an iteration came to; "
+                        "where the loop does not come to such a state, solver=deeppcr.Loop() takes its steps"
+                    )
+                    raise
 
     def push_alone(self, state: Tensor, tangent: Tensor, x: Any) -> Tensor:
         """The Jacobian-vector product [B, D] of one step as the loop takes it, by forward mode."""

@@ -683,7 +683,7 @@ def test_what_dies_out_is_told(by_kernels):
             assert known % 4 == 0
             assert of_row[known] > 1e-3 * of_row[0] >= of_row[known + 4]
         assert solution.result is Result.CONVERGED
-        assert f"after step {int(solution.known_steps.min())} states have died out" in solution.message
+        assert f"after step {int(solution.known_steps.min())} states are so far below" in solution.message
         net.newton = Newton(chunk=4, scale="local")
         net(x)
         assert net.solution.known_steps.tolist() == [40, 40]

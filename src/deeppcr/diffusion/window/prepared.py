@@ -18,7 +18,7 @@ from ...runtime import full_precision, has_triton, is_out_of_memory
 from ...solution import Plan, Result
 from ..coupling import Coupling
 from ..prior import Prior
-from ..problem import TF32, Problem, largest_of
+from ..problem import TF32, Problem, largest_of_normal
 from ..start import Start
 from .graphs import Replayed, make_room
 from .iteration import STRICTER, Iteration
@@ -126,7 +126,7 @@ class Prepared:
             adds_noise=problem.shift is not None,
             eps=(eps, max(eps, TF32)),
             rounded=rounded,
-            outputs=rounding / largest_of(problem.width),
+            outputs=rounding / largest_of_normal(problem.width),
         )
         self.least: Tensor = torch.zeros_like(self.iteration.allowance)
         self.own: Tensor = torch.zeros_like(self.least)
