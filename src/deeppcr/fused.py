@@ -228,13 +228,13 @@ def covers(newton: Newton) -> bool:
 
 
 @cache
-def _fuse() -> tuple[Any, Any, type[Exception]]:
+def _fuse() -> tuple[Any, Any, Any, type[Exception]]:
     """Looked up once: that takes as long as a launch."""
     from triton import OutOfResources
 
-    from .fuse import back, run
+    from .fuse import back, run, transients
 
-    return back, run, OutOfResources
+    return back, run, transients, OutOfResources
 
 
 def solve_fused(
@@ -248,7 +248,7 @@ def solve_fused(
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    back, fuse_run, too_large = _fuse()
+    back, fuse_run, transients, too_large = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)
@@ -277,7 +277,7 @@ def solve_fused(
             exact_steps = _spoil_failed(found, layout)
         else:
             found = fuse_run.solve(run, kind, wanted, guess, every)
-            if found.suspected is not None and fuse_run.hides(run, found, wanted):
+            if found.suspected is not None and transients.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
                 key, known = fused.kind(length, newton.chunk, wanted, guess is None)
@@ -327,7 +327,7 @@ def solve_fused(
 
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
-    back, fuse_run, _ = _fuse()
+    back, fuse_run, *_ = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)

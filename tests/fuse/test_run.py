@@ -11,9 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton, launch
-from deeppcr.fuse import back, run
+from deeppcr.fuse import back, kinds, run
 from deeppcr.fuse.back import pull_back
-from deeppcr.fuse.run import Kind, first_chunk, solve
+from deeppcr.fuse.kinds import Kind, first_chunk
+from deeppcr.fuse.run import solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, misaligned, offset, strided, thorough
 
@@ -235,7 +236,7 @@ def test_chunks_grow_where_they_do_not_join(device):
 
 def test_larger_chunks_go_on_from_the_states_of_smaller_ones(device, monkeypatch):
     """Where those leave few lanes; and the next solve of the kind takes no more passes of either than it needs."""
-    monkeypatch.setattr(run, "_ROLLS", (0,))
+    monkeypatch.setattr(kinds, "_ROLLS", (0,))
     rate = torch.tensor([[1.5, 1.6, 1.7, 1.8, 2.95]], dtype=torch.float64, device=device)
     z0 = torch.full_like(rate, 0.3)
     step = lambda z: rate * z * (1 - z)  # noqa: E731
@@ -286,7 +287,7 @@ def test_chunks_are_tried_again_after_8_solves_then_16_and_32():
 
 
 def test_a_loop_that_was_chaotic_is_solved_in_parallel_once_it_is_not(device, monkeypatch):
-    monkeypatch.setattr(run, "_PATIENCE", 2)
+    monkeypatch.setattr(kinds, "_PATIENCE", 2)
     rate = torch.tensor([[3.9]], dtype=torch.float64, device=device)
     z0 = torch.tensor([[0.3]], dtype=torch.float64, device=device)
     step = lambda z: rate * z * (1 - z)  # noqa: E731

@@ -7,6 +7,8 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton, Result
+from deeppcr.fuse import transients
+from deeppcr.tolerance import Tolerance
 from problems import plain_loop
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -64,3 +66,44 @@ def test_a_signal_that_dies_out_takes_no_more_passes(width, device):
     assert found.result is Result.CONVERGED
     assert "digits of every state" not in str(found.plan)
     assert "died out" in found.message
+
+
+def series(chunks, numbers, dtype):
+    """Sizes of chunks [N, 1, D], and of the initial state: signals that die out at some rate, stop falling, rest, burst, or are nothing."""
+    source = torch.Generator().manual_seed(chunks)
+    n = torch.arange(chunks + 1.0, dtype=dtype).unsqueeze(1)
+    rate = 3 * torch.rand(numbers, generator=source, dtype=dtype) ** 3
+    floor = 10 ** (-12 * torch.rand(numbers, generator=source, dtype=dtype))
+    sizes = torch.exp(-rate * n).maximum(floor) * torch.rand(chunks + 1, numbers, generator=source, dtype=dtype)
+    at = (torch.rand(numbers, generator=source) * chunks).long()
+    bursts = torch.arange(numbers) % 3 == 0
+    sizes[at[bursts], torch.arange(numbers)[bursts]] = 1e7
+    sizes[:, ::7] *= 0.0
+    return sizes[1:].unsqueeze(1), sizes[0].unsqueeze(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 8, 9, 31, 64, 79, 200])
+def test_a_kernel_says_what_tolerance_says(chunks, dtype, device):
+    sizes, initial = (each.to(device) for each in series(chunks, 15, dtype))
+    tolerance, seen = Tolerance(0.0, 1e-5), []
+    nearer = torch.where(torch.arange(15, device=device) % 2 == 0, 1e-3 * sizes, sizes)
+
+    def compare(at, closer):
+        part = [None if each is None else each[..., at].contiguous() for each in (sizes, initial, closer)]
+        expected = bool(tolerance.hides(part[0], part[1], tolerance.allowed(part[0], part[1]), part[2]).any())
+        assert transients.hides_any(part[0], part[1], tolerance, part[2]) == expected
+        seen.append(expected)
+
+    for number in range(15):
+        compare(slice(number, number + 1), None)
+    for number in range(0, 15, 2):
+        compare(slice(number, number + 2), nearer)
+    assert chunks < 31 or len(set(seen)) == 2
+
+
+def test_more_chunks_than_a_program_looks_at(device, monkeypatch):
+    monkeypatch.setattr(transients, "_MOST_CHUNKS", 50)
+    sizes, initial = (each.to(device) for each in series(64, 15, torch.float32))
+    assert transients.hides_any(sizes, initial, Tolerance(0.0, 1e-5))
+    assert not transients.hides_any(sizes[..., :1], initial[..., :1], Tolerance(0.0, 1e-5))

@@ -15,8 +15,9 @@ from ..runtime import check_backward
 from ..sequence.layout import Layout
 from . import tiled
 from .bound import Notes
+from .kinds import first_chunk
 from .outputs import Outputs
-from .run import Run, first_chunk, join_lanes
+from .run import Run, join_lanes
 
 #: Passes after which cotangents that do not join are taken step by step: the first finds them, the second sees that they do, and one more
 #: mends what rounding was amplified to.
@@ -42,7 +43,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
     notes = Notes(_PASSES, rows, run.device)
     workspace = torch.empty(size, dtype=program.dtype, device=run.device)
-    tolerance = (0.0, _TOLERANCE[program.dtype], 0, 1)
+    tolerance = (0.0, _TOLERANCE[program.dtype], 0.0, 0, 1)  # of linear equations nothing is rough
 
     def all_of_it() -> None:
         starts, ends, sizes, products, *maps = workspace.split(parts)

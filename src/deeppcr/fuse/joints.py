@@ -107,6 +107,15 @@ def _join(width: int) -> str:
         *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
     ]  # fmt: skip
+    # A chunk rounds what it starts from, too, and that of one number moves others. No more than of the largest number beside it: what
+    # grows along the sequence is no rounding.
+    carried = [
+        *for_each(width, "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})"),
+        *(f"a{i} = {row_of(i, width, 'tl.abs(p{i}_{k})', 'c{k}')}" for i in range(width)),
+    ]
+    widest = "c0"
+    for k in range(1, width):
+        widest = f"tl.maximum({widest}, c{k})"
     spread = [
         "# The chunks of the group.",
         *for_each(
@@ -114,6 +123,8 @@ def _join(width: int) -> str:
             *(f"{name}{{k}} = tl.load({what} + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)"
               for name, what in (("h", "ends"), ("b", "sizes"))),
         ),
+        *for_pairs(width, f"p{{i}}_{{j}} = tl.load(products + ((g * group_chunks - 1) * {square} + {{at}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)"),
+        *carried,
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
         "    ok = live & (n < chunks)",
@@ -127,7 +138,6 @@ def _join(width: int) -> str:
             f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1), other=0)",
             f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
             # The start is judged by what came before it: what a wrong one leads to may be as large as it likes.
-            "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})",
             "s{k} = atol + rtol * c{k}  # how far it may be off",
             "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
             "hidden = tl.maximum(hidden, tl.where(joined & (r * 0 + local + linear == 0), lives_on(o{k}, b{k}, m{k}, rtol), 0.0))",
@@ -135,6 +145,7 @@ def _join(width: int) -> str:
             "w{k} = h{k} - z{k}  # the miss",
             "y{k} = h{k} + (d{k} - w{k})",
         )),
+        f"    beside = {widest}",
         "    known = joined",
         "    far = tl.zeros((GROUPS * LANES,), tl.int1)",
         *("    " + line for line in for_each(
@@ -144,7 +155,7 @@ def _join(width: int) -> str:
             "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
-            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * c{k}), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.maximum(c{k}, tl.minimum(a{k}, beside))), 0.0))",
             # A state that is not finite settles nothing, wherever it is.
             "largest = tl.where(ok & ~(o{k} < float('inf')), float('inf'), largest)",
             "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})",
@@ -173,6 +184,7 @@ def _join(width: int) -> str:
         *("    " + line for line in for_each(
             width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
         )),
+        *("    " + line for line in carried),
     ]  # fmt: skip
     note = [
         "# What was found: of a lane the largest of its groups.",
@@ -182,7 +194,7 @@ def _join(width: int) -> str:
         "hidden = tl.max(tl.reshape(hidden, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)",
+        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [
@@ -211,7 +223,7 @@ def _join(width: int) -> str:
     ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
-        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear",
+        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "roughest", "local", "linear",
     ]  # fmt: skip
     return kernel_text(
         "join",
