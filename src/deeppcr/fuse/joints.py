@@ -9,6 +9,9 @@ import torch
 
 from .text import for_each, for_pairs, kernel_text, module_text, row_of
 
+#: So many times as much as over all of it, one number may move another within a chunk.
+_WITHIN = 8.0
+
 
 def joints_source(width: int, dtype: torch.dtype) -> str:
     """The module with ``join``, which knows nothing of the step: all steps of a width share it."""
@@ -107,11 +110,12 @@ def _join(width: int) -> str:
         *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
     ]  # fmt: skip
-    # A chunk rounds what it starts from, too, and that of one number moves others. No more than of the largest number beside it: what
-    # grows along the sequence is no rounding.
+    # What a number rounds to in a chunk moves others: by up to some times what it does from the chunk's start to its end, which after half
+    # a turn is next to nothing. No more than of the largest number beside it: what grows along the sequence is no rounding.
+    others = [[f"tl.abs(p{i}_{k}) * c{k}" for k in range(width) if k != i] for i in range(width)]
     carried = [
         *for_each(width, "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})"),
-        *(f"a{i} = {row_of(i, width, 'tl.abs(p{i}_{k})', 'c{k}')}" for i in range(width)),
+        *(f"a{i} = {_WITHIN} * ({' + '.join(others[i])})" if others[i] else f"a{i} = c{i}" for i in range(width)),
     ]
     widest = "c0"
     for k in range(1, width):
