@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deeppcr.fuse import transients
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.joints import parts_of
 from deeppcr.fuse.program import program_of
@@ -108,7 +109,7 @@ def compile_step(name: str) -> None:
     kernels = Kernels(program_of(one_row(step, layout, x), layout))
     program = kernels.program
     real = "fp64" if program.dtype == torch.float64 else "fp32"
-    sizes = {"atol": "fp32", "rtol": "fp32"}
+    sizes = {"atol": "fp32", "rtol": "fp32", "roughest": "fp32"}
 
     def kind_of(argument: str) -> str:
         pointed = (
@@ -165,7 +166,7 @@ def compile_tiles(name: str) -> None:
     def kind_of(argument: str) -> str:
         if argument in pointed or (argument[0] in "pg" and argument[1:].isdigit()):
             return "*fp32"
-        return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol") else "i32")
+        return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol", "roughest") else "i32")
 
     for kernel, constants in asked[:: 3 if some else 1]:
         constants |= {name: value for name, value in known.items() if name in kernel.arg_names}
@@ -177,10 +178,21 @@ def compile_tiles(name: str) -> None:
 OF_NUMBERS = "atan2_of_numbers,fmod,hypot_of_number,pow_7,pow_odd,pow_of_number,remainder"
 
 
+def compile_looks() -> None:
+    """Compile what asks whether something large hides what comes after it."""
+    for real in ("fp32", "fp64"):
+        kinds = dict.fromkeys(("atol", "rtol", "faint", "lives_on", "known", "log_proof"), "fp32")
+        kinds |= dict.fromkeys(("sizes", "initial", "closer", "largest", "so_far", "nearer"), "*" + real)
+        for closer in (False, True):
+            constants = {"CLOSER": closer, "TINY": 1e-38, "POSITIONS": 128, "LANES": 8}
+            signature = {each: kinds.get(each, "i32") for each in transients._look.arg_names} | {"hidden": "*i32"}
+            compile_for_hopper(transients._look, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+
 @pytest.mark.parametrize(
     "what",
     [
-        f"elementwise {OF_NUMBERS} dense12:some",
+        f"elementwise {OF_NUMBERS} dense12:some looks",
         *thorough("dense12", "narrow", "wide", "all", "dense16", "dense40", "filtered"),
     ],
 )
@@ -200,6 +212,9 @@ def test_every_kernel_compiles(what):
 
 if __name__ == "__main__":
     for what in sys.argv[1:]:
+        if what == "looks":
+            compile_looks()
+            continue
         (compile_step if what in STEPS else compile_tiles if what.split(":")[0] in ON_TILES else compile_operations)(
             what
         )

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton, launch
-from deeppcr.fuse import back, kinds, run
+from deeppcr.fuse import back, kinds
 from deeppcr.fuse.back import pull_back
 from deeppcr.fuse.kinds import Kind, first_chunk
 from deeppcr.fuse.run import solve
@@ -254,6 +254,23 @@ def test_larger_chunks_go_on_from_the_states_of_smaller_ones(device, monkeypatch
     assert from_guess.left == 1
     for states in (found.states, again.states):
         assert torch.allclose(states[1:], step(states[:-1]), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_counts_for_what_it_moves(dtype, device):
+    """A spring at rest far from zero: what its place rounds to moves its speed, of which no digits are left."""
+
+    def step(z):
+        place, speed = z.unbind(-1)
+        speed = speed - 0.1 * ((place - 100.0) + speed)
+        return torch.stack([place + 0.1 * speed, speed], -1)
+
+    z0 = torch.tensor([[100.5, 0.0], [99.9, 0.2]], dtype=dtype, device=device)
+    fused, length = Fused(step, z0, length=320), 320
+    found = fused.run().in_parallel(Kind(length, 16, 2), replace(Newton().tolerance(dtype), local=True))
+    assert (found.left, found.floored) == (0, 2)
+    right = by_loop(step, z0, length=length)
+    assert (found.states - right).abs().max() <= 300 * 100 * torch.finfo(dtype).eps
 
 
 def test_what_is_tried_before_the_loop():

@@ -5,17 +5,20 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..launch import aligned, kinds, launch
+from ..launch import compile_ahead as launch_ahead
 from ..runtime import check_backward
 from ..sequence.layout import Layout
+from ..tolerance import Tolerance
 from . import tiled
 from .bound import Notes
-from .kinds import first_chunk
+from .kinds import Kind, first_chunk
 from .outputs import Outputs
 from .run import Run, join_lanes
 
@@ -72,6 +75,22 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
 
     run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
     return of_initial, outputs.of_bases(run, memory)
+
+
+def compile_ahead(run: Run, kind: Kind, tolerance: Tolerance, *, gradients: bool) -> None:
+    """Have the kernels of a run compiled side by side, where that has not been done: those that chunks of its kind need, which are not those
+    of the loop; and those of its gradients."""
+    ready = run.shape.ready
+    if ready[gradients]:
+        return
+    ready[gradients] = True
+    forwards = partial(run.in_parallel, kind, tolerance, most=2)
+
+    def backwards() -> None:
+        states = run.new_states()
+        pull_back(run, states, torch.empty_like(states), chunk_of(run, kind.chunk))
+
+    launch_ahead(forwards, *([backwards] if gradients else []))
 
 
 def _cut(run: Run, chunk: int) -> tuple[int, int, list[int], int]:

@@ -44,6 +44,7 @@ class Kind:
         gave_up: only the loop sufficed
         looped, patience: solves since then, and after how many of them chunks are tried again
         joined: corrections settled all lanes the last time
+        looks: something that was large was suspected to hide what came after it the last time
     """
 
     length: int
@@ -56,6 +57,7 @@ class Kind:
     patience: int = _PATIENCE
     joined: bool = False
     before: tuple[Stage, ...] = ()
+    looks: bool = False
 
     def __post_init__(self) -> None:
         self.first = self.first or self.chunk

@@ -19,6 +19,7 @@ from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
 from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
+from .transients import can_look, look
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
@@ -182,23 +183,27 @@ class Run(BoundKernels):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
                 join = tiled.join if self.shape.tiled else join_lanes
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
+            if looks:
+                used = chunks * self.initial.numel()
+                look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, tolerance)
 
         assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
-        rolls = kind.rolls
+        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
         other = self.new_states() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every)
+            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every, looks)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
-            *left, floored, suspected = [0, 0, closer] if most is not None else notes.unsettled.tolist()
+            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else notes.counts()
             left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
+                kind.looks, suspected = bool(suspected), suspected and (hidden or not looks)
                 unsettled = 0 if 0 in left else left[-1]
                 others = of_chunks = None
                 if every > 1 or suspected:

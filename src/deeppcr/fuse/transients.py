@@ -17,34 +17,9 @@ from torch import Tensor
 
 from ..launch import cdiv, launch, next_power_of_2
 from ..tolerance import Signal, Tolerance
-from .kinds import Kind
-from .run import Found, Run
 
-#: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
-_CLOSER_LOOKS = 4
 #: Numbers that a program looks at, and chunks of a lane at most: more are left to PyTorch.
 _NUMBERS, _MOST_CHUNKS = 1024, 4095
-
-
-def hides(run: Run, found: Found, tolerance: Tolerance) -> bool:
-    """Whether what was large once hides that later states, which live on, are not known: see ``Tolerance.hides``.
-
-    What is left where a signal has died is noise: as in ``iteration``, it falls with every correction.
-    """
-    sizes, states, initial = found.suspected, found.states, run.initial
-    assert sizes is not None
-    for _ in range(_CLOSER_LOOKS):
-        if not hides_any(sizes, initial, tolerance):
-            return False
-        if len(states) < found.length:
-            return True  # and nobody can look closer
-        # Of two passes the second one starts where the first one corrected it.
-        looked = run.in_parallel(Kind(found.length, found.chunk), tolerance, states, most=2, closer=True)
-        assert looked.suspected is not None
-        if hides_any(sizes, initial, tolerance, looked.suspected):
-            return True
-        sizes, states = looked.suspected, looked.states
-    return False
 
 
 def hides_any(sizes: Tensor, initial: Tensor, tolerance: Tolerance, closer: Tensor | None = None) -> bool:
@@ -55,25 +30,43 @@ def hides_any(sizes: Tensor, initial: Tensor, tolerance: Tolerance, closer: Tens
         initial: [B, D]
         closer: [N, B, D], sizes that are nearer to the true ones
     """
-    chunks, lanes = len(sizes), initial.numel()
-    if chunks > _MOST_CHUNKS:
+    if not can_look(len(sizes)):
         errors = tolerance.allowed(sizes, initial)
         return bool(tolerance.hides(sizes, initial, errors, closer).any())
+    hidden = torch.zeros(1, dtype=torch.int32, device=sizes.device)
+    look(sizes, initial, hidden, len(sizes), tolerance, closer)
+    return bool(hidden)
+
+
+def can_look(chunks: int) -> bool:
+    """Whether so many chunks are not too many for the kernel."""
+    return chunks <= _MOST_CHUNKS
+
+
+def look(
+    sizes: Tensor, initial: Tensor, hidden: Tensor, chunks: int, tolerance: Tolerance, closer: Tensor | None = None
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        sizes, closer: as above, or the numbers of a chunk in another order
+        initial: in the same order
+        hidden: begins with what becomes 1 where anything is hidden
+    """
     assert not tolerance.local, "where digits of every state are asked for, nothing hides any"
-    signal = Signal.of(tolerance, chunks + 1)
+    lanes, signal = sizes.numel() // chunks, Signal.of(tolerance, chunks + 1)
     positions = next_power_of_2(chunks + 1)
     beside = max(1, min(_NUMBERS // positions, next_power_of_2(lanes)))
-    programs = cdiv(lanes, beside)
-    scratch = sizes.new_empty(3, chunks + 1, lanes)
-    hidden = torch.empty(programs, dtype=torch.int32, device=sizes.device)
+    scratch = torch.empty(3, chunks + 1, lanes, dtype=sizes.dtype, device=sizes.device)
+    tensors = (sizes, initial, sizes if closer is None else closer, *scratch.unbind(), hidden)
     arguments = (
-        sizes, initial, sizes if closer is None else closer, *scratch, hidden, chunks + 1, lanes, signal.shortest, signal.times,
-        tolerance.atol, tolerance.rtol, tolerance.faint, signal.lives_on, signal.known, math.log2(signal.proof),
+        *tensors, chunks + 1, lanes, signal.shortest, signal.times,
+        float(tolerance.atol), float(tolerance.rtol), tolerance.faint, signal.lives_on, signal.known, math.log2(signal.proof),
     )  # fmt: skip
     constants = (closer is not None, torch.finfo(sizes.dtype).tiny, positions, beside)
-    integers = (sizes.dtype, initial.dtype, *(each.data_ptr() % 16 for each in arguments[:7]), sizes.numel() >= 2**31)
-    launch(_look, programs, arguments, constants, warps=4, integers=integers)
-    return bool(hidden.any())
+    aligned = tuple([each.data_ptr() % 16 == 0 for each in tensors])
+    integers = (sizes.dtype, initial.dtype, aligned, sizes.numel() >= 2**31)
+    launch(_look, cdiv(lanes, beside), arguments, constants, warps=4, integers=integers)
 
 
 _COUNTS = ["steps", "lanes", "shortest", "times"]
@@ -139,6 +132,7 @@ def _look(
         later = inside & (i + time < steps)
         size = tl.load(largest + own, mask=inside, other=0.0)
         size = tl.maximum(size, tl.load(largest + own + time * lanes, mask=later, other=0.0))
+        near = size
         if CLOSER:
             near = tl.load(nearer + own, mask=inside, other=0.0)
             near = tl.maximum(near, tl.load(nearer + own + time * lanes, mask=later, other=0.0))
@@ -148,4 +142,4 @@ def _look(
             tl.store(nearer + own, near, mask=inside)
         tl.debug_barrier()
         time *= 2
-    tl.store(hidden + tl.program_id(0), tl.max(tl.max(seen, 0), 0))
+    tl.atomic_max(hidden, tl.max(tl.max(seen, 0), 0))

@@ -17,7 +17,7 @@ import triton.language as tl
 from .support import FAR, SMOOTH, finite_or_zero, in_units, lives_on, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
-_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear"]
+_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "roughest", "local", "linear"]
 _EPS = tl.constexpr(2.0**-23)
 
 
