@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deeppcr import launch
 from deeppcr.fuse import transients
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.joints import parts_of
@@ -208,6 +209,48 @@ def test_every_kernel_compiles(what):
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+class Kernel:
+    """Stands for one by ``triton.jit``: notes what it is asked to do."""
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def warmup(self, *arguments, grid, **options):
+        self.compiled.append((arguments, grid, options))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launched.append((arguments, grid, options))
+
+
+def test_kernels_are_compiled_ahead_each_once_and_none_is_launched(monkeypatch):
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    first, second, given = Kernel(), Kernel(), torch.zeros(4)
+
+    def make():
+        assert launch.compiles_ahead()
+        for passes in range(3):  # which it is not compiled for
+            launch.launch(first, 2, (given, passes), (True,), warps=1)
+            launch.launch(second, 5, (given,), (), warps=4, registers=64)
+
+    launch.compile_ahead(make)
+    assert not launch.compiles_ahead()
+    assert [len(each.compiled) for each in (first, second)] == [1, 1]
+    assert second.compiled == [((given,), (5,), {"num_warps": 4, "maxnreg": 64})]
+    assert not first.launched + second.launched
+    launch.compile_ahead(
+        lambda: launch.launch(first, 2, (given, 0), (True,), warps=1)
+    )  # one by itself has nothing to wait for
+    assert len(first.compiled) == 1
+    launch.launch(first, 2, (given, 0), (True,), warps=1)
+    assert len(first.launched) == 1
+
+
+def test_what_fails_while_launches_are_looked_at_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        launch.compile_ahead(lambda: 1 // 0)
+    assert not launch.compiles_ahead()
 
 
 if __name__ == "__main__":

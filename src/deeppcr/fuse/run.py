@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import launch, next_power_of_2
+from ..launch import compiles_ahead, launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
@@ -164,7 +164,9 @@ class Run(BoundKernels):
         """
         rows, chunk = self.rows, kind.chunk
         chunks, limit, parts, size = self._cut(chunk, most)
-        states, notes = self.new_states(every), Notes(limit, rows, self.device)
+        # Where nothing is launched, nothing is written.
+        room = (lambda *_: self.initial) if compiles_ahead() else self.new_states
+        states, notes = room(every), Notes(limit, rows, self.device)
         if chunks == 1:
             return self._in_one(states, notes, every)
         workspace = torch.empty(size, dtype=self.program.dtype, device=self.device)
@@ -189,7 +191,7 @@ class Run(BoundKernels):
 
         assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
         rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
-        other = self.new_states() if rolls else states
+        other = room() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
