@@ -265,7 +265,7 @@ def in_a_graph(run: Run) -> None:
             case.optional, case.failure = True, f"Newton() ends as {alone.result.name}: only a loop has this result"
         except Exception as error:
             alone, case.failure = None, first_line(error)
-        if alone is None or alone.result is not deeppcr.Result.CONVERGED:
+        if alone is None or alone.result not in (deeppcr.Result.CONVERGED, deeppcr.Result.PRECISION_FLOOR):
             run.add([case])
             continue
         fixed = deeppcr.FixedIterations(max(FEWEST_ITERATIONS, int(alone.iterations.max())))

@@ -47,7 +47,7 @@ def test_nor_is_one_that_stays_finite_where_its_step_does_not():
 
 
 def test_whether_something_is_hidden_can_be_asked_while_operations_are_recorded(device):
-    """Without a look of the host; with one, less is done for the same answer."""
+    """Without a look of the host."""
     states = torch.exp(-0.5 * torch.arange(80.0, device=device)).view(-1, 1, 1).expand(-1, 3, 2).clone()
     states[10, 1] = 1e7
     states[11:, 1] = 1.0
@@ -58,9 +58,6 @@ def test_whether_something_is_hidden_can_be_asked_while_operations_are_recorded(
         hidden = tolerance.hides(states, initial, errors)
     assert not watch.looked
     assert hidden.tolist() == [False, True, False]
-    with Watch() as watch:
-        assert torch.equal(tolerance.hides(states, initial, errors, look=True), hidden)
-    assert watch.looked
 
 
 class Watch(TorchDispatchMode):

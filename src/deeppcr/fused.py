@@ -6,8 +6,6 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .bounded import Bounded
-from .convergence import ENOUGH, error_left
+from .fused_solution import LATE, FusedSolution, dropped_from, solution_of, spoil_failed
 from .newton import USUAL, Newton
 from .runtime import apply_directly, has_kernels, is_transformed
 from .sequence import Rowwise, Sequence
@@ -25,19 +23,16 @@ from .sequence.fingerprint import structure_of
 from .sequence.history import WithHistory
 from .sequence.layout import Layout
 from .sequence.stack import as_one_step
-from .sequence.words import in_words
-from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
+from .solution import Result
 from .tolerance import Tolerance, bears_out
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from .fuse.run import Found, Others
+    from .fuse.run import Found
     from .fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
 _MOST_STEPS = 256
 _steps = Bounded(_MOST_STEPS)
-#: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
-_VARIED = 1.05
 #: No solve by kernels takes more passes: who allows for fewer iterations goes another way.
 _MOST_PASSES = 16
 #: Kinds of solves that have come, by hash: kernels are made for those that come again.
@@ -228,13 +223,13 @@ def covers(newton: Newton) -> bool:
 
 
 @cache
-def _fuse() -> tuple[Any, Any, type[Exception]]:
+def _fuse() -> tuple[Any, Any, Any, type[Exception]]:
     """Looked up once: that takes as long as a launch."""
     from triton import OutOfResources
 
-    from .fuse import back, run
+    from .fuse import back, closer, run
 
-    return back, run, OutOfResources
+    return back, run, closer, OutOfResources
 
 
 def solve_fused(
@@ -248,7 +243,7 @@ def solve_fused(
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    back, fuse_run, too_large = _fuse()
+    back, fuse_run, closer, too_large = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)
@@ -274,10 +269,12 @@ def solve_fused(
     try:
         if fixed is not None:
             found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
-            exact_steps = _spoil_failed(found, layout)
+            exact_steps = spoil_failed(found, layout)
         else:
+            if not loop:
+                back.compile_ahead(run, kind, wanted, gradients=differentiated)
             found = fuse_run.solve(run, kind, wanted, guess, every)
-            if found.suspected is not None and fuse_run.hides(run, found, wanted):
+            if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
                 key, known = fused.kind(length, newton.chunk, wanted, guess is None)
@@ -308,16 +305,16 @@ def solve_fused(
     )
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
-    solution = _solution(
+    solution = solution_of(
         call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised,
-        dropped=_dropped(found, layout, promised),
+        dropped=dropped_from(found, layout, promised),
     )  # fmt: skip
     if hidden:
         solution.plan.note(
             'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
         )
     if fixed is not None:
-        for name in _LATE:  # which a graph of the caller is to write anew each time
+        for name in LATE:  # which a graph of the caller is to write anew each time
             getattr(solution, name)
     # Of numbers that are none, nothing is to be learned.
     if not loop and kind != known and solution.result is not Result.NON_FINITE:
@@ -327,7 +324,7 @@ def solve_fused(
 
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
-    back, fuse_run, _ = _fuse()
+    back, fuse_run, *_ = _fuse()
     fused, length = call.fused, call.length
     assert fused is not None
     assert not isinstance(fused, str)
@@ -374,166 +371,6 @@ def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance
         trusted = bool(bears_out(values, states, initial, tolerance).all())
     sequence.stop_watching()
     return trusted
-
-
-def _solution(
-    call: Call, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
-) -> FusedSolution:
-    """
-    Args:
-        looped: it was the loop, because it was asked for, or nothing else is known to work
-        exact_steps: [B], of a fixed number of passes; None where all are
-    """
-    layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, found.length
-    result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
-    results = (result,) * rows
-    if fixed is None and (found.left or found.floored):
-        results, exact_steps = _of_rows(found, rows, length)
-    if fixed is None and found.unsettled:
-        results, exact_steps = _not_finite(call, results, exact_steps, found.states)
-    result = worst_of(results)
-    description = result.value
-    if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
-        description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
-    way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
-    plan = Plan(
-        f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
-        "groups of chunks" if found.passes else "none", found.chunk,
-    )  # fmt: skip
-    return FusedSolution(
-        (found, layout, exact_steps), result=result, results=results, plan=plan, description=description, **known
-    )  # fmt: skip
-
-
-def _dropped(found: Found, layout: Layout, tolerance: Tolerance | None) -> Dropped | None:
-    """What is to be told of states that were not written."""
-    others = found.others
-    if others is None:
-        return None
-    known = torch.full((layout.rows,), found.length, device=layout.device)
-    if tolerance is not None:
-        known = _known_steps(found, others, tolerance)
-    return Dropped(others.every, found.length, layout.unpack(others.final), known.reshape(layout.batch_shape))
-
-
-def _known_steps(found: Found, others: Others, tolerance: Tolerance) -> Tensor:
-    """[B], by the states that were written and the last one, each beside the largest size up to the end of the chunk that it is in."""
-    states, final = found.states, others.final.unsqueeze(0)
-    numbers = torch.arange(1, len(states) + 1, device=states.device) * others.every
-    numbers = torch.cat([numbers, torch.full_like(numbers[:1], found.length)])
-    scale = others.sizes.cummax(0).values[(numbers - 1) // found.chunk].to(states)
-    return tolerance.known_steps(torch.cat([states, final]), scale, numbers)
-
-
-class FusedSolution(Solution):
-    """A solution by kernels: what few ask for is computed when somebody does, since that takes as long as the kernels.
-
-    Args:
-        late: what that is computed from; None where all is known
-        known: attributes of a Solution
-    """
-
-    def __init__(self, late: tuple[Found, Layout, list[int] | None] | None = None, **known: Any):
-        self.__dict__.update(known, _late=late)
-
-    def told_as(self, result: Result) -> FusedSolution:
-        """The same, where all rows ended so and no state was exact before."""
-        known = {name: value for name, value in self.__dict__.items() if name != "_late"}
-        known |= {
-            "result": result,
-            "results": (result,) * len(self.results),
-            "description": result.value.format(step=0),
-        }
-        assert self._late is not None
-        found, layout, _ = self._late
-        return FusedSolution((found, layout, [0] * layout.rows), **known)
-
-    def without_states(self) -> FusedSolution:
-        late = self._late
-        if late is not None:
-            found, layout, exact = late
-            late = found.without_states(), layout, exact
-        made = FusedSolution()
-        made.__dict__.update(self.__dict__, states=None, z0=None, _late=late)
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        make, late = _LATE.get(name), self.__dict__.get("_late")
-        if make is None or late is None:
-            raise AttributeError(name)
-        value = self.__dict__[name] = make(*late)
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or what is written to a file: all is known."""
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"_late": None}
-
-
-def _by_row(of_lanes: Tensor, layout: Layout) -> Tensor:
-    """[..., R] to [..., *batch]: of a row's channels the largest."""
-    return of_lanes.unflatten(-1, (layout.rows, -1)).amax(-1).reshape((*of_lanes.shape[:-1], *layout.batch_shape))
-
-
-_LATE: dict[str, Callable[[Found, Layout, Any], Tensor]] = {
-    "iterations": lambda found, layout, _: _by_row(found.notes.taken.abs(), layout).long(),
-    "residual": lambda found, layout, _: _by_row(found.notes.residual, layout).to(found.states.dtype),
-    "updates": lambda found, layout, _: _by_row(found.notes.corrections[: found.passes], layout),
-    "exact_steps": lambda found, layout, exact: (
-        torch.full(layout.batch_shape, found.length, device=layout.device)
-        if exact is None
-        else torch.as_tensor(exact, device=layout.device).reshape(layout.batch_shape)
-    ),
-}
-
-
-@torch.no_grad()
-def _spoil_failed(found: Found, layout: Layout) -> Tensor | None:
-    """Where nobody can look: rows whose last corrections went beyond the numbers are NaN behind what is exact, as in ``graphs.straight``.
-
-    Returns:
-        [B], how many steps of each are exact, or as exact as so many passes get; None where all are
-    """
-    length, exact = found.length, found.passes * found.chunk
-    if not found.passes or exact >= length:
-        return None
-    lanes = ~torch.isfinite(found.notes.corrections[found.passes - 1])
-    found.notes.residual.masked_fill_(lanes, math.nan)
-    failed = lanes.unflatten(0, (layout.rows, -1)).any(-1)
-    found.states[exact:].masked_fill_(failed.unsqueeze(-1), math.nan)
-    return torch.where(failed, exact, length)
-
-
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int]]:
-    """Where not all lanes were settled by their corrections: how each row ended, and its exact steps."""
-    notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
-    floored = (notes.taken < 0).view(rows, -1).any(-1)
-    results = [(Result.CONVERGED, Result.PRECISION_FLOOR)[rough] for rough in floored.tolist()]
-    if not found.left:
-        return tuple(results), [length] * rows
-    before, last = notes.corrections[found.passes - 2 : found.passes].double()
-    left = error_left(last, last, before)
-    noise = (last <= 1) & (before <= 1) & ((last >= _VARIED * before) | (left <= 1))  # as the kernels say
-    enough = (left <= ENOUGH) | noise
-    by_loop = (~enough).view(rows, -1).any(-1).tolist()
-    results = [Result.FINISHED_BY_LOOP if looped else result for looped, result in zip(by_loop, results, strict=True)]
-    return tuple(results), [exact if looped else length for looped in by_loop]
-
-
-def _not_finite(
-    call: Call, results: tuple[Result, ...], exact_steps: list[int] | None, states: Tensor
-) -> tuple[tuple[Result, ...], list[int] | None]:
-    """Rows whose states are not finite somewhere end so."""
-    # Mostly all are, and this one number tells.
-    if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
-        return results, exact_steps
-    places = first_not_finite(states).tolist()
-    if 0 in places:
-        Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
-    found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
-    known = [place if place >= 0 else len(states) if exact_steps is None else exact_steps[row]
-             for row, place in enumerate(places)]  # fmt: skip
-    return found, known
 
 
 def forget_kernels() -> None:

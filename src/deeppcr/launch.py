@@ -1,20 +1,22 @@
 """Launching kernels that were compiled before, without Triton's own launch, which takes longer than most kernels here.
 
 ``launch`` launches one. ``repeat`` makes all launches of a call again for other tensors that lie in memory alike: to find out anew
-how a small system is cut up takes longer than to solve it.
+how a small system is cut up takes longer than to solve it. ``compile_ahead`` compiles all kernels of a call side by side.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
+from triton import AsyncCompileMode, JITFunction, knobs
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
@@ -55,10 +57,13 @@ def launch(
     # By its id: a kernel's own hash is that of its source text.
     key = (id(kernel), device, constants, warps, integers, registers)
     compiled = _compiled.get(key)
+    if _calls.ahead is not None:
+        if compiled is None and isinstance(kernel, JITFunction):  # by the interpreter nothing is compiled
+            _calls.ahead[key] = kernel, programs, (*arguments, *constants), warps, registers
+        return
     if compiled is None:
-        options = {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
-        compiled = kernel[(programs,)](*arguments, *constants, **options)
-        if compiled is not None:  # by the interpreter nothing is compiled
+        compiled = kernel[(programs,)](*arguments, *constants, **_options(warps, registers))
+        if compiled is not None:  # by the interpreter nothing is
             _remember(_compiled, key, compiled)
     else:
         # By pointers: of a tensor the launcher would ask where it lies, and the driver whether that is true.
@@ -67,6 +72,41 @@ def launch(
         _launch_all([(compiled, compiled.run, _all_of)], (current_stream(device), *table), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
+
+
+def _options(warps: int, registers: int | None) -> dict[str, int]:
+    return {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+
+
+def compile_ahead(*makes: Callable[[], Any]) -> None:
+    """Compile what calls would launch, and launch nothing: side by side, since the compiler takes seconds for a long kernel.
+
+    What it refuses it refuses again where that is launched, and who launches it is told.
+
+    Args:
+        makes: each makes launches, of what its tensors hold whatever that is
+    """
+    assert _calls.noting is None, "a call that is noted launches what it has"
+    outer, _calls.ahead = _calls.ahead, {}
+    try:
+        for make in makes:
+            make()
+        found = _calls.ahead
+    finally:
+        _calls.ahead = outer
+    if len(found) < 2:
+        return
+    with (
+        ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as threads,
+        AsyncCompileMode(threads, ignore_errors=True),
+    ):
+        for kernel, programs, arguments, warps, registers in found.values():
+            kernel.warmup(*arguments, grid=(programs,), **_options(warps, registers))
+
+
+def compiles_ahead() -> bool:
+    """Whether launches are looked at, and not made."""
+    return _calls.ahead is not None
 
 
 #: Of what a compiled kernel's own ``run`` takes: where the stream stands, and the first argument of the kernel.
@@ -100,9 +140,10 @@ def _remember(cache: dict, key: Hashable, value: Any) -> None:
 
 
 class _Calls(threading.local):
-    """The launches of the call that this thread notes."""
+    """The launches of the call that this thread notes; and the kernels that it is going to compile, by what they are compiled for."""
 
     noting: list[tuple[Any, int, tuple]] | None = None
+    ahead: dict[Hashable, tuple[Any, ...]] | None = None
 
 
 _calls = _Calls()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +95,7 @@ class Tolerance:
         """[B]: whether any number of states [n, B, D] of such a scale is."""
         return (states.abs() <= self.faint * scale).any(-1).any(0)
 
-    def hides(
-        self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None, *, look: bool = False
-    ) -> Tensor:
+    def hides(self, states: Tensor, initial: Tensor, errors: Tensor, closer: Tensor | None = None) -> Tensor:
         """[B]: whether what was large once hides that a signal, which became faint and lives on, is not known.
 
         A signal that dies out goes on falling as it fell, and nobody asks for digits of what is left of it. One that became faint in a
@@ -108,7 +107,6 @@ class Tolerance:
             states: [n, B, D], that follow each other, after the initial one [B, D]
             errors: [n, B, D], of the states
             closer: [n, B, D], states that are nearer to the true ones: those, too, have to live on where ``states`` became faint
-            look: the host may wait for the device, to do less; not where operations are recorded
         """
         sizes = torch.cat([initial.unsqueeze(0), states]).abs_()
         so_far = torch.cat([sizes[:1], self.scale(states, initial)])
@@ -116,11 +114,8 @@ class Tolerance:
         nearer = sizes if closer is None else torch.cat([sizes[:1], closer]).abs_()
         first = torch.stack([sizes, torch.cat([torch.zeros_like(sizes[:1]), errors]).abs_(), nearer])
         steps = len(sizes)
-        time, shortest = 1, min(_SHORTEST, steps // 2)  # for a moment a number is small whenever its sign changes
-        times = max(1, min(_TIMES, steps // (2 * _SHORTEST)))  # of few states, as of chunks, not more is to be had
-        hidden = torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
-        lives_on, known = max(GOES_ON, math.sqrt(self.faint)), math.sqrt(self.rtol)
-        proof = max(_PROOF, self.faint**times)
+        time, hidden = 1, torch.zeros(sizes.shape[1:], dtype=torch.bool, device=sizes.device)
+        shortest, times, lives_on, known, proof = Signal.of(self, steps)
         # What it fell to: as much in each of the times that it lived on, and it would be as small as the proof.
         falls = [min(self.faint, proof ** (1 / lived)) for lived in range(1, times + 1)]
         while steps - 1 - time > 0:
@@ -130,9 +125,6 @@ class Tolerance:
             before, after = torch.cat([so_far[:time], largest[1 : steps - time]])[:count], largest[1 : 1 + count]
             visible, lived_on, off = after > torch.finfo(after.dtype).tiny, lives_on * after, error[1:]
             then = nearer[1 + time :][:count]
-            # Whether any can be at all: the host waits once, and is spared some seventy operations.
-            if look and most and not (visible & (then >= lived_on) & (after <= falls[most - 1] * before)).any():
-                most = 0
             for lived in range(1, most + 1):
                 count = steps - 1 - lived * time
                 later = slice(1 + lived * time, 1 + lived * time + count)
@@ -148,6 +140,30 @@ class Tolerance:
             first = torch.cat([torch.maximum(first[:, :-time], first[:, time:]), first[:, -time:]], 1)
             time *= 2
         return hidden.any(-1)
+
+
+class Signal(NamedTuple):
+    """What tells a signal that lives on from one that dies out, in ``Tolerance.hides`` and in the kernel that asks the same.
+
+    Attributes:
+        shortest: so many states at least a time has: for a moment a number is small whenever its sign changes
+        times: in so many at most it is seen to live on; of few states, as of chunks, not more are to be had
+        lives_on: to less than this part it does not fall
+        known: errors of this part of its size leave digits of it
+        proof: what it would have fallen to
+    """
+
+    shortest: int
+    times: int
+    lives_on: float
+    known: float
+    proof: float
+
+    @staticmethod
+    def of(tolerance: Tolerance, states: int) -> Signal:
+        times = max(1, min(_TIMES, states // (2 * _SHORTEST)))
+        lives_on, known = max(GOES_ON, math.sqrt(tolerance.faint)), math.sqrt(tolerance.rtol)
+        return Signal(min(_SHORTEST, states // 2), times, lives_on, known, max(_PROOF, tolerance.faint**times))
 
 
 @dataclass(frozen=True)

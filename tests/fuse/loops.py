@@ -10,8 +10,9 @@ from deeppcr import Newton
 from deeppcr.fuse.back import Apply, chunk_of
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
+from deeppcr.fuse.kinds import Kind
 from deeppcr.fuse.program import program_of
-from deeppcr.fuse.run import Kind, Run, solve
+from deeppcr.fuse.run import Run, solve
 from deeppcr.fuse.trace import TRACING, one_row
 from deeppcr.sequence.layout import Layout
 from fuse.emitted import NumPyLanguage

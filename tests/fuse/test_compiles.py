@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deeppcr import launch
+from deeppcr.fuse import transients
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.joints import parts_of
 from deeppcr.fuse.program import program_of
@@ -108,7 +110,7 @@ def compile_step(name: str) -> None:
     kernels = Kernels(program_of(one_row(step, layout, x), layout))
     program = kernels.program
     real = "fp64" if program.dtype == torch.float64 else "fp32"
-    sizes = {"atol": "fp32", "rtol": "fp32"}
+    sizes = {"atol": "fp32", "rtol": "fp32", "roughest": "fp32"}
 
     def kind_of(argument: str) -> str:
         pointed = (
@@ -165,7 +167,7 @@ def compile_tiles(name: str) -> None:
     def kind_of(argument: str) -> str:
         if argument in pointed or (argument[0] in "pg" and argument[1:].isdigit()):
             return "*fp32"
-        return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol") else "i32")
+        return POINTERS.get(argument) or ("fp32" if argument in ("atol", "rtol", "roughest") else "i32")
 
     for kernel, constants in asked[:: 3 if some else 1]:
         constants |= {name: value for name, value in known.items() if name in kernel.arg_names}
@@ -177,10 +179,21 @@ def compile_tiles(name: str) -> None:
 OF_NUMBERS = "atan2_of_numbers,fmod,hypot_of_number,pow_7,pow_odd,pow_of_number,remainder"
 
 
+def compile_looks() -> None:
+    """Compile what asks whether something large hides what comes after it."""
+    for real in ("fp32", "fp64"):
+        kinds = dict.fromkeys(("atol", "rtol", "faint", "lives_on", "known", "log_proof"), "fp32")
+        kinds |= dict.fromkeys(("sizes", "initial", "closer", "largest", "so_far", "nearer"), "*" + real)
+        for closer in (False, True):
+            constants = {"CLOSER": closer, "TINY": 1e-38, "POSITIONS": 128, "LANES": 8}
+            signature = {each: kinds.get(each, "i32") for each in transients._look.arg_names} | {"hidden": "*i32"}
+            compile_for_hopper(transients._look, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+
 @pytest.mark.parametrize(
     "what",
     [
-        f"elementwise {OF_NUMBERS} dense12:some",
+        f"elementwise {OF_NUMBERS} dense12:some looks",
         *thorough("dense12", "narrow", "wide", "all", "dense16", "dense40", "filtered"),
     ],
 )
@@ -198,8 +211,53 @@ def test_every_kernel_compiles(what):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+class Kernel:
+    """Stands for one by ``triton.jit``: notes what it is asked to do."""
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def warmup(self, *arguments, grid, **options):
+        self.compiled.append((arguments, grid, options))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launched.append((arguments, grid, options))
+
+
+def test_kernels_are_compiled_ahead_each_once_and_none_is_launched(monkeypatch):
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    first, second, given = Kernel(), Kernel(), torch.zeros(4)
+
+    def make():
+        assert launch.compiles_ahead()
+        for passes in range(3):  # which it is not compiled for
+            launch.launch(first, 2, (given, passes), (True,), warps=1)
+            launch.launch(second, 5, (given,), (), warps=4, registers=64)
+
+    launch.compile_ahead(make)
+    assert not launch.compiles_ahead()
+    assert [len(each.compiled) for each in (first, second)] == [1, 1]
+    assert second.compiled == [((given,), (5,), {"num_warps": 4, "maxnreg": 64})]
+    assert not first.launched + second.launched
+    launch.compile_ahead(
+        lambda: launch.launch(first, 2, (given, 0), (True,), warps=1)
+    )  # one by itself has nothing to wait for
+    assert len(first.compiled) == 1
+    launch.launch(first, 2, (given, 0), (True,), warps=1)
+    assert len(first.launched) == 1
+
+
+def test_what_fails_while_launches_are_looked_at_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        launch.compile_ahead(lambda: 1 // 0)
+    assert not launch.compiles_ahead()
+
+
 if __name__ == "__main__":
     for what in sys.argv[1:]:
+        if what == "looks":
+            compile_looks()
+            continue
         (compile_step if what in STEPS else compile_tiles if what.split(":")[0] in ON_TILES else compile_operations)(
             what
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, plan, ways
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, fused_solution, plan, ways
 from fuse.loops import by_loop
 from fuse.solving import NEWTON, by_kernels, normal, solve
 from kernel_support import error, thorough
@@ -89,7 +89,7 @@ def test_where_nobody_can_look_rows_that_overflow_end_in_nan(mixing, device):
     call = fused.Call(step, z0, None, 12, None)
     found = fused.solve_fused(call, newton, None, fixed=2)
     assert found.result is Result.ITERATIONS_DONE
-    assert set(fused._LATE) <= set(vars(found))
+    assert set(fused_solution.LATE) <= set(vars(found))
     assert found.exact_steps.tolist() == [4, 12, 12]
     assert error(found.states[:4, 0], right[:4, 0]) < 1e-12
     assert found.states[4:, 0].isnan().all()

@@ -5,7 +5,8 @@ import torch
 
 import deeppcr
 from deeppcr import Loop, Newton, Result
-from deeppcr.fuse.run import Kind, Run, solve
+from deeppcr.fuse.kinds import Kind
+from deeppcr.fuse.run import Run, solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, thorough
 

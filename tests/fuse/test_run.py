@@ -11,9 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton, launch
-from deeppcr.fuse import back, run
+from deeppcr.fuse import back, kinds
 from deeppcr.fuse.back import pull_back
-from deeppcr.fuse.run import Kind, first_chunk, solve
+from deeppcr.fuse.kinds import Kind, first_chunk
+from deeppcr.fuse.run import solve
 from fuse.loops import Fused, by_loop
 from kernel_support import error, misaligned, offset, strided, thorough
 
@@ -235,7 +236,7 @@ def test_chunks_grow_where_they_do_not_join(device):
 
 def test_larger_chunks_go_on_from_the_states_of_smaller_ones(device, monkeypatch):
     """Where those leave few lanes; and the next solve of the kind takes no more passes of either than it needs."""
-    monkeypatch.setattr(run, "_ROLLS", (0,))
+    monkeypatch.setattr(kinds, "_ROLLS", (0,))
     rate = torch.tensor([[1.5, 1.6, 1.7, 1.8, 2.95]], dtype=torch.float64, device=device)
     z0 = torch.full_like(rate, 0.3)
     step = lambda z: rate * z * (1 - z)  # noqa: E731
@@ -253,6 +254,23 @@ def test_larger_chunks_go_on_from_the_states_of_smaller_ones(device, monkeypatch
     assert from_guess.left == 1
     for states in (found.states, again.states):
         assert torch.allclose(states[1:], step(states[:-1]), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_counts_for_what_it_moves(dtype, device):
+    """A spring at rest far from zero: what its place rounds to moves its speed, of which no digits are left."""
+
+    def step(z):
+        place, speed = z.unbind(-1)
+        speed = speed - 0.1 * ((place - 100.0) + speed)
+        return torch.stack([place + 0.1 * speed, speed], -1)
+
+    z0 = torch.tensor([[100.5, 0.0], [99.9, 0.2]], dtype=dtype, device=device)
+    fused, length = Fused(step, z0, length=320), 320
+    found = fused.run().in_parallel(Kind(length, 16, 2), replace(Newton().tolerance(dtype), local=True))
+    assert (found.left, found.floored) == (0, 2)
+    right = by_loop(step, z0, length=length)
+    assert (found.states - right).abs().max() <= 300 * 100 * torch.finfo(dtype).eps
 
 
 def test_what_is_tried_before_the_loop():
@@ -286,7 +304,7 @@ def test_chunks_are_tried_again_after_8_solves_then_16_and_32():
 
 
 def test_a_loop_that_was_chaotic_is_solved_in_parallel_once_it_is_not(device, monkeypatch):
-    monkeypatch.setattr(run, "_PATIENCE", 2)
+    monkeypatch.setattr(kinds, "_PATIENCE", 2)
     rate = torch.tensor([[3.9]], dtype=torch.float64, device=device)
     z0 = torch.tensor([[0.3]], dtype=torch.float64, device=device)
     step = lambda z: rate * z * (1 - z)  # noqa: E731

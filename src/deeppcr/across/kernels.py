@@ -31,7 +31,8 @@ class Kernels:
     call: Call
 
     def __init__(self, call: Call):
-        from ..fuse.run import Run, first_chunk
+        from ..fuse.kinds import first_chunk
+        from ..fuse.run import Run
 
         fused, self.call = call.fused, call
         assert fused is not None

@@ -5,18 +5,22 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..launch import aligned, kinds, launch
+from ..launch import compile_ahead as launch_ahead
 from ..runtime import check_backward
 from ..sequence.layout import Layout
+from ..tolerance import Tolerance
 from . import tiled
 from .bound import Notes
+from .kinds import Kind, first_chunk
 from .outputs import Outputs
-from .run import Run, first_chunk, join_lanes
+from .run import Run, join_lanes
 
 #: Passes after which cotangents that do not join are taken step by step: the first finds them, the second sees that they do, and one more
 #: mends what rounding was amplified to.
@@ -42,7 +46,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
     notes = Notes(_PASSES, rows, run.device)
     workspace = torch.empty(size, dtype=program.dtype, device=run.device)
-    tolerance = (0.0, _TOLERANCE[program.dtype], 0, 1)
+    tolerance = (0.0, _TOLERANCE[program.dtype], 0.0, 0, 1)  # of linear equations nothing is rough
 
     def all_of_it() -> None:
         starts, ends, sizes, products, *maps = workspace.split(parts)
@@ -71,6 +75,20 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
 
     run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
     return of_initial, outputs.of_bases(run, memory)
+
+
+def compile_ahead(run: Run, kind: Kind, tolerance: Tolerance, *, gradients: bool) -> None:
+    """Have the kernels of a run compiled side by side, where that has not been done: those that chunks of its kind need, which are not those
+    of the loop; and those of its gradients."""
+    ready = run.shape.ready
+    if ready[gradients]:
+        return
+    ready[gradients] = True
+    forwards = partial(run.in_parallel, kind, tolerance, most=2)
+
+    # Nothing is launched: what stands for states is not looked at.
+    backwards = partial(pull_back, run, run.initial, run.initial, chunk_of(run, kind.chunk))
+    launch_ahead(forwards, *([backwards] if gradients else []))
 
 
 def _cut(run: Run, chunk: int) -> tuple[int, int, list[int], int]:

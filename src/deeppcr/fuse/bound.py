@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import aligned, repeat
+from ..launch import aligned, compiles_ahead, repeat
 from .compiled import Kernels
 from .program import Program
 from .tile_program import TileProgram
@@ -20,6 +20,8 @@ from .tile_program import TileProgram
 _LANES = {True: 128, False: 32}
 #: What a lane reads is on its way so many steps before: of few numbers, and of many.
 _STAGES, _FEW_STAGES, _MANY = 8, 4, 3
+#: So many numbers take no longer to be copied to the host than one.
+_FEW = 4096
 #: Of a step so many ways are remembered in which what it reads may lie.
 _MOST_SHAPES = 64
 
@@ -31,20 +33,27 @@ class Notes:
         corrections: [passes, R], in units of the tolerance
         residual: [R], the largest miss at the last pass of a lane
         taken: [R], passes of a lane; negative where rounding is all that is left
-        unsettled: [passes + 2], lanes that were not settled after each; and at last those that are as exact as rounding lets them, and those
-            in which something that was large may hide what came after it
+        unsettled: [passes + 3], lanes that were not settled after each; and at last those that are as exact as rounding lets them, those
+            in which something that was large may hide what came after it, and whether it does, where somebody looked
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
         self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
+        self._copied: Notes | None = None
         self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
-        self.memory: Tensor = torch.empty(self._places[-1] + limit + 2, dtype=torch.float32, device=device)
+        self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
-        found = copy(self)
-        found.memory = self.memory.cpu()
-        return found
+        if self._copied is None:
+            self._copied = copy(self)
+            self._copied.memory = self.memory.cpu()
+        return self._copied
+
+    def counts(self) -> list[int]:
+        """``unsettled``, waited for; and all else that is little, since somebody may ask for it."""
+        self._copied = None
+        return (self if self.memory.numel() > _FEW else self.on_host()).unsettled.tolist()
 
     @property
     def corrections(self) -> Tensor:
@@ -72,6 +81,7 @@ class Shape:
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
+        ready: whether all kernels of a run were compiled, without those of gradients, and with them
         fits: whether the kernels of gradients are known to fit the device
         outputs: where a backward pass writes; None before the first
     """
@@ -103,6 +113,7 @@ class Shape:
         self.cuts: dict[tuple[Any, ...], Any] = {}
         self.outputs: Any = None
         self.fits: bool = False
+        self.ready: dict[bool, bool] = {False: False, True: False}
 
     def read_from(self, bases: list[Tensor]) -> list[Tensor]:
         """The bases, or copies of them, in which the numbers of a step and row lie side by side."""
@@ -176,6 +187,9 @@ class BoundKernels:
 
     def repeat(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], make: Any) -> None:
         """Make launches, by those of an earlier run that was alike where there was one."""
+        if compiles_ahead():
+            make()
+            return
         tensors = (self.initial, self.kernels.numbers(self.device), *self.bases, *tensors)
         repeat((self.shape, *key), tensors, make)
 

@@ -9,6 +9,9 @@ import torch
 
 from .text import for_each, for_pairs, kernel_text, module_text, row_of
 
+#: So many times as much as over all of it, one number may move another within a chunk.
+_WITHIN = 8.0
+
 
 def joints_source(width: int, dtype: torch.dtype) -> str:
     """The module with ``join``, which knows nothing of the step: all steps of a width share it."""
@@ -17,8 +20,9 @@ def joints_source(width: int, dtype: torch.dtype) -> str:
 
 def _groups(width: int) -> list[str]:
     return [
+        "rows = rows.to(tl.int64)  # chunks times rows may be more than 32 bits hold",
         "i = tl.arange(0, GROUPS * LANES)",
-        "g = (i // LANES).to(tl.int64)  # chunks times rows may be more than 32 bits hold",
+        "g = (i // LANES).to(tl.int64)",
         "r = tl.program_id(0).to(tl.int64) * LANES + i % LANES",
         "inside = r < rows",
         "each = maps + r  # of the first group, and then of others",
@@ -28,8 +32,8 @@ def _groups(width: int) -> list[str]:
 
 def map_size(width: int) -> int:
     """Numbers of a group and lane: its term, its map, the size of its states; what comes before it, the size until there, and whether
-    that went beyond the numbers."""
-    return width * width + 4 * width + 1
+    that went beyond the numbers; and how much of the rounding of other numbers its last chunk carries to each."""
+    return width * width + 5 * width + 1
 
 
 def parts_of(width: int) -> tuple[int, ...]:
@@ -69,29 +73,38 @@ def _in_part(condition: str, lines: list[str]) -> list[str]:
 
 def _join(width: int) -> str:
     square, size = width * width, map_size(width)
-    chunk_of = f"(n * {width} + {{k}}) * rows + r"
-    matrix = f"p{{i}}_{{j}} = tl.load(products + (n * {square} + {{at}}) * rows + r, mask=ok, other=0)"
+    # Addresses that loads share: the compiler's time grows with more than the square of all operations.
+    places = [f"here = n * ({width} * rows) + r", f"there = n * ({square} * rows) + r"]
+    chunk_of, chunk_after = "here + {k} * rows", f"here + ({width} + {{k}}) * rows"
+    matrix = "p{i}_{j} = tl.load(products + there + {at} * rows, mask=ok, other=0)"
+    # What a number rounds to in a chunk moves others: by up to some times what it does from the chunk's start to its end, which after half
+    # a turn is next to nothing. No more than of the largest number beside it: what grows along the sequence is no rounding.
+    others = [[f"tl.abs(p{i}_{k}) * o{k}" for k in range(width) if k != i] for i in range(width)]
+    carried = [f"a{i} = {_WITHIN} * ({' + '.join(others[i] or ['o0'])})" for i in range(width)]
     gather = [
         "# Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
-        *("" + line for line in for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)")),
+        *("" + line for line in for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)", "a{k} = tl.zeros((GROUPS * LANES,), REAL)")),
         *("" + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
+        *("    " + line for line in places),
         "    ok = live & (n < chunks - 1)",
         *("    " + line for line in for_pairs(width, matrix)),
         *("    " + line for line in for_each(
             width,
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
-            f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok, other=0)",
+            f"f{{k}} = tl.load(starts + {chunk_after}, mask=ok, other=0)",
             f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
             "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
         )),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
         *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
+        *("    " + line for line in carried),
         *("    " + line for line in for_each(width, "t{k} = u{k}")),
         *("    " + line for line in for_pairs(width, "j{i}_{j} = u{i}_{j}")),
         *("" + line for line in for_each(
             width, "tl.store(own + {k} * rows, t{k}, mask=live)",
+            f"tl.store(own + ({size - width} + {{k}}) * rows, a{{k}}, mask=live)",
             f"tl.store(own + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
         )),
         *("" + line for line in for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)")),
@@ -107,15 +120,22 @@ def _join(width: int) -> str:
         *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
     ]  # fmt: skip
+    widest = "c0"
+    for k in range(1, width):
+        widest = f"tl.maximum({widest}, c{k})"
     spread = [
         "# The chunks of the group.",
+        f"before = (g * group_chunks - 1) * ({width} * rows) + r",
+        "ok = live & (g > 0) & (g * group_chunks < chunks)",
         *for_each(
             width,
-            *(f"{name}{{k}} = tl.load({what} + ((g * group_chunks - 1) * {width} + {{k}}) * rows + r, mask=live & (g > 0) & (g * group_chunks < chunks), other=0)"
-              for name, what in (("h", "ends"), ("b", "sizes"))),
+            "h{k} = tl.load(ends + before + {k} * rows, mask=ok, other=0)",
+            "b{k} = tl.load(sizes + before + {k} * rows, mask=ok, other=0)",
+            f"a{{k}} = tl.load(own + ({{k}} - {width}) * rows, mask=ok, other=0)",
         ),
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
+        *("    " + line for line in places),
         "    ok = live & (n < chunks)",
         "    joined = ok & (n > 0)",
         *("    " + line for line in for_pairs(width, matrix)),
@@ -124,7 +144,7 @@ def _join(width: int) -> str:
             f"z{{k}} = tl.load(starts + {chunk_of}, mask=ok, other=0)",
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
             # Behind the group it may be written by now, and nobody here asks for it.
-            f"f{{k}} = tl.load(starts + {chunk_of.replace('(n *', '((n + 1) *')}, mask=ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1), other=0)",
+            f"f{{k}} = tl.load(starts + {chunk_after}, mask=ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1), other=0)",
             f"o{{k}} = tl.load(sizes + {chunk_of}, mask=ok, other=0)",
             # The start is judged by what came before it: what a wrong one leads to may be as large as it likes.
             "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})",
@@ -135,6 +155,7 @@ def _join(width: int) -> str:
             "w{k} = h{k} - z{k}  # the miss",
             "y{k} = h{k} + (d{k} - w{k})",
         )),
+        f"    beside = {widest}",
         "    known = joined",
         "    far = tl.zeros((GROUPS * LANES,), tl.int1)",
         *("    " + line for line in for_each(
@@ -144,7 +165,7 @@ def _join(width: int) -> str:
             "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
-            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * c{k}), 0.0))",
+            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.maximum(c{k}, tl.minimum(a{k}, beside))), 0.0))",
             # A state that is not finite settles nothing, wherever it is.
             "largest = tl.where(ok & ~(o{k} < float('inf')), float('inf'), largest)",
             "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})",
@@ -173,6 +194,7 @@ def _join(width: int) -> str:
         *("    " + line for line in for_each(
             width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
         )),
+        *("    " + line for line in carried),
     ]  # fmt: skip
     note = [
         "# What was found: of a lane the largest of its groups.",
@@ -182,7 +204,7 @@ def _join(width: int) -> str:
         "hidden = tl.max(tl.reshape(hidden, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)",
+        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [
@@ -199,11 +221,11 @@ def _join(width: int) -> str:
             *_in_part("PART % 2 == 0", between),
             *_in_part("PART == 2", [
                 *(f"tl.store(own + ({at} + {k}) * rows, {name}{k}, mask=live)" for name, at in kept for k in range(width)),
-                f"tl.store(own + {size - 1} * rows, largest, mask=live)",
+                f"tl.store(own + {size - 1 - width} * rows, largest, mask=live)",
             ]),
             *_in_part("PART == 3", [
                 *(f"{name}{k} = tl.load(own + ({at} + {k}) * rows, mask=live, other=0)" for name, at in kept for k in range(width)),
-                f"largest = tl.load(own + {size - 1} * rows, mask=live, other=0)",
+                f"largest = tl.load(own + {size - 1 - width} * rows, mask=live, other=0)",
             ]),
             *_in_part("PART % 3 == 0", spread),
         ]),
@@ -211,7 +233,7 @@ def _join(width: int) -> str:
     ]  # fmt: skip
     arguments = [
         "starts", "ends", "products", "sizes", "maps", "found", "unsettled", "taken", "residual",
-        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear",
+        "rows", "chunks", "groups", "group_chunks", "passes", "limit", "atol", "rtol", "roughest", "local", "linear",
     ]  # fmt: skip
     return kernel_text(
         "join",

@@ -8,124 +8,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import launch, next_power_of_2
+from ..launch import compiles_ahead, launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
 from .joints import map_size, parts_of
-from .program import Program
-from .tile_program import TileProgram
+from .kinds import FEWEST_PASSES, Kind, Stage
+from .transients import can_look, look
 
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
-_FEWEST_PASSES = 4
-#: So many times chunks are rolled out from the ends of those before them, where corrections from the guess lead astray.
-_ROLLS = (2, 4, 8)
-#: By so much chunks grow where the passes did not suffice.
-_GROWTH = 4
 #: Where no more than this part of all lanes is left, larger chunks go on from their states.
 _CLOSE = 1 / 4
-#: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
-_PATIENCE = 8
-#: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
-_CLOSER_LOOKS = 4
-#: So many lanes keep the device busy.
-_BUSY = 2**18
-
-
-class Stage(NamedTuple):
-    """Passes of chunks that are too small to settle every lane, and come close: larger chunks go on from their states."""
-
-    chunk: int
-    rolls: int
-    passes: int
-
-
-@dataclass
-class Kind:
-    """What is known of solves that differ in nothing but numbers.
-
-    Attributes:
-        chunk: steps of a chunk that sufficed the last time, or are to be tried next; the whole length where only the loop did
-        before: what chunks start from, if not from the guess
-        rolls: how often chunks are rolled out before they are corrected
-        passes: that sufficed the last time
-        first: steps of a chunk at first
-        gave_up: only the loop sufficed
-        looped, patience: solves since then, and after how many of them chunks are tried again
-        joined: corrections settled all lanes the last time
-    """
-
-    length: int
-    chunk: int
-    rolls: int = 0
-    passes: int = 3
-    first: int = 0
-    gave_up: bool = False
-    looped: int = 0
-    patience: int = _PATIENCE
-    joined: bool = False
-    before: tuple[Stage, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.first = self.first or self.chunk
-
-    def begin(self) -> None:
-        """Before a solve: what is to be tried."""
-        if self.gave_up and self.looped == self.patience:
-            self.chunk, self.rolls, self.before, self.gave_up = self.first, 0, (), False
-            self.looped, self.patience = 0, 2 * self.patience
-        self.looped += self.gave_up
-
-    def sufficed(self, passes: int) -> None:
-        """After a solve that did not need the loop."""
-        self.passes = max(2, passes)
-        if not self.gave_up:
-            self.patience = _PATIENCE
-
-    def copy(self) -> Kind:
-        made = object.__new__(Kind)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__)
-        return made
-
-    @property
-    def goes_on_from_ends(self) -> bool:
-        """Whether a solve of this kind is expected to need no states but those before and after chunks, which are noted in any case."""
-        return self.chunk >= self.length or (self.joined and not self.rolls and not self.before)
-
-    def try_harder(self, width: int, before: tuple[Stage, ...] = ()) -> bool:
-        """Where the passes did not suffice: what to try next, if it is not to be the loop.
-
-        Args:
-            before: what larger chunks may start from
-        """
-        larger, tried_again = _GROWTH * self.chunk, self.patience > _PATIENCE
-        if self.rolls < _ROLLS[-1] and not tried_again:
-            self.rolls, self.before = next(each for each in _ROLLS if each > self.rolls), ()
-        elif _FEWEST_PASSES * larger * (1 + width) <= self.length and not tried_again:
-            self.chunk, self.rolls, self.before = larger, 0, before
-        else:
-            self.chunk, self.before, self.gave_up = self.length, (), True
-        self.passes = 3
-        return not self.gave_up
-
-
-def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:
-    """How many steps a chunk has, before anything is known of how a step converges.
-
-    Of an elementwise step memory is what counts: enough lanes to keep it busy. A narrow one is bound by the time of one step after
-    the other, those inside a chunk and chunks at a join; and large chunks make marginal loops converge.
-    """
-    if program.parts.tiled:
-        return tiled.first_chunk(length, rows)
-    busy = next_power_of_2(max(1, length * rows // _BUSY))
-    least = 64 if program.elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
-    return min(length, max(least, busy))
+#: So many tolerances rounding may add up to in a chunk; what misses by more is not called that.
+_TOLERANCES = 4
 
 
 @dataclass(eq=False)
@@ -263,11 +164,13 @@ class Run(BoundKernels):
         """
         rows, chunk = self.rows, kind.chunk
         chunks, limit, parts, size = self._cut(chunk, most)
-        states, notes = self.new_states(every), Notes(limit, rows, self.device)
+        # Where nothing is launched, nothing is written.
+        room = (lambda *_: self.initial) if compiles_ahead() else self.new_states
+        states, notes = room(every), Notes(limit, rows, self.device)
         if chunks == 1:
             return self._in_one(states, notes, every)
         workspace = torch.empty(size, dtype=self.program.dtype, device=self.device)
-        how = (float(tolerance.atol), float(tolerance.rtol), int(tolerance.local), 0)
+        how = (float(tolerance.atol), float(tolerance.rtol), self._roughest(chunk, tolerance), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
             starts, ends, sizes, products, *maps = workspace.split(parts)
@@ -282,23 +185,27 @@ class Run(BoundKernels):
                 self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
                 join = tiled.join if self.shape.tiled else join_lanes
                 join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
+            if looks:
+                used = chunks * self.initial.numel()
+                look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, tolerance)
 
         assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
-        rolls = kind.rolls
-        other = self.new_states() if rolls else states
+        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
+        other = room() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
         done, wanted = 0, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
-            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every)
+            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every, looks)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
-            *left, floored, suspected = [0, 0, closer] if most is not None else notes.unsettled.tolist()
+            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else notes.counts()
             left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
             over = 0 in left or done >= chunks
             if over or done >= limit:
                 passes = left.index(0) + 1 if 0 in left and most is None else done
+                kind.looks, suspected = bool(suspected), suspected and (hidden or not looks)
                 unsettled = 0 if 0 in left else left[-1]
                 others = of_chunks = None
                 if every > 1 or suspected:
@@ -398,10 +305,14 @@ class Run(BoundKernels):
         notes.memory.zero_()
         return Found(self.length, states, notes, 0, self.length, 0, 0, unsettled, others)
 
+    def _roughest(self, chunk: int, tolerance: Tolerance) -> float:
+        """Misses of so many units of rounding may be what adds up in a chunk: one in each step, but hardly more than the tolerance."""
+        return min(float(chunk), _TOLERANCES * tolerance.rtol / torch.finfo(self.program.dtype).eps)
+
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
         turns = chunk * (1 + self.program.width)
-        return max(_FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
+        return max(FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
 
 
 def join_lanes(
@@ -433,28 +344,6 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
     sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
     return [aligned_size(size) for size in sizes]
-
-
-def hides(run: Run, found: Found, tolerance: Tolerance) -> bool:
-    """Whether what was large once hides that later states, which live on, are not known: see ``Tolerance.hides``.
-
-    What is left where a signal has died is noise: as in ``iteration``, it falls with every correction.
-    """
-    sizes, states, initial = found.suspected, found.states, run.initial
-    assert sizes is not None
-    for _ in range(_CLOSER_LOOKS):
-        errors = tolerance.allowed(sizes, initial)
-        if not tolerance.hides(sizes, initial, errors, look=True).any():
-            return False
-        if len(states) < found.length:
-            return True  # and nobody can look closer
-        # Of two passes the second one starts where the first one corrected it.
-        looked = run.in_parallel(Kind(found.length, found.chunk), tolerance, states, most=2, closer=True)
-        assert looked.suspected is not None
-        if tolerance.hides(sizes, initial, errors, looked.suspected, look=True).any():
-            return True
-        sizes, states = looked.suspected, looked.states
-    return False
 
 
 def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:

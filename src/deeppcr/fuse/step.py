@@ -18,8 +18,8 @@ from ..solution import first_not_finite
 from ..tolerance import Tolerance, bears_out
 from .compiled import Kernels, kernels_of
 from .expressions import NotCovered
+from .kinds import Kind, first_chunk
 from .rows import rows_agree
-from .run import Kind, first_chunk
 from .trace import TRACING, one_row
 
 #: How many kinds of solves are remembered of a step.

@@ -17,7 +17,7 @@ from ..tolerance import FAINT, GOES_ON, SMALL
 #: A correction that leads so many times beyond the size of the states so far is not believed: its chunk goes on from the end of the
 #: one before it. So where chunks contract they come near by themselves, and what grows is followed by as much a pass.
 FAR = tl.constexpr(10.0)
-#: Misses of so many units of rounding are nothing else.
+#: Misses of so many units of rounding are nothing else, of a chunk of a few steps or many: see ``run.roughest`` for those that may be.
 ROUGH = tl.constexpr(32.0)
 #: A correction that is not below this part of the one before it has not shrunk.
 SHRUNK = tl.constexpr(0.5)
@@ -71,13 +71,16 @@ def lives_on(size, before, largest, rtol):
 
 
 @triton.jit
-def note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear):
+def note(
+    largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear
+):
     """What a pass found of lanes ``r``.
 
     Args:
         largest: correction, in units of the tolerance
         missed, rough: the largest miss, and the same in units of rounding
         hidden: above 0 where ``lives_on`` was
+        roughest: misses of so many units may be rounding that has added up in a chunk
         linear: 1 where what does not settle is taken step by step, whatever is left: cotangents, which nobody is told of
     """
     alive = inside & ~settled(found, passes, r, rows, inside)
@@ -88,10 +91,13 @@ def note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, r
     certain = later & (r * 0 + linear == 1) & (largest <= 1) & (before <= 1)
     # Where chunks join to the last digit, corrections are what rounding is amplified to. Within the tolerance that is all that was
     # asked for; beyond it nothing better can be had once corrections no longer shrink, or nobody may look again.
-    joined = alive & later & ~enough & (rough <= ROUGH) & (largest < float("inf"))
+    joined = alive & later & ~enough & (largest < float("inf"))
     certain = certain | (joined & (rough <= SMOOTH) & (largest <= 1))
-    floored = joined & (largest > 1) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
-    floored = floored & (r * 0 + linear == 0)
+    stuck = (rough <= ROUGH) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
+    # What rounds in each of many steps by as much the same way (an increment far below its state) adds up to more. Then corrections go up
+    # and down; those of a step whose derivatives are not what it does creep down.
+    adds_up = (rough <= roughest) & (largest >= VARIED * before)
+    floored = joined & (largest > 1) & (stuck | adds_up) & (r * 0 + linear == 0)
     tl.store(found + passes * rows + r, tl.where(floored | certain, 0.0, largest), mask=inside)
     enough = enough | certain
     passed = (r * 0 + passes + 1).to(tl.int32)

@@ -105,6 +105,7 @@ def _begin(width: int) -> list[str]:
         "live = inside & ~settled(found, passes, r, rows, inside)",
         "if (tl.program_id(0) == 0) & (not WHOLE):",
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    tl.store(unsettled + limit + 2, 0)",
         "    if passes == 0:",
         "        tl.store(unsettled + limit, 0)",
         "        tl.store(unsettled + limit + 1, 0)",

@@ -51,7 +51,7 @@ def row_of(i: int, width: int, left: str, right: str) -> str:
 
 #: Arguments that a kernel is not compiled for anew.
 _SIZES = re.compile(
-    r"(to_)?(step|row|channel|offset)\d+|guess_step|given_step|rows|channels|steps|every|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|linear|atol|rtol"
+    r"(to_)?(step|row|channel|offset)\d+|guess_step|given_step|rows|channels|steps|every|first|chunk|chunks|turns|passes|limit|groups|group_chunks|local|linear|atol|rtol|roughest"
 )
 
 

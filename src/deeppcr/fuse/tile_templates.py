@@ -145,6 +145,7 @@ def _program_lines() -> list[str]:
         "b = (pair % rows).to(tl.int64)",
         "if (tl.program_id(0) == 0) & (not WHOLE):",
         "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+        "    tl.store(unsettled + limit + 2, 0)",
         "    if passes == 0:",
         "        tl.store(unsettled + limit, 0)",
         "        tl.store(unsettled + limit + 1, 0)",

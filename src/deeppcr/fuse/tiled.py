@@ -110,7 +110,7 @@ def join(
         warps=how.join_warps, integers=integers,
     )  # fmt: skip
     launch(
-        wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit, tolerance[-1]),
+        wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit, tolerance[2], tolerance[-1]),
         (_LANES,), warps=1,
     )  # fmt: skip
 

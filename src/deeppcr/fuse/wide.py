@@ -17,7 +17,7 @@ import triton.language as tl
 from .support import FAR, SMOOTH, finite_or_zero, in_units, lives_on, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
-_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "local", "linear"]
+_SIZES = ["rows", "chunks", "group_chunks", "passes", "limit", "atol", "rtol", "roughest", "local", "linear"]
 _EPS = tl.constexpr(2.0**-23)
 
 
@@ -68,7 +68,7 @@ def beyond(values):
 
 @triton.jit(do_not_specialize=_SIZES)
 def spread(
-    starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, local, linear,
+    starts, ends, products, sizes, maps, terms, largest, found, worst, rows, chunks, group_chunks, passes, atol, rtol, roughest, local, linear,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Correct the starts of a group; and of its row note the largest correction, miss, and miss in units of rounding, and whether a signal
@@ -158,7 +158,7 @@ def spread(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, linear, LANES: tl.constexpr):
+def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, roughest, linear, LANES: tl.constexpr):
     """What was found of every row."""
     r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = r < rows
@@ -167,4 +167,20 @@ def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, lin
     missed = tl.load(worst + rows + r, mask=alive, other=0.0)
     rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
     hidden = tl.load(worst + 3 * rows + r, mask=alive, other=0.0)
-    note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, linear)
+    note(
+        largest,
+        missed,
+        rough,
+        hidden,
+        found,
+        unsettled,
+        taken,
+        residual,
+        r,
+        rows,
+        inside,
+        passes,
+        limit,
+        roughest,
+        linear,
+    )

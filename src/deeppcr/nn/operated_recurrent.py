@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..attach import attach
-from ..fused import FusedSolution
+from ..fused_solution import FusedSolution
 from ..newton import Newton
 from ..runtime import is_transformed
 from ..solution import Solution
