@@ -12,7 +12,6 @@ torch.Size([1000, 16])
 from . import diffusion, distributed, fuse, linear, nn
 from .caches import clear_caches
 from .check import Finding, check
-from .convergence import FixedIterations, PaperTest, UpdateTest
 from .gradient import Implicit, Unrolled
 from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
@@ -25,6 +24,7 @@ from .sequence.evaluate import StepError
 from .sequence.history import collapse, with_history
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
 from .solve import solve
+from .stopping import FixedIterations, PaperTest, UpdateTest
 from .version import __version__ as __version__
 
 __all__ = [

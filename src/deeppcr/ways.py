@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import iteration
-from .convergence import UpdateTest
 from .fused import Call, covers, solve_fused
 from .gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from .graphs.cache import captured_solves, may_capture
@@ -29,6 +28,7 @@ from .sequence.kept import KeptStates
 from .sequence.trace import coarser_products
 from .sequence.words import in_words
 from .solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
+from .stopping import UpdateTest
 from .tolerance import Tolerance, measure
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.

@@ -4,9 +4,9 @@ import pytest
 
 import deeppcr
 from deeppcr import runtime
-from kernel_support import compiled, gpu, poisoned_memory, pytest_configure, quick_interpreter
+from kernel_support import compiled, gpu, interpreted, poisoned_memory, pytest_configure
 
-__all__ = ["compiled", "gpu", "kernels", "poisoned_memory", "pytest_configure", "quick_interpreter"]
+__all__ = ["compiled", "gpu", "interpreted", "kernels", "poisoned_memory", "pytest_configure"]
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..convergence import FixedIterations, PaperTest, UpdateTest
 from ..guess import Random, RepeatInitial, Zeros
 from ..jacobian import DenseJacobian, DiagonalJacobian, HutchinsonJacobian, ScalarJacobian
 from ..linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from ..newton import Newton
 from ..runtime import as_if_eager, check_backward
+from ..stopping import FixedIterations, PaperTest, UpdateTest
 
 _SETTINGS: dict[str, Any] = {
     each.__name__: each

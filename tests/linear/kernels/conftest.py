@@ -1,5 +1,5 @@
 """Runs the kernels without a GPU, too."""
 
-from kernel_support import compiled, gpu, poisoned_memory, pytest_configure, quick_interpreter, uncomputed
+from kernel_support import compiled, gpu, interpreted, poisoned_memory, pytest_configure, uncomputed
 
-__all__ = ["compiled", "gpu", "poisoned_memory", "pytest_configure", "quick_interpreter", "uncomputed"]
+__all__ = ["compiled", "gpu", "interpreted", "poisoned_memory", "pytest_configure", "uncomputed"]
