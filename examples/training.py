@@ -255,7 +255,9 @@ def _summary(record: dict[str, Any], out: Path) -> str:
         ours = apart(sides["deeppcr"]["losses"], sides["torch"]["losses"])
         spread = ""
         if REORDERED in sides:
-            spread = f"; those of torch in another order {apart(sides[REORDERED]['losses'], sides['torch']['losses']):.2g}"
+            spread = (
+                f"; those of torch in another order {apart(sides[REORDERED]['losses'], sides['torch']['losses']):.2g}"
+            )
         lines.append(f"losses of deeppcr are {ours:.2g} apart from those of torch (mean of |log|){spread}")
         times = ", ".join(f"{name} {median(side['milliseconds']):.4g}" for name, side in sides.items())
         lines.append(f"milliseconds of a step, median of all: {times}")
