@@ -203,7 +203,7 @@ class _Graphs:
             self._replayed += 1
             return found
         seen = self._seen.get(places, 0)
-        if seen < _OFTEN or self._made > _MOST_GRAPHS and self._replayed < _USED * self._made:
+        if seen < _OFTEN or (self._made > _MOST_GRAPHS and self._replayed < _USED * self._made):
             if len(self._seen) >= _MOST_PLACES:
                 self._seen.clear()
             self._seen[places] = seen + 1
