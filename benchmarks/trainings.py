@@ -101,9 +101,14 @@ def claims_of(found: Training) -> list[tuple[str, float | None, float]]:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, quick="tiny trainings, in seconds: a dry run")
     parser.add_argument("--only", nargs="+", choices=TINY, default=list(TINY), help="(default: both)")
-    parser.add_argument("--data-dir", type=Path, help="folder with the four files of MNIST; else that in DEEPPCR_DATA")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        help="folder with the four files of MNIST, else that in DEEPPCR_DATA; sequences of the amplifier are kept there",
+    )
     parser.add_argument("--epochs", nargs="+", metavar="NAME=N", default=[], help="(default: those of the examples)")
     parser.add_argument("--minutes", type=float, help="that each of them may take at most")
+    parser.add_argument("--every", type=int, help="steps between two lines (default: those of the examples)")
     parser.add_argument("--print", action="store_true", help="the file besides, in one line")
     options = parse(parser, arguments)
     try:
@@ -129,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given += TINY[name] if options.quick else []
             given += ["--epochs", str(options.epochs[name])] if name in options.epochs else []
             given += ["--minutes", str(options.minutes)] if options.minutes is not None else []
-            given += ["--data-dir", str(options.data_dir)] if name == "mnist" and options.data_dir else []
+            given += ["--every", str(options.every)] if options.every is not None else []
+            given += ["--data-dir", str(options.data_dir)] if options.data_dir else []
             print(f"{name}: {' '.join(given[4:])}", flush=True)
             programs[name](given)
             found = Training.of(name, json.loads(out.read_text(encoding="utf-8")))

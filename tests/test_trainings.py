@@ -243,6 +243,17 @@ def test_plucks_and_rows(examples, samples):
     assert np.allclose(together[1:2], amplifier.simulate(volts[1:2]), rtol=0, atol=1e-11)
 
 
+def test_sequences_are_simulated_once(examples, tmp_path, monkeypatch):
+    amplifier, folder = examples("amplifier"), tmp_path / "kept"
+    made = amplifier.sequences(3, 40, 1, folder)
+    monkeypatch.setattr(amplifier, "simulate", lambda volts: pytest.fail("it is known"))
+    again = amplifier.sequences(3, 40, 1, folder)
+    assert all((one == other).all() for one, other in zip(made, again, strict=True))
+    monkeypatch.undo()
+    assert amplifier.sequences(3, 40, 2, folder)[0].tolist() != made[0].tolist()
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_values_that_cannot_be_simulated_are_refused(examples):
     with pytest.raises(ValueError, match="volts: expected finite values"):
         examples("amplifier").simulate(np.array([[0.0, np.nan]]))
