@@ -62,15 +62,19 @@ class Graph:
         self._destroy(self._made)  # what is under way ends first
 
 
+def covers(device: int) -> bool:
+    """Whether launches on a device can be recorded: on a GPU, and where there is a driver that can."""
+    return device >= 0 and _functions() is not None
+
+
 def record(launch: Callable[[int], None], device: int) -> Graph | None:
     """What ``launch`` launches on a stream that it is given, on the current device; nothing of it is done now.
 
     Returns:
-        None where there is no driver, or it refuses
+        None where the driver refuses
     """
     functions = _functions()
-    if functions is None:
-        return None
+    assert functions is not None
     mode = ctypes.c_int(_RELAXED)
     with _lock:
         functions["cuThreadExchangeStreamCaptureMode"](ctypes.byref(mode))

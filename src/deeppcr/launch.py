@@ -254,7 +254,7 @@ class Noted:
         early = waiting.index(True) if True in waiting else len(launches)
         entries = [entry(launch) for launch in launches]
         self._early, self._late = entries[:early], entries[early:]
-        worth = shape is None and device >= 0 and len(launches) >= _WORTH
+        worth = shape is None and len(launches) >= _WORTH and driver.covers(device)
         self._graphs: _Graphs | None = _Graphs() if worth else None
 
     @staticmethod
