@@ -67,7 +67,7 @@ def covers(device: int) -> bool:
     return device >= 0 and _functions() is not None
 
 
-def record(launch: Callable[[int], None], device: int) -> Graph | None:
+def record(launch: Callable[[int], object], device: int) -> Graph | None:
     """What ``launch`` launches on a stream that it is given, on the current device; nothing of it is done now.
 
     Returns:
@@ -84,7 +84,7 @@ def record(launch: Callable[[int], None], device: int) -> Graph | None:
             functions["cuThreadExchangeStreamCaptureMode"](ctypes.byref(mode))
 
 
-def _record(functions: dict[str, Any], launch: Callable[[int], None], device: int) -> Graph | None:
+def _record(functions: dict[str, Any], launch: Callable[[int], object], device: int) -> Graph | None:
     stream, graph, made = ctypes.c_void_p(_streams.get(device)), ctypes.c_void_p(), ctypes.c_void_p()
     if stream.value is None:
         if functions["cuStreamCreate"](ctypes.byref(stream), _BY_ITSELF) or stream.value is None:
