@@ -1,7 +1,7 @@
 """Launching kernels that were compiled before, without Triton's own launch, which takes longer than most kernels here.
 
 ``launch`` launches one. ``repeat`` makes all launches of a call again for other tensors that lie in memory alike: to find out anew
-how a small system is cut up takes longer than to solve it. Where they lie where those of earlier calls lay, all launches are one.
+how a small system is cut up takes longer than to solve it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
-
-from . import driver
-from .runtime import CAPTURING
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
@@ -177,48 +174,6 @@ def noted(key: Hashable) -> Noted | None:
     return _noted.get(key)
 
 
-#: Fewer launches are made one by one; and tensors have lain somewhere so often before launches on them become one.
-_WORTH, _OFTEN = 3, 2
-#: Places that are remembered, and how many of them as graphs: of so many, each is to be used so often, or none is made any more.
-_MOST_PLACES, _MOST_GRAPHS, _USED = 64, 8, 4
-
-
-class _Graphs:
-    """The launches of a call as one, by where its tensors lie.
-
-    PyTorch gives memory that was freed to the next who asks for as much. So in a loop, of training say, tensors lie where they lay before.
-    """
-
-    __slots__ = ("_graphs", "_made", "_replayed", "_seen")
-
-    def __init__(self):
-        self._graphs: dict[tuple[int, ...], driver.Graph] = {}
-        self._seen: dict[tuple[int, ...], int] = {}
-        self._made = self._replayed = 0
-
-    def of(self, places: tuple[int, ...], record: Callable[[], driver.Graph | None]) -> driver.Graph | None:
-        """The graph of launches on tensors that lie there; None where they come one by one."""
-        found = self._graphs.get(places)
-        if found is not None:
-            self._replayed += 1
-            return found
-        seen = self._seen.get(places, 0)
-        if seen < _OFTEN or (self._made > _MOST_GRAPHS and self._replayed < _USED * self._made):
-            if len(self._seen) >= _MOST_PLACES:
-                self._seen.clear()
-            self._seen[places] = seen + 1
-            return None
-        found = record()
-        self._made += 1
-        if found is None:
-            self._seen[places] = -_MOST
-            return None
-        if len(self._graphs) >= _MOST_GRAPHS:
-            self._graphs.pop(next(iter(self._graphs)), None)
-        self._graphs[places] = found
-        return found
-
-
 class Noted:
     """The launches of one call. Memory in them that is none of its tensors' is scratch: in later calls one piece.
 
@@ -229,7 +184,7 @@ class Noted:
         inside, made: addresses inside of a tensor, and of the result: in which, and how far
     """
 
-    __slots__ = ("_device", "_early", "_fixed", "_graphs", "_inside", "_late", "_made", "_scratch", "_shape")
+    __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_scratch", "_shape")
 
     def __init__(self, launches: list[_Launch], given: int, shape: tuple[int, ...] | None, scratch: int, device: int):
         """``given``: how many tensors a call brings."""
@@ -254,8 +209,6 @@ class Noted:
         early = waiting.index(True) if True in waiting else len(launches)
         entries = [entry(launch) for launch in launches]
         self._early, self._late = entries[:early], entries[early:]
-        worth = shape is None and len(launches) >= _WORTH and driver.covers(device)
-        self._graphs: _Graphs | None = _Graphs() if worth else None
 
     @staticmethod
     def of(
@@ -304,27 +257,15 @@ class Noted:
         watched, result = is_watched(), None
         scratch = like.new_empty(self._scratch) if self._scratch else None  # which is freed in the order of the stream
         places = (0 if scratch is None else scratch.data_ptr(), *places)
-        stream = current_stream(self._device)
-        # A profiler is told of each, and a graph of the caller takes them one by one.
-        if self._graphs is not None and not watched and not CAPTURING["cuda"]():
-            graph = self._graphs.of(places, lambda: driver.record(lambda on: self._launch(on, places), self._device))
-            if graph is not None:
-                graph(stream)
-                return None
-        table = self._launch(stream, places, watched)
+        inside = [places[slot] + offset for slot, offset in self._inside]
+        table = [current_stream(self._device), *self._fixed, *places, *inside]
+        _launch_all(self._early, table, watched)
         if self._shape is not None:  # made while the first kernels run
             result = like.new_empty(*self._shape)
             begins = result.data_ptr()
             table += [begins + offset for _, offset in self._made]
             _launch_all(self._late, table, watched)
         return result
-
-    def _launch(self, stream: int, places: tuple[int, ...], watched: bool = False) -> list[Any]:
-        """What comes before the result is made; the table that the rest takes from, too."""
-        inside = [places[slot] + offset for slot, offset in self._inside]
-        table = [stream, *self._fixed, *places, *inside]
-        _launch_all(self._early, table, watched)
-        return table
 
 
 def _storage(tensor: Tensor) -> int:
