@@ -80,9 +80,10 @@ def test_signals_that_lie_otherwise(way, device):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("chunk", [1, 2, 16, 64])
-def test_chunks_of_any_length(chunk, reverse, device):
-    """A power of two of the block joins them, of one sample too."""
+@pytest.mark.parametrize(("chunk", "few"), [(1, 64), (1, 1), (2, 3), (4, 2), (16, 64), (64, 64)])
+def test_chunks_of_any_length(chunk, few, reverse, device, monkeypatch):
+    """A power of two of the block joins them, of one sample too; many of them in groups."""
+    monkeypatch.setattr(biquad, "FEW", few)
     coefficients = torch.tensor([0.5, -0.25, 0.125, -1.2, 0.7], dtype=torch.float64, device=device)
     x = torch.randn(45, 3, device=device)
     given = x.flip(0) if reverse else x
