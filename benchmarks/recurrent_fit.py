@@ -1,9 +1,9 @@
 """The constants of ``deeppcr/nn/recurrent_cost.py``, fitted to what ``recurrent.py`` measured.
 
-    python benchmarks/recurrent_fit.py results/recurrent-*.json
+    python benchmarks/recurrent_fit.py results/recurrent-*.json [--write]
 
-All files count. What is printed is to be put in the place of the constants there; below it, the measured layers with the times that the
-library as it is expects of both ways, and what its choice costs.
+All files count. What is printed is to be put in the place of the constants there, which --write does; what was not measured stays as it is.
+Below it, the measured layers with the times that the library as it is expects of both ways, and what its choice costs.
 
 Fitted to medians of calls, in relative terms, no constant being negative: of a call in parallel the launches, by direction, and the seconds of
 a step of one row, by kind, direction and the numbers of a state filled up to a power of two; of PyTorch's kernel the seconds of its
@@ -13,6 +13,7 @@ launches, during which the device is at work already, and those of a step, and o
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 from collections import defaultdict
@@ -24,8 +25,9 @@ from typing import Any
 
 import numpy
 
+from deeppcr.nn import recurrent_cost
 from deeppcr.nn.recurrent_cost import is_faster_in_parallel, numbers_of
-from recurrent_methods import AUTO, BOTH, FORWARD, PARALLEL, TORCH, Size
+from recurrent_methods import AUTO, BOTH, PARALLEL, TORCH, Size
 
 #: As PyTorch calls them.
 KINDS = {"RNN": "RNN_TANH", "GRU": "GRU", "LSTM": "LSTM"}
@@ -117,25 +119,53 @@ def fit_torch(layers: Sequence[Measured]) -> tuple[float, dict[str, tuple[float,
     return launches, steps
 
 
-def report(layers: Sequence[Measured]) -> str:
-    parallel, torch = [], []
-    for direction in (FORWARD, BOTH):
-        mine = [each for each in layers if each.size.direction == direction]
-        parallel.append(fit_parallel(mine))
-        torch.append(fit_torch(mine))
-    (launches, forward), (more_launches, both) = parallel
-    lines = [f"_LAUNCHES = {_of(launches, more_launches)}", "_STEPS = {"]
+def constants(layers: Sequence[Measured]) -> dict[str, str]:
+    """By name, as they are written; what was not measured is what the library has."""
+    ways = [[each for each in layers if each.backward == backward] for backward in (False, True)]
+    (launches, forward), (more_launches, both) = map(fit_parallel, ways)
+    (torch_launches, torch_forward), (more_torch_launches, torch_both) = map(fit_torch, ways)
+    steps, torch_steps = ["{"], ["{"]
     for kind, name in KINDS.items():
-        # Where the backward pass was measured alone, forward is no slower; where it was not, nothing is known of it.
-        known = {width: (forward.get((of, width), step), step) for (of, width), step in both.items() if of == kind}
-        cells = [f"{width}: {_of(*pair)}" for width, pair in known.items()]
-        lines.append(f'    "{name}": {{{", ".join(cells)}}},')
-    (launches, forward), (more_launches, both) = torch
-    lines += ["}", f"_TORCH_LAUNCHES = {_of(launches, more_launches)}", "_TORCH_STEPS = {"]
-    for kind, name in KINDS.items():
-        pairs = [_of(*steps[kind]) if kind in steps else "None" for steps in (forward, both)]
-        lines.append(f'    "{name}": ({", ".join(pairs)}),')
-    lines += ["}", ""]
+        before, cells = recurrent_cost._STEPS[name], []
+        measured = {width for of, width in (*forward, *both) if of == kind}
+        for width in sorted({*before, *measured}):
+            at = kind, width
+            # Where the backward pass was measured alone, forward is no slower; where it was never, nothing is known of it.
+            known = both.get(at, before[width][1] if width in before else None)
+            if known is not None:
+                earlier = before[width][0] if width in before else known
+                cells.append(f"{width}: {_of(forward.get(at, min(earlier, known)), known)}")
+        steps.append(f'    "{name}": {{{", ".join(cells)}}},')
+        pairs = zip((torch_forward, torch_both), recurrent_cost._TORCH_STEPS[name], strict=True)
+        torch_steps.append(f'    "{name}": ({", ".join(_of(*found.get(kind, kept)) for found, kept in pairs)}),')
+    return {
+        "_LAUNCHES": _of(launches, more_launches),
+        "_STEPS": "\n".join([*steps, "}"]),
+        "_TORCH_LAUNCHES": _of(torch_launches, more_torch_launches),
+        "_TORCH_STEPS": "\n".join([*torch_steps, "}"]),
+    }
+
+
+def written(source: str, found: Mapping[str, str]) -> str:
+    """The source of a module with other values of its constants."""
+    lines = source.splitlines(keepends=True)
+    for each in reversed(ast.parse(source).body):
+        target = (
+            each.target
+            if isinstance(each, ast.AnnAssign)
+            else each.targets[0]
+            if isinstance(each, ast.Assign)
+            else None
+        )
+        value = getattr(each, "value", None)
+        if isinstance(target, ast.Name) and target.id in found and isinstance(value, ast.expr):
+            head = lines[value.lineno - 1].encode()[: value.col_offset].decode()
+            lines[value.lineno - 1 : value.end_lineno] = [f"{head}{found[target.id]}\n"]
+    return "".join(lines)
+
+
+def report(layers: Sequence[Measured], found: Mapping[str, str]) -> str:
+    lines = [*(f"{name} = {value}" for name, value in found.items()), ""]
     for each in layers:
         s, ours = each.size, min(each.parallel)
         why = is_faster_in_parallel(KINDS[s.kind], s.T, s.B, s.H, backward=each.backward)[1]
@@ -158,8 +188,17 @@ def _of(*seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="files of recurrent.py")
+    parser.add_argument(
+        "--write", type=Path, nargs="?", const=Path(recurrent_cost.__file__), metavar="FILE",
+        help="put the constants in their place (default: in the library)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
-    print(report(measured([json.loads(path.read_text(encoding="utf-8")) for path in options.results])))
+    layers = measured([json.loads(path.read_text(encoding="utf-8")) for path in options.results])
+    found = constants(layers)
+    print(report(layers, found))
+    if options.write is not None:
+        source = options.write.read_text(encoding="utf-8")
+        options.write.write_text(written(source, found), encoding="utf-8")
     return 0
 
 

@@ -1,6 +1,6 @@
 """A model of an amplifier: an LSTM of 16 units learns what a clipping stage makes of a guitar, 32,768 samples at a time.
 
-    python examples/amplifier.py [--epochs N] [--minutes M] [--help]
+    python examples/amplifier.py [--data-dir DIR] [--epochs N] [--minutes M] [--help]
 
 The stage is a coupling capacitor, a resistor, and diodes to ground, one in one direction and two in the other, beside a small capacitor
 and the load. The coupling capacitor charges through the diodes and discharges through the load, over hundreds of samples: loud notes
@@ -13,14 +13,17 @@ Shapes: N sequences, T samples, B rows of a batch.
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deeppcr_paper.store import write_bytes
 from training import Task, options, train
 
 UNITS = 16
@@ -103,9 +106,23 @@ def error_to_signal(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum(-1) / targets.square().sum(-1)
 
 
-def task_of(count: int, tested: int, samples: int, seed: int) -> Task:
-    volts = plucks(count + tested, samples, seed)
-    inputs, outputs = torch.from_numpy(volts), torch.from_numpy(simulate(volts))
+def sequences(count: int, samples: int, seed: int, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and what the stage gives for them, [N, T] each: kept in a folder, where one is given, since it takes a minute to simulate them."""
+    path = None if folder is None else folder / f"amplifier-{count}-{samples}-{seed}.npz"
+    if path is not None and path.exists():
+        with np.load(path) as kept:
+            return kept["inputs"], kept["outputs"]
+    inputs = plucks(count, samples, seed)
+    outputs = simulate(inputs)
+    if path is not None:
+        content = io.BytesIO()
+        np.savez(content, inputs=inputs, outputs=outputs)
+        write_bytes(path, content.getvalue())
+    return inputs, outputs
+
+
+def task_of(count: int, tested: int, samples: int, seed: int, folder: Path | None = None) -> Task:
+    inputs, outputs = map(torch.from_numpy, sequences(count + tested, samples, seed, folder))
     return Task(
         model=Amplifier,
         loss=lambda found, wanted: error_to_signal(found, wanted).mean(),
@@ -118,11 +135,12 @@ def task_of(count: int, tested: int, samples: int, seed: int) -> Task:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options("An amplifier by an LSTM.", "amplifier", epochs=30, batch=4, rate=5e-3)
+    parser.add_argument("--data-dir", type=Path, help="folder in which simulated sequences are kept")
     parser.add_argument("--samples", type=int, default=32_768, help="of a sequence")
     parser.add_argument("--sequences", type=int, default=128, help="to train with")
     parser.add_argument("--tested", type=int, default=8, help="sequences to test with")
     given = parser.parse_args(arguments)
-    train(task_of(given.sequences, given.tested, given.samples, given.seed), given)
+    train(task_of(given.sequences, given.tested, given.samples, given.seed, given.data_dir), given)
     return 0
 
 

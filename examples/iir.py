@@ -1,6 +1,6 @@
 """A recursive (IIR) filter: ``scipy.signal.lfilter(b, a, x, axis=0)`` in parallel over the samples, with gradients.
 
-The recursion of order p is linear in its last p outputs: ``deeppcr.linear.solve`` with one p x p block for all samples.
+The recursion of order p is linear in its last p outputs: one p x p block for all samples, which ``deeppcr.linear.lfilter`` makes.
 Parallel pays on a GPU for signals of thousands of samples, and where gradients of the coefficients are wanted, which
 scipy has not. It does not on a CPU without gradients, where scipy's loop in C is hard to beat.
 High orders are better given as a cascade of biquads, here as everywhere.
@@ -12,25 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from compare import DEVICE, compare
-from deeppcr import linear
-
-
-def lfilter(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
-    """The filter with numerator b and denominator a along the first dimension of x [L, *batch]; starts at rest."""
-    b, a = b / a[0], a / a[0]
-    driven = b[0] * x
-    for k in range(1, min(len(b), len(x))):
-        driven[k:] += b[k] * x[:-k]
-    order = len(a) - 1
-    if order == 0:
-        return driven
-    # The state is y_l, ..., y_{l-p+1}: the first row makes a new output, the others move the old ones on.
-    block = torch.cat([-a[None, 1:], torch.eye(order, dtype=a.dtype, device=a.device)[:-1]])
-    rhs = pad(driven.unsqueeze(-1), (0, order - 1))
-    return linear.solve(linear.Dense(block.expand(len(x), order, order)), rhs)[..., 0]
+from deeppcr.linear import lfilter
 
 
 def lfilter_by_loop(b: Tensor, a: Tensor, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""One model trained twice from the same seed, by ``torch.nn`` and after ``deeppcr.nn.convert``: the same batches, step by step, side by side.
+"""One model trained from the same seed by ``torch.nn`` and after ``deeppcr.nn.convert``: the same batches, step by step, side by side.
 
+Beside them ``torch.nn`` again, with the sequences in another order: what losses differ by where nothing but chance is another.
 A run can be stopped at any time: the same command goes on from the last checkpoint, on a CPU as if it had never been stopped, bit by bit.
 
 Shapes: N sequences, T steps, B rows of a batch.
@@ -13,10 +14,11 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ import deeppcr.nn
 from deeppcr_paper.store import as_json, now, session, write, write_bytes
 
 SIDES = ("torch", "deeppcr")
+#: By ``torch.nn`` from the same weights, the sequences in another order.
+REORDERED = "reordered"
+#: Losses are compared by their means over so many parts of a training.
+PARTS = 10
 #: Arguments that change no number of a training: it may go on with others.
 FREE = ("minutes", "every", "out", "device", "data_dir")
 #: Of all steps, so many are a warm-up.
@@ -66,6 +72,10 @@ def options(about: str, name: str, *, epochs: int, batch: int, rate: float) -> a
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of weights and sequences")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many; the same command goes on")
+    parser.add_argument(
+        "--spread", action=argparse.BooleanOptionalAction, default=True,
+        help="train torch.nn once more, the sequences in another order: by how much losses differ anyway",
+    )  # fmt: skip
     parser.add_argument("--every", type=int, default=50, help="steps between two lines of the table")
     out = Path("results") / "trainings" / f"{name}.json"
     parser.add_argument("--out", type=Path, default=out, help="losses and times; the checkpoint is beside it")
@@ -73,7 +83,7 @@ def options(about: str, name: str, *, epochs: int, batch: int, rate: float) -> a
 
 
 def train(task: Task, given: argparse.Namespace) -> dict[str, Any]:
-    """Train both sides to the end or for as long as there is time, from the checkpoint where there is one.
+    """Train all sides to the end or for as long as there is time, from the checkpoint where there is one.
 
     Returns:
         what is written: of each side the losses and milliseconds of all steps, how its solves ended, and the scores after each epoch
@@ -86,26 +96,27 @@ def train(task: Task, given: argparse.Namespace) -> dict[str, Any]:
     per_epoch = len(sequences) // given.batch
     if per_epoch == 0:
         raise ValueError(f"--batch: expected at most the {len(sequences)} sequences there are, got {given.batch}")
-    sides = {name: Side(name, task, given.seed, device, dtype) for name in SIDES}
+    sides = {name: Side(name, task, given.seed, device, dtype) for name in (*SIDES, *[REORDERED] * given.spread)}
     record = {
         "settings": as_json({name: value for name, value in vars(given).items() if name not in FREE}),
         "measure": task.measure,
         "steps": given.epochs * per_epoch,
         "done": 0,
         "scores": [],
-        "sides": {name: {"losses": [], "milliseconds": [], "solves": {}} for name in SIDES},
+        "sides": {name: {"losses": [], "milliseconds": [], "solves": {}} for name in sides},
         "sessions": [],
     }
     checkpoint = given.out.with_suffix(".partial")
     if checkpoint.exists():
         record = _load(checkpoint, record["settings"], sides, device)
     record["sessions"].append(session(device))
-    print(f"{'step':>8}" + "".join(f"{kind + ' ' + name:>14}" for kind in ("loss", "ms") for name in SIDES))
+    print(f"{'step':>8}" + "".join(f"{kind + ' ' + name:>16}" for kind in ("loss", "ms") for name in sides))
     while record["done"] < record["steps"] and time.monotonic() - begun < 60 * given.minutes:
         step = record["done"]
-        rows = rows_of(step, len(sequences), given.batch, given.seed).to(device)
         rate = given.rate * rate_at(step, record["steps"])
-        for name, side in sides.items():
+        for name, side in in_turn(sides, step):
+            order = given.seed + (name == REORDERED)
+            rows = rows_of(step, len(sequences), given.batch, order).to(device)
             side.step(sequences[rows], targets[rows], rate, record["sides"][name])
         record["done"] = step + 1
         if record["done"] % per_epoch == 0:
@@ -161,6 +172,13 @@ class Side:
         return torch.cat(scores).double().mean().item()
 
 
+def in_turn(sides: dict[str, Side], step: int) -> list[tuple[str, Side]]:
+    """Each is the first as often as any other: what one leaves behind, in caches say, comes to all."""
+    every = list(sides.items())
+    first = step % len(every)
+    return every[first:] + every[:first]
+
+
 def rows_of(step: int, count: int, batch: int, seed: int) -> Tensor:
     """The batch of a step, [B]: of the step's number and the seed alone, so that nothing else has to be kept to go on."""
     epoch, at = divmod(step, count // batch)
@@ -209,16 +227,42 @@ def _line(record: dict[str, Any], every: int) -> str:
     """The losses of the last step, and the median times since the last line."""
     sides = record["sides"].values()
     numbers = [side["losses"][-1] for side in sides] + [median(side["milliseconds"][-every:]) for side in sides]
-    return f"{record['done']:>8}" + "".join(f"{each:>14.6g}" for each in numbers)
+    return f"{record['done']:>8}" + "".join(f"{each:>16.6g}" for each in numbers)
+
+
+def parts_of(losses: Sequence[float]) -> list[float]:
+    """Their means over the parts of a training; of a short one, each by itself.
+
+    >>> parts_of([3.0, 1.0] * 10)
+    [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    count = min(PARTS, len(losses))
+    ends = [len(losses) * part // count for part in range(count + 1)]
+    return [fmean(losses[begin:end]) for begin, end in pairwise(ends)]
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """By which factor the losses of two trainings differ, in its logarithm: the mean over the parts."""
+    return fmean(abs(math.log(a / b)) for a, b in zip(parts_of(one), parts_of(other), strict=True))
 
 
 def _summary(record: dict[str, Any], out: Path) -> str:
-    lines = [f"{record['done']} of {record['steps']} steps, written to {out}"]
+    lines, sides = [f"{record['done']} of {record['steps']} steps, written to {out}"], record["sides"]
     if record["done"]:
-        times = ", ".join(f"{name} {median(side['milliseconds']):.4g}" for name, side in record["sides"].items())
+        parts = {name: parts_of(side["losses"]) for name, side in sides.items()}
+        lines.append(f"losses, means of {len(parts['torch'])} parts of the training:")
+        lines += [f"{name:>12}" + "".join(f"{each:>10.4g}" for each in means) for name, means in parts.items()]
+        ours = apart(sides["deeppcr"]["losses"], sides["torch"]["losses"])
+        spread = ""
+        if REORDERED in sides:
+            spread = (
+                f"; those of torch in another order {apart(sides[REORDERED]['losses'], sides['torch']['losses']):.2g}"
+            )
+        lines.append(f"losses of deeppcr are {ours:.2g} apart from those of torch (mean of |log|){spread}")
+        times = ", ".join(f"{name} {median(side['milliseconds']):.4g}" for name, side in sides.items())
         lines.append(f"milliseconds of a step, median of all: {times}")
-        lines.append(f"solves in parallel ended so: {record['sides']['deeppcr']['solves']}")
+        lines.append(f"solves in parallel ended so: {sides['deeppcr']['solves']}")
     for scores in record["scores"][-1:]:
-        both = ", ".join(f"{name} {scores[name]:.4f}" for name in SIDES)
-        lines.append(f"{record['measure']} on the test set after step {scores['step']}: {both}")
+        each = ", ".join(f"{name} {scores[name]:.4f}" for name in sides)
+        lines.append(f"{record['measure']} on the test set after step {scores['step']}: {each}")
     return "\n".join(lines)

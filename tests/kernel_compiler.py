@@ -19,11 +19,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from deeppcr import linear
-from deeppcr.linear.kernels import block_diagonal, dense, diagonal, lookback, recurrence
+from deeppcr.linear.kernels import biquad, block_diagonal, dense, diagonal, lookback, recurrence
 from deeppcr.nn import adjoint, forward
 
 HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 found: list[dict] = []
 #: All sizes that differ in how they are compiled, or some that reach every kernel in each of its forms, of which one is compiled further than read.
 EVERY = "all" in sys.argv
@@ -82,7 +82,7 @@ def caught(kernel, programs, arguments, constants, *, warps, integers=(), regist
         compile_for(kernel, arguments, constants, {"num_warps": warps} | ({"maxnreg": registers} if registers else {}))
 
 
-for module in (block_diagonal, dense, diagonal, lookback, recurrence, adjoint, forward):
+for module in (biquad, block_diagonal, dense, diagonal, lookback, recurrence, adjoint, forward):
     module.launch = caught
 forward.Report.passes_taken = lambda report: [2]
 of: dict = {}
@@ -107,6 +107,15 @@ def scans():
         block_diagonal.solve_coupled(linear.BlockDiagonal(data), rhs)
 
 
+def filters():
+    for of["channels"], length, dtype in (
+        ((64, 2**19, torch.float32), (3, 20, torch.float64)) if EVERY else ((64, 2**19, torch.float32),)
+    ):
+        x = torch.empty(1, of["channels"], dtype=dtype).expand(length, -1)
+        with mock.patch.object(torch, "empty_like", lambda like, **_: like):
+            biquad.run(torch.empty(5, dtype=torch.float64), x, reverse=True)
+
+
 def networks():
     kinds = ((3, "tanh", 2), (32, "sigmoid", 1), (64, "relu", 1), (128, "relu", 1))
     for of["width"], activation, skip in kinds if EVERY else (kinds[0], kinds[3]):
@@ -121,6 +130,6 @@ def networks():
                 adjoint.adjoint(weight, x, torch.empty(blocks, 1, width), layers)
 
 
-for of in ({"family": "dense"}, {"family": "scans"}, {"family": "networks"}):
-    {"dense": dense_systems, "scans": scans, "networks": networks}[of["family"]]()
+for of in ({"family": "dense"}, {"family": "scans"}, {"family": "filters"}, {"family": "networks"}):
+    {"dense": dense_systems, "scans": scans, "filters": filters, "networks": networks}[of["family"]]()
 json.dump(found, sys.stdout)

@@ -35,7 +35,7 @@ def record(fit):
         H = width // 2 if kind == "LSTM" else width
         for T in (64, 8192, 32768):
             for B in (1, 8):
-                for way in (fit.FORWARD, fit.BOTH):
+                for way in ("forward", fit.BOTH):
                     twice = 1 + (way == fit.BOTH)
                     ours = twice * (LAUNCHES + STEPS[kind, width] * T * B)
                     one, more = TORCH_STEPS[kind]
@@ -90,15 +90,42 @@ def test_tables_are_printed_as_they_stand_in_the_library(fit, tmp_path, capsys):
     for name in ("_LAUNCHES", "_STEPS", "_TORCH_LAUNCHES", "_TORCH_STEPS"):
         assert type(found[name]) is type(getattr(recurrent_cost, name))
     assert found["_LAUNCHES"] == (0.001, 0.002)
-    assert found["_STEPS"]["GRU"] == {8: (4e-9, 8e-9), 32: (2e-8, 4e-8)}
+    kept = recurrent_cost._STEPS["GRU"]
+    assert found["_STEPS"]["GRU"] == kept | {8: (4e-9, 8e-9), 32: (2e-8, 4e-8)}
+    assert list(found["_STEPS"]["GRU"]) == sorted(found["_STEPS"]["GRU"])
     assert found["_TORCH_STEPS"]["LSTM"][1] == (1.2e-6, 0.04e-6)
     assert len(layers.splitlines()) == 48
     assert "of the faster way" in layers
 
 
-def test_a_width_of_one_direction_says_what_it_can(fit):
+def test_what_was_not_measured_stays(fit, monkeypatch):
     layers = fit.measured([record(fit)])
+    before = {"RNN_TANH": {}, "GRU": {64: (7e-9, 9e-9)}, "LSTM": {}}
+    monkeypatch.setattr(fit.recurrent_cost, "_STEPS", before)
     forward = [each for each in layers if each.backward or (each.size.kind, each.size.H) != ("GRU", 32)]
-    assert '"GRU": {8: (4e-09, 8e-09), 32: (4e-08, 4e-08)}' in fit.report(forward)  # forward it is no slower
+    found = fit.constants(forward)["_STEPS"]
+    assert '"GRU": {8: (4e-09, 8e-09), 32: (4e-08, 4e-08), 64: (7e-09, 9e-09)}' in found  # forward it is no slower
     backward = [each for each in layers if not each.backward or (each.size.kind, each.size.H) != ("GRU", 32)]
-    assert '"GRU": {8: (4e-09, 8e-09)}' in fit.report(backward)
+    assert '"GRU": {8: (4e-09, 8e-09), 64: (7e-09, 9e-09)}' in fit.constants(backward)["_STEPS"]
+    gru = [each for each in layers if each.size.kind == "GRU"]
+    assert f'"LSTM": {fit.recurrent_cost._TORCH_STEPS["LSTM"]}' in fit.constants(gru)["_TORCH_STEPS"]
+
+
+def test_constants_are_put_in_their_place(fit, tmp_path):
+    """All else of the module stays, its comments too."""
+    from deeppcr.nn import recurrent_cost
+
+    results, module = tmp_path / "recurrent.json", tmp_path / "recurrent_cost.py"
+    results.write_text(json.dumps(record(fit)))
+    module.write_text(Path(recurrent_cost.__file__).read_text())
+    before = module.read_text()
+    assert fit.main([str(results), "--write", str(module)]) == 0
+    found = {"__name__": "recurrent_cost"}
+    exec(module.read_text(), found)
+    assert found["_LAUNCHES"] == (0.001, 0.002)
+    assert found["_TORCH_STEPS"]["LSTM"][1] == (1.2e-6, 0.04e-6)
+    assert found["_STEPS"]["GRU"][32] == (2e-8, 4e-8)
+    comments = [line for line in before.splitlines() if line.startswith(("#", "def", "    "))]
+    kept = module.read_text().splitlines()
+    assert all(line in kept for line in comments if '": {' not in line and '": ((' not in line)
+    assert module.read_text() != before

@@ -20,6 +20,7 @@ SMALL = 99 * 1024
 FAMILIES = {
     "dense": (128, {"_reduce", "_substitute", "_miss", "_add", "reduce_wide", "substitute_wide"}),
     "scans": (0, {"_reduce", "_sweep", "_clear", "_solve", "_repair"}),
+    "filters": (0, {"_walk", "_join"}),
     "networks": (
         64,
         {"roll", "gather", "spread", "roll_wide", "correct_wide"}

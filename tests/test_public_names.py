@@ -12,7 +12,7 @@ NAMES = {
         diffusion distributed fuse linear nn predict rowwise scan solve with_history
     """,
     "deeppcr.linear": """
-        PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar solve solve_coupled
+        PCR Auto BlockDiagonal Blocks Dense Diagonal ForwardSubstitution Fused Hierarchical LinearSolver Scalar lfilter solve solve_coupled
     """,
     "deeppcr.distributed": "RankError gather shard",
     "deeppcr.fuse": "source",

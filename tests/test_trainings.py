@@ -79,9 +79,9 @@ def test_going_on_is_as_if_it_had_never_stopped(run, examples, name, monkeypatch
     step, taken = training.Side.step, []
 
     def killed(side, *arguments):
-        """In the fifth step, between the two sides; checkpoints are written after every step."""
+        """In the fifth step, between two of three sides; checkpoints are written after every step."""
         taken.append(side.name)
-        if len(taken) == 10:
+        if len(taken) == 14:
             raise KeyboardInterrupt
         step(side, *arguments)
 
@@ -94,13 +94,44 @@ def test_going_on_is_as_if_it_had_never_stopped(run, examples, name, monkeypatch
     code, resumed = run(name, "--epochs", "2", "--minutes", "0")
     assert (code, resumed["done"]) == (0, 4)
     resumed = run(name, "--epochs", "2")[1]
-    for side in ("torch", "deeppcr"):
+    for side in ("torch", "deeppcr", "reordered"):
         assert resumed["sides"][side]["losses"] == whole["sides"][side]["losses"]
     assert resumed["scores"] == whole["scores"]
     assert [each["versions"]["deeppcr"] for each in resumed["sessions"]] == [deeppcr.__version__] * 3
     printed = capsys.readouterr().out
     assert "4 of 6 steps" in printed
     assert printed.split()[:5] == ["step", "loss", "torch", "loss", "deeppcr"]
+
+
+def test_another_order_is_what_losses_differ_by_anyway(run, examples, capsys):
+    """The same weights, other batches; and what two trainings differ by is told beside it."""
+    _, record = run("amplifier", "--epochs", "2")
+    torch_, ours, reordered = (np.array(record["sides"][name]["losses"]) for name in ("torch", "deeppcr", "reordered"))
+    assert len(reordered) == 6
+    assert (abs(reordered - torch_) > 1e-3 * torch_).any()
+    training = examples("training")
+    assert 0 < training.apart(ours, torch_) < 1e-2 * training.apart(reordered, torch_)
+    printed = capsys.readouterr().out
+    assert "those of torch in another order" in printed
+    assert "loss reordered" in printed
+    _, record = run("amplifier", "--epochs", "1", "--no-spread", out="two.json")
+    assert list(record["sides"]) == ["torch", "deeppcr"]
+    assert "another order" not in capsys.readouterr().out
+
+
+def test_losses_are_compared_by_parts(examples):
+    training = examples("training")
+    losses = [float(number) for number in range(1, 26)]
+    assert training.parts_of(losses) == [1.5, 4, 6.5, 9, 11.5, 14, 16.5, 19, 21.5, 24]
+    assert training.parts_of(losses[:3]) == [1, 2, 3]
+    assert training.apart([2 * loss for loss in losses], losses) == pytest.approx(np.log(2))
+    assert training.apart(losses, [2 * loss for loss in losses]) == pytest.approx(np.log(2))
+
+
+def test_every_side_is_the_first_as_often(examples):
+    sides = dict.fromkeys("abc")
+    turns = ["".join(name for name, _ in examples("training").in_turn(sides, step)) for step in range(4)]
+    assert turns == ["abc", "bca", "cab", "abc"]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(run):
@@ -115,7 +146,7 @@ def test_a_batch_larger_than_all_there_is_is_refused(run):
 
 
 def test_a_loss_that_is_not_finite_ends_it(run):
-    with pytest.raises(FloatingPointError, match="loss of torch is nan at step 2"):
+    with pytest.raises(FloatingPointError, match=r"loss of \w+ is nan at step 2"):
         run("amplifier", "--rate", "nan")
 
 
@@ -210,6 +241,17 @@ def test_plucks_and_rows(examples, samples):
     assert (volts == amplifier.plucks(3, samples, seed=0)).all()
     together = amplifier.simulate(volts)
     assert np.allclose(together[1:2], amplifier.simulate(volts[1:2]), rtol=0, atol=1e-11)
+
+
+def test_sequences_are_simulated_once(examples, tmp_path, monkeypatch):
+    amplifier, folder = examples("amplifier"), tmp_path / "kept"
+    made = amplifier.sequences(3, 40, 1, folder)
+    monkeypatch.setattr(amplifier, "simulate", lambda volts: pytest.fail("it is known"))
+    again = amplifier.sequences(3, 40, 1, folder)
+    assert all((one == other).all() for one, other in zip(made, again, strict=True))
+    monkeypatch.undo()
+    assert amplifier.sequences(3, 40, 2, folder)[0].tolist() != made[0].tolist()
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_values_that_cannot_be_simulated_are_refused(examples):

@@ -54,6 +54,28 @@ def test_random_configurations_are_as_exact_as_pytorch(seed, device):
         assert found <= 3 * max(theirs, LEAST[torch.float32])
 
 
+@pytest.mark.gpu
+def test_initial_states_that_nobody_gave_are_made_once(device):
+    """And belong to who made them: a stream, a graph of the caller, a module."""
+    if device.type != "cuda":
+        pytest.skip("on a CPU they are made anew")
+    module, x = ours.LSTM(3, 4, mode="parallel", device=device), torch.randn(9, 2, 3, device=device)
+    with torch.inference_mode():  # a backward pass may keep them all the same
+        module(x)
+    first = module._starts(None, 2, x)
+    assert all(one is other and not one.any() for one, other in zip(first, module._starts(None, 2, x), strict=True))
+    module(x)[0].sum().backward()
+    assert module._starts(None, 3, x)[0].shape == (1, 3, 4)
+    assert module._starts(None, 2, x.double())[0].dtype == torch.float64
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert module._starts(None, 2, x)[0] is not first[0]
+    assert module._starts(None, 2**16, x)[0] is not module._starts(None, 2**16, x)[0]  # large ones are not kept
+    assert "_zeros" not in copy.deepcopy(module).__dict__
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert module._starts(None, 2, x)[0] is not first[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [1, 63, 65])
 def test_solves_converge(kind, steps, device):

@@ -72,6 +72,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
                 sweep(passes, passes == 0, False)
                 join(run, (starts, ends, sizes, products, *maps), notes, chunks, passes, _PASSES, tolerance)
         sweep(_PASSES if chunks > 1 else 0, False, True)
+        outputs.sum_up(memory)
 
     run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
     return of_initial, outputs.of_bases(run, memory)

@@ -8,8 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launch import cdiv, launch
+from . import support
 from .bound import BoundKernels
 from .parts import Leaf
+
+#: What is the same for all steps and rows.
+_OF_ALL = (False, False)
+#: Of a program that sums it: parts at a time, columns, and warps.
+_PARTS, _COLUMNS, _WARPS = 64, 32, 4
 
 
 class Outputs:
@@ -80,7 +87,7 @@ class Outputs:
         return shape.outputs
 
     def memory(self, run: BoundKernels, chunks: int) -> list[Tensor]:
-        """Tensors to be written: of bases, and [steps or chunks, rows, numbers] to be summed."""
+        """Tensors to be written: of bases, [steps or chunks, rows, numbers] to be summed, and the sum of what is the same for all."""
         found = []
         for index, whole in self._direct.items():
             base = run.bases[index]
@@ -89,20 +96,37 @@ class Outputs:
             parts = self._length if per_step else chunks
             new = torch.zeros if self._added and run.shape.tiled else torch.empty
             found.append(new(parts, self._batch, size, dtype=run.program.dtype, device=run.device))
+        if _OF_ALL in self._summed:
+            found.append(torch.empty(self._summed[_OF_ALL], dtype=run.program.dtype, device=run.device))
         return found
 
     def pointers(self, run: BoundKernels, memory: list[Tensor]) -> list[Tensor]:
         """Of every leaf the tensor that it is written to."""
-        where = dict(zip((*self._direct, *self._summed), memory, strict=True))
+        where = self._where(memory)
         return [run.initial if slot is None else where[slot] for slot in self._slots]
+
+    def _where(self, memory: list[Tensor]) -> dict[int | tuple[bool, bool], Tensor]:
+        """By base, and by which sum."""
+        return dict(zip((*self._direct, *self._summed), memory, strict=False))
+
+    def sum_up(self, memory: list[Tensor]) -> None:
+        """What is the same for all steps and rows: by a kernel, which is launched with all others."""
+        size = self._summed.get(_OF_ALL)
+        if size is not None:
+            written = self._where(memory)[_OF_ALL]
+            arguments = (written, memory[-1], written.shape[0] * written.shape[1], size)
+            integers = (written.dtype, written.numel() >= 2**31)
+            launch(
+                support.sum_parts, cdiv(size, _COLUMNS), arguments, (_PARTS, _COLUMNS), warps=_WARPS, integers=integers
+            )
 
     def of_bases(self, run: BoundKernels, memory: list[Tensor]) -> list[Tensor | None]:
         """One for each base, in its shape."""
         found: dict[int, Tensor] = dict(zip(self._direct, memory, strict=False))
         sums = {}
-        for kind, written in zip(self._summed, memory[len(self._direct) :], strict=True):
+        for kind, written in zip(self._summed, memory[len(self._direct) :], strict=False):
             over = [dim for dim, each in enumerate(kind) if not each]
-            sums[kind] = written.sum(over) if over else written
+            sums[kind] = memory[-1] if kind == _OF_ALL else written.sum(over) if over else written
         for index, (kind, begin) in self._places.items():
             base = run.bases[index]
             if index in self._views:  # in one view instead of two

@@ -107,3 +107,16 @@ def note(
     tl.atomic_add(unsettled + limit + 1, tl.sum((alive & (enough | floored) & (hidden > 0)).to(tl.int32), 0))
     left = inside & ~(enough | floored)
     tl.atomic_add(unsettled + passes, tl.sum(left.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "size"])
+def sum_parts(written, total, parts, size, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[parts, size] to [size]: some columns a program, so many parts of them at a time."""
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    found = tl.zeros((PARTS, COLUMNS), written.dtype.element_ty)
+    for first in range(0, parts, PARTS):
+        at = (first + tl.arange(0, PARTS)).to(tl.int64)
+        there = (at < parts)[:, None] & inside[None, :]
+        found += tl.load(written + at[:, None] * size + column[None, :], mask=there, other=0.0)
+    tl.store(total + column, tl.sum(found, 0), mask=inside)

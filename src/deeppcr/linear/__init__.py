@@ -2,6 +2,7 @@
 
 from .auto import Auto
 from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
+from .filters import lfilter
 from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
@@ -21,6 +22,7 @@ __all__ = [
     "Hierarchical",
     "LinearSolver",
     "Scalar",
+    "lfilter",
     "solve",
     "solve_coupled",
 ]

@@ -15,7 +15,7 @@ from .torch_like import GRU, LSTM, RNN
 _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM, nn.Sequential: Sequential}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 #: What we add to a module of ``torch.nn``.
-_ADDED = ("run_mode", "newton", "_passed", "_cells", "_known")
+_ADDED = ("run_mode", "newton", "_passed", "_cells", "_known", "_zeros")
 #: Layers that keep the shape of what they are given, as far as they can be put one after the other, draw no random numbers, and treat the
 #: rows of a batch independently.
 _PLAIN = (

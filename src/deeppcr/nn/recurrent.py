@@ -5,6 +5,7 @@ Shapes: T steps, B rows, F features of the input, H the hidden size (P where out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,9 +16,10 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from ..bounded import Bounded
 from ..distributed.ranks import Ranks, Trouble
 from ..newton import USUAL, Loop, Newton
-from ..runtime import outside_of_graph, unseen_by_compiler
+from ..runtime import is_capturing, outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton
@@ -27,6 +29,8 @@ from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .report import looped
 
 _AS_IT_IS = nullcontext()
+#: Initial states that are kept: how many, and of how many numbers at most.
+_MOST_ZEROS, _SMALL = 16, 2**16
 
 
 class Recurrent(OperatedRecurrent):
@@ -51,6 +55,8 @@ class Recurrent(OperatedRecurrent):
     _passed: tuple[Solution, ...] | tuple[int, int, torch.device, str] = ()
     #: By layer and direction, and whether it restarts: the weights that a cell was made of, and the cell.
     _cells: dict[tuple[int, bool], tuple[tuple[Tensor, ...], Any]] | None = None
+    #: Initial states that nobody gave, by what they are like: nobody writes to them.
+    _zeros: Bounded | None = None
 
     def __init__(self, *args: Any, mode: Mode = "auto", newton: Newton | None = None, **options: Any):
         super().__init__(*args, **options)
@@ -218,8 +224,26 @@ class Recurrent(OperatedRecurrent):
     def _starts(self, hx: Any, rows: int, like: Tensor) -> tuple[Tensor, ...]:
         """The initial states as a tuple, [K, B, H] each."""
         if hx is None:
-            return tuple([like.new_zeros(len(self._all_weights), rows, width) for width in self._widths()])
+            count = len(self._all_weights)
+            return tuple([self._nothing((count, rows, width), like) for width in self._widths()])
         return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+    def _nothing(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros. On a GPU the same again: to have them filled takes longer than a kernel of a short pass."""
+        # What a compiler, an observer or a graph of the caller sees is made anew, and belongs to it.
+        alone = type(like) is Tensor and like.is_cuda and not torch.compiler.is_compiling()
+        if not alone or torch._C._len_torch_dispatch_stack() or is_capturing(like.device) or math.prod(shape) > _SMALL:
+            return like.new_zeros(shape)
+        kept = self._zeros
+        if kept is None:
+            kept = self.__dict__["_zeros"] = Bounded(_MOST_ZEROS)
+        # On another stream they might be read before they are filled.
+        kind = *shape, like.dtype, like.device, torch._C._cuda_getCurrentRawStream(like.get_device())
+        found = kept.get(kind)
+        if found is None:
+            with torch.inference_mode(False):  # which a backward pass may keep
+                kept.put(kind, found := torch.zeros(shape, dtype=like.dtype, device=like.device))
+        return found
 
     @staticmethod
     def _nested(leaves: tuple[Tensor, ...]) -> Any:
@@ -343,7 +367,7 @@ class Recurrent(OperatedRecurrent):
         """Of a copy, or what is written to a file: how a pass went, and cells, are no part of a module."""
         inherited: Any = getattr(super(), "__getstate__", None)
         state = dict(self.__dict__ if inherited is None else inherited())
-        for name in ("_passed", "_cells", "_known"):
+        for name in ("_passed", "_cells", "_known", "_zeros"):
             state.pop(name, None)
         return state
 
