@@ -269,11 +269,13 @@ class _Operators:
             if other is None:
                 return slow(left, right)
             mine, theirs = left.handle.data, other.handle.data
-            key = left.dtype.name, other.dtype.name, mine.dtype, theirs.dtype, id(left.shape), id(other.shape)
+            kinds = left.dtype.name, other.dtype.name
+            # What a comparison gave, the interpreter still labels as what was compared.
+            key = *kinds, left.handle.dtype.name, mine.dtype, theirs.dtype, id(left.shape), id(other.shape)
             if key in known:
                 return made(function(mine, theirs), known[key])
             result = slow(left, right)
-            if any(family.issuperset(key[:2]) for family in families):
+            if any(family.issuperset(kinds) for family in families):
                 known[key] = self.template(result)
             return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
@@ -112,7 +112,7 @@ class _AsWritten:
 
     lock = threading.Lock()
     count = 0
-    undo = ExitStack()
+    stance: Any = None
 
 
 @contextmanager
@@ -127,9 +127,7 @@ def as_written() -> Iterator[None]:
         with _AsWritten.lock:
             _AsWritten.count += 1
             if _AsWritten.count == 1:
-                # Before PyTorch asks how to run a function, it refuses what is being traced.
-                _AsWritten.undo.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
-                _AsWritten.undo.enter_context(torch.compiler.set_stance("force_eager"))
+                _AsWritten.stance = torch.compiler.set_stance("force_eager")
     try:
         yield
     finally:
@@ -137,7 +135,7 @@ def as_written() -> Iterator[None]:
             with _AsWritten.lock:
                 _AsWritten.count -= 1
                 if _AsWritten.count == 0:
-                    _AsWritten.undo.close()
+                    _AsWritten.stance.__exit__(None, None, None)
 
 
 class Watcher(TorchDispatchMode):

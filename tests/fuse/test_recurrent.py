@@ -122,7 +122,7 @@ def test_gradients_of_a_single_row_are_not_summed_over_rows(kind, hidden, device
     module(x, mode="parallel")
     found = module(x, mode="parallel")
     agree(found, plain(x) if plain is not module else module(x, mode="sequential"), module, plain, x)
-    assert len(written) == 2  # once to see whether the kernels fit
+    assert len(written) == 3  # once to see whether the kernels fit, and once to compile them ahead
     assert all(not per_step for outputs in written for per_step, _ in outputs._summed)
 
 

@@ -389,7 +389,7 @@ def test_cotangents_of_tensors_that_leaves_share(device):
     compare(step, normal(2, 3, device=device), normal(9, 4, device=device), [], chunk=4)
 
 
-def test_cotangents_of_what_steps_share_are_one_sum(device):
+def test_cotangents_of_what_steps_share_are_summed_by_the_kernels(device):
     """Of several tensors, of parts of one, and of one that rows have each: compared, and then counted."""
     weights, pair = [normal(3, device=device) for _ in range(2)], normal(2, 3, device=device)
     step = lambda z: weights[0] * torch.sin(weights[1] * z) + pair[0] * torch.cos(pair[1] * z)  # noqa: E731
@@ -397,7 +397,7 @@ def test_cotangents_of_what_steps_share_are_one_sum(device):
     run, found = fused.run(), fused.solve(4)
     with torch.profiler.profile() as profile:
         pull_back(run, found.states, torch.ones_like(found.states), 4)
-    assert [event.count for event in profile.key_averages() if event.key == "aten::sum"] == [1]
+    assert [event.count for event in profile.key_averages() if event.key == "aten::sum"] == []
 
 
 def test_a_part_of_what_is_read_gets_zeros(device, poisoned_memory):

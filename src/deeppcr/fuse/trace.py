@@ -6,9 +6,10 @@ taken out of it. PyTorch differentiates the graph of the rest, so that its rules
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -168,7 +169,10 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
 
 def _without_mutations(function: Callable, *stand_ins: Tensor) -> fx.GraphModule:
     functional = torch.func.functionalize(function, remove="mutations")
-    with as_written():
+    # What the user compiled, PyTorch refuses to trace before it asks how to run it.
+    compiles = "torch._dynamo" in sys.modules
+    allowed = torch._dynamo.config.patch(error_on_nested_fx_trace=False) if compiles else nullcontext()
+    with as_written(), allowed:
         return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*stand_ins)
 
 
