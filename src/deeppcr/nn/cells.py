@@ -27,6 +27,9 @@ class Cell(Told):
 
     weight: Tensor
 
+    def __init__(self, weights: Weights):
+        self.weight = weights["weight_hh"]
+
     def told(self) -> tuple[Hashable, tuple[Tensor, ...]]:
         return None, (self.weight,)
 
@@ -37,7 +40,8 @@ class ElmanCell(Cell):
     activation: Callable[[Tensor], Tensor]
 
     def __init__(self, weights: Weights, activation: Callable[[Tensor], Tensor] = torch.tanh):
-        self.weight, self.activation = weights["weight_hh"], activation
+        super().__init__(weights)
+        self.activation = activation
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         return self.activation(gates + linear(h, self.weight))
@@ -57,7 +61,8 @@ class GRUCell(Cell):
     bias: Tensor | None
 
     def __init__(self, weights: Weights):
-        self.weight, self.bias = weights["weight_hh"], weights.get("bias_hh")
+        super().__init__(weights)
+        self.bias = weights.get("bias_hh")
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         to_reset, to_update, to_new = gates.chunk(3, -1)
@@ -81,7 +86,8 @@ class LSTMCell(Cell):
     projection: Tensor | None
 
     def __init__(self, weights: Weights):
-        self.weight, self.projection = weights["weight_hh"], weights.get("weight_hr")
+        super().__init__(weights)
+        self.projection = weights.get("weight_hr")
 
     def __call__(self, state: tuple[Tensor, Tensor], gates: Tensor) -> tuple[Tensor, Tensor]:
         h, c = state
@@ -98,9 +104,6 @@ class LSTMCell(Cell):
 
 class DiagonalGRUCell(Cell):
     """A GRU each of whose channels sees itself alone: recurrent weights [3, H] for reset, update, new."""
-
-    def __init__(self, weights: Weights):
-        self.weight = weights["weight_hh"]
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         to_reset, to_update, to_new = gates.chunk(3, -1)
@@ -119,7 +122,8 @@ class DiagonalLSTMCell(Cell):
     peephole: Tensor
 
     def __init__(self, weights: Weights):
-        self.weight, self.peephole = weights["weight_hh"], weights["weight_ch"]
+        super().__init__(weights)
+        self.peephole = weights["weight_ch"]
 
     def __call__(self, state: tuple[Tensor, Tensor], gates: Tensor) -> tuple[Tensor, Tensor]:
         h, c = state
