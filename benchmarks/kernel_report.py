@@ -253,7 +253,7 @@ _COLUMNS = {
 }
 _OTHERS = {"jax.lax.associative_scan": "JAX's scan", "Algorithm 1, captured": "Algorithm 1", "copy, captured": "copy"}
 #: Problems that a page leaves out: those of one kind, which have a line of their own, and widths between others.
-_NOT_SHOWN = {"suite": ("break-even",), "w": (8, 32, 128)}
+_NOT_SHOWN = {"suite": ("break-even",), "w": (4, 8, 32, 128)}
 
 
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
