@@ -273,13 +273,8 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
             call, captured, *_ = _cells(row)
             name = row.name.replace(" = ", "\u00a0=\u00a0")  # lines do not end inside "w = 4"
             lines.append(f"| {name} | {call} | {captured} | {' | '.join(_baselines(row))} |")
-    missed = [
-        f"{row.name}, {of} {number(1e3 * row.times[of]) if of in row.times else 'failed'} (target {number(1e3 * limit)})"
-        for row in found
-        for of, limit in row.limits.items()
-        if not row.met[of]
-    ]
-    lines += ["", f"Targets that were missed: {'; '.join(missed) or 'none'}."]
+    met = [held for row in found for held in row.met.values()]
+    lines += ["", f"{sum(met)} of {len(met)} targets of times were met; the text for a terminal lists them."]
     for claim in claims(found):
         limit = "" if claim.limit == float("inf") else f" (target {claim.limit:g}{'' if claim.met else ': missed'})"
         lines += [""] if not lines[-1].startswith("- ") else []

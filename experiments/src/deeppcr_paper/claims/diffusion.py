@@ -103,7 +103,7 @@ def _greatest(entries: Sequence[Entry], name: str, paper: float, what: str, said
 
     words, clock = {"what": what, "paper": said}, name == "over_loop"
     if clock and (auto := best("auto", "over_loop")):
-        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({_where(auto)}: {in_words(auto['seconds']['auto'])})"
+        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({in_words(auto['seconds']['auto'])})"
     if clock and (auto := best("auto", "over_graph")):
         words["loop"] = f"CUDA graph: defaults {times(auto['auto']['over_graph'])}"
     found = best("printed", name)
@@ -144,7 +144,7 @@ def distance(entries: Sequence[Entry]) -> Check:
         return Check(**words, printed="not measured", holds=OPEN)
     found = max(known, key=lambda entry: abs(entry["frechet"]["difference"]))
     size = plain(abs(found["frechet"]["difference"]))
-    words["defaults"] = f"at most {size} of {plain(found['frechet']['sequential'])} ({_where(found)})"
+    words["defaults"] = f"at most {size} of {plain(found['frechet']['sequential'])}"
     timed = [entry for entry in known if "printed" in entry]
     if not timed:
         return Check(**words, printed="not timed", holds=OPEN)
@@ -222,14 +222,14 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             known = {
                 key: entry["printed"][name] for key, entry in mine.items() if entry["printed"].get(name) is not None
             }
-            words = {"what": f"{kind}, {what}", "paper": "rows"}
+            words = {"what": f"{kind}, {what}", "paper": "all"}
             if not known:
                 return Check(**words, printed="not in this run", holds=OPEN)
             found, count = judge_all(rule, [(number, getattr(paper[key], theirs)) for key, number in known.items()])
             defaults = [entry["auto"][name] for entry in mine.values() if entry.get("auto", {}).get(name) is not None]
             form = plain if "error" in name else times if name == "over_loop" else "{:.1f}".format
             beside = f"{form(min(defaults))} to {form(max(defaults))}" if defaults else ""
-            return Check(**words, printed=f"{count} of {len(known)}", defaults=beside, holds=found, rule=rule)
+            return Check(**words, printed=f"{count} of {len(known)} rows", defaults=beside, holds=found, rule=rule)
 
         kind = "latents" if paper is LATENT else "pixels"
         return [

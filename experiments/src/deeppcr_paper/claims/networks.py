@@ -37,9 +37,9 @@ PAPER = {
     "sigmoid": {"forward": (None, 64), "backward": (None, None)},
 }
 _SAID = {
-    30.0: "more than 30× (0.55 s to 0.015 s)",
-    200.0: "200× (589 ms to 2.45 ms)",
-    64: "nearer to L = 64 than to 128",
+    30.0: "more than 30× (to 15 ms)",
+    200.0: "200× (to 2.45 ms)",
+    64: "nearer to 64 than to 128",
 }
 
 
@@ -147,7 +147,7 @@ def _growth(records: Sequence[Record], law: str) -> Check:
     """From the least to the greatest depth at the least width, where the paper sees its laws best."""
     linear = law == "linear"
     what = "eager loop, time against L" if linear else "DeepPCR, time against L"
-    paper = "in proportion" if linear else "logarithmic for the most part"
+    paper = "in proportion" if linear else "mostly logarithmic"
     least = min(record["w"] for record in records)
 
     def grown(column: str) -> tuple[float, int, int] | None:
@@ -171,11 +171,10 @@ def _growth(records: Sequence[Record], law: str) -> Check:
 
 def _best(records: Sequence[Record], way: str, factor: float) -> Check:
     found = {method: best(records, way, method, "loop") for method in METHODS}
-    said = {
-        method: f"{times(each[0])} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: {in_words(seconds(each[1], way, method) or 0)})"
-        for method, each in found.items()
-        if each
-    }
+    best_times = {method: in_words(seconds(each[1], way, method) or 0) for method, each in found.items() if each}
+    said = {method: f"{times(each[0])} ({best_times[method]})" for method, each in found.items() if each}
+    if each := found["printed"]:
+        said["printed"] = f"{times(each[0])} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: {best_times['printed']})"
     words = {
         "what": f"{way} pass over the eager loop",
         "paper": _SAID[factor],
@@ -210,7 +209,7 @@ def _even(records: Sequence[Record], way: str, depth: int) -> Check:
         "what": f"{way} pass, break-even",
         "paper": _SAID.get(depth, f"L ≈ {depth}"),
         "printed": str(evens["printed"]),
-        "defaults": str(evens["auto"]) if evens["auto"].depths else "",
+        "defaults": evens["auto"].short if evens["auto"].depths else "",
         "loop": _beside(records, way, lambda method: BreakEven.of(records, way, method, "fastest").short),
     }
     printed = evens["printed"]

@@ -49,7 +49,7 @@ def with_defaults(result: Finished) -> bool:
     return not as_printed(result)
 
 
-_NOT_TRAINED = "Not trained as printed yet."
+_NOT_TRAINED = "Not yet trained as printed."
 
 
 def _trained(result: Finished, rule: str, number: Any, ours: str, **words: Any) -> Check:
@@ -74,7 +74,7 @@ def times_of_passes(result: Finished) -> list[Check]:
         said = [f"{how} {times(fused / value)}" for how, value in each.items() if value]
         words["loop"] = f"{name} {in_words(fused)}: {'; '.join(said)}" if said else ""
     if eager and printed:
-        took = f"{times(eager / printed)} ({in_words(printed)} instead of {in_words(eager)})"
+        took = f"{times(eager / printed)} ({in_words(printed)})"
         checks = [held("speed-up", eager / printed, 7, printed=took, **words)]
     else:
         checks = [Check(**words, holds=OPEN)]
@@ -92,7 +92,7 @@ def _replayed(result: Finished, entry: Entry) -> list[Check]:
     one, other = (entry[mode].get("replayed_seconds") for mode in ("sequential", "parallel"))
     if not (one and other):
         return []
-    what = f"a whole step of training inside a CUDA graph, L = {entry['L']:,}"
+    what = f"a training step inside a CUDA graph, L = {entry['L']:,}"
     beside = f"{_loop_name(result, entry)} {in_words(one)}: {times(one / other)}"
     return [Check(what=what, defaults=in_words(other), loop=beside)]
 
@@ -107,7 +107,7 @@ def _why_slow(result: Finished) -> str:
         return "This run is in float64, for which there are no kernels: it shows that both trainings are the same, not how fast."
     if entry["printed_speedup_over_eager"] and entry["printed_iterations"]:
         paper = " and ".join(map(in_words, PAPER_PASS))
-        return f"By the paper's hours a pass of its loop and of its method took {paper}."
+        return f"In the paper a pass of its loop and of its method took {paper}."
     return ""
 
 
@@ -120,7 +120,7 @@ def _steady(result: Finished) -> Check:
         quarters = [(points[len(points) // 4 : len(points) // 2], points[-(len(points) // 4) :]) for points in found]
         return max((median(end) / median(begin) for begin, end in quarters), default=None)
 
-    words = {"what": f"time of a pass, last quarter over the second, L = {depth:,}", "paper": "roughly constant"}
+    words = {"what": f"time of a pass, last quarter over second, L = {depth:,}", "paper": "roughly constant"}
     ours, own = grown("parallel"), grown("sequential")
     if ours is None:
         return Check(**words, printed="not measured", holds=OPEN)
@@ -204,7 +204,7 @@ def newton(result: Finished) -> list[Check]:
             if points:
                 said[entry["L"]] = f"at most {max(points):.1f}{_by_loop(result, entry['L'])}"
             if points and max(points) == 1:
-                said[entry["L"]] = "1 (two chunks: nearly the loop)"
+                said[entry["L"]] = "1 (two chunks)"
         words["defaults"] = _by_depth(said)
     if printed:
         words["printed"] = _by_depth({depth: f"{mean:.1f}" for depth, mean in printed.items()}) + ", first steps"
