@@ -276,7 +276,9 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
     met = [held for row in found for held in row.met.values()]
     lines += ["", f"{sum(met)} of {len(met)} targets of times were met; the text for a terminal lists them."]
     for claim in claims(found):
-        limit = "" if claim.limit == float("inf") else f" (target {claim.limit:g}{'' if claim.met else ': missed'})"
+        if claim.limit == float("inf") or "captured" in claim.name:
+            continue  # of these, too, the text for a terminal tells
+        limit = f" (target {claim.limit:g}{'' if claim.met else ': missed'})"
         lines += [""] if not lines[-1].startswith("- ") else []
         lines.append(f"- {claim.name}: {_claim_value(claim)}{limit}")
     return "\n".join(lines)
