@@ -52,12 +52,13 @@ sanitize: $(call extra,dev) ## run the kernels' tests under NVIDIA's compute-san
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
 	$(PY) -m pytest --device=cuda -m 'not gpu' tests/linear/kernels tests/nn/kernels tests/diffusion/kernels $(ARGS)
 
+# With --verifytypes pyright does not look at --pythonpath: it asks the first Python on the PATH. That has to be the one with PyTorch.
 lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, types of every public name, import contracts
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
-	@found=$$($(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')" --verifytypes deeppcr --ignoreexternal) && \
-	echo "$$found" | grep completeness || { echo "$$found"; exit 1; }
+	@found=$$(PATH="$$($(PY) -c 'import sys, pathlib; print(pathlib.Path(sys.executable).parent)'):$$PATH" PYTHONPATH="$(CURDIR)/src" \
+	$(PY) -m pyright --verifytypes deeppcr --ignoreexternal) && echo "$$found" | grep completeness || { echo "$$found"; exit 1; }
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 format: $(call extra,dev) ## reformat, and fix what ruff can fix

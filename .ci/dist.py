@@ -4,6 +4,7 @@ The source distribution first, then the wheel from that, as an installer would b
 
     make dist                                  # with every supported Python that is on the PATH; at least this one must work
     make dist ARGS="--python 3.12"             # with this one, which must work
+    make dist ARGS="--linked"                  # without a network: PyTorch and what it needs are links to those of this Python
     make dist ARGS="--build-only"              # no environments
 """
 
@@ -18,10 +19,12 @@ import tempfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.metadata import Metadata
+from packaging.requirements import Requirement
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from trove_classifiers import classifiers as known_classifiers
 
@@ -156,45 +159,99 @@ def works(python: str) -> bool:
     )
 
 
-def use(wheel: Path, python: str, *, must: bool) -> str:
+def link(site: Path, *names: str, without: frozenset[str] = frozenset()) -> None:
+    """What this Python has of these packages and of all that they require, as links in another environment's ``site``."""
+    waiting, seen = list(names), set(without)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            if name in names:
+                raise Failed(f"--linked: {name} is not installed here") from None
+            continue  # a requirement that PyTorch does without, as it does here
+        for each in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            target = site / each
+            if not target.exists():
+                target.symlink_to(Path(str(found.locate_file(each))).resolve())
+        requirements = map(Requirement, found.requires or ())
+        waiting += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+class Clean:
+    """An environment in which nothing is installed.
+
+    Args:
+        linked: take packages from this Python, by links, instead of installing them
+    """
+
+    def __init__(self, folder: Path, python: str, *, linked: bool):
+        self.linked = linked
+        self.apart = {
+            "cwd": folder,
+            "env": {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
+        }
+        run(python, "-m", "venv", *(["--without-pip"] if linked else []), folder / "venv", **self.apart)
+        self.python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+    def says(self, code: str, **variables: str) -> str:
+        return run(self.python, "-c", code, cwd=self.apart["cwd"], env={**self.apart["env"], **variables}).strip()
+
+    def install(self, *what: object) -> None:
+        """Wheels, or packages by name with all that they require; none of Triton, which no wheel of the library's asks for."""
+        if not self.linked:
+            run(self.python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *what, **self.apart)
+            return
+        site = Path(self.says("import sysconfig; print(sysconfig.get_path('purelib'))"))
+        for each in what:
+            if isinstance(each, Path):
+                zipfile.ZipFile(each).extractall(site)
+                link(site, "torch", without=frozenset({"triton"}))
+            else:
+                link(site, str(each))
+
+
+def use(wheel: Path, python: str, *, must: bool, linked: bool = False) -> str:
     """Install it into an environment of its own and run the README's example, without Triton and with it. Returns what was shown.
 
     Args:
         must: whether it is an error where pip finds nothing that it needs, as there may be no PyTorch for this Python at hand
     """
     with tempfile.TemporaryDirectory() as folder:
-        apart = {"cwd": folder, "env": {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}}
-        run(python, "-m", "venv", Path(folder) / "venv", **apart)
-        clean = Path(folder) / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-
-        def install(*what: object) -> None:
-            run(clean, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *what, **apart)
-
-        def says(code: str, **variables: str) -> str:
-            return run(clean, "-c", code, cwd=folder, env={**apart["env"], **variables}).strip()
-
+        clean = Clean(Path(folder), python, linked=linked)
         try:
-            install(wheel)
+            clean.install(wheel)
         except Failed as failure:
             if must:
                 raise
-            install("--no-deps", wheel)
-            run(clean, "-m", "compileall", "-q", Path(folder) / "venv", **apart)
+            clean.install("--no-deps", wheel)
+            run(clean.python, "-m", "compileall", "-q", Path(folder) / "venv", **clean.apart)
             why = next((line for line in str(failure).splitlines() if line.startswith("ERROR")), "pip failed")
             return f"compiled only, as what it needs cannot be installed ({why})"
-        before = [f"torch {says('import torch; print(torch.__version__)')}"]
-        if says("import importlib.util; print(importlib.util.find_spec('triton') is None)") == "True":
-            says(example() + SOLVED + NO_KERNEL)
+        where = clean.says(
+            "import deeppcr, pathlib; print(pathlib.Path(deeppcr.__file__).is_relative_to(pathlib.Path.cwd()))"
+        )
+        if where != "True":
+            raise Failed("another deeppcr was imported than the one that was installed")
+        before = [f"torch {clean.says('import torch; print(torch.__version__)')}"]
+        if clean.says("import importlib.util; print(importlib.util.find_spec('triton') is None)") == "True":
+            clean.says(example() + SOLVED + NO_KERNEL)
             before.append("without Triton")
-        install("triton", "numpy")
-        says(example() + SOLVED + KERNEL, TRITON_INTERPRET="1")
-        return ", ".join([*before, f"with Triton {says('import triton; print(triton.__version__)')}: works"])
+        clean.install("triton", "numpy")
+        clean.says(example() + SOLVED + KERNEL, TRITON_INTERPRET="1")
+        return ", ".join([*before, f"with Triton {clean.says('import triton; print(triton.__version__)')}: works"])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build what is published, check it, and use it in clean environments.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to; emptied before (dist/)")
     parser.add_argument("--python", action="append", help="a version, such as 3.12, that must work; may be given again")
+    parser.add_argument(
+        "--linked", action="store_true", help="install nothing: link to the PyTorch of this Python, which alone is used"
+    )
     parser.add_argument("--build-only", action="store_true", help="make no environments")
     options = parser.parse_args(arguments)
     try:
@@ -204,12 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, checked{' (by twine, too)' * bool(find_spec('twine'))}"
             )
-        versions = [] if options.build_only else options.python or supported()
+        this_one = "{}.{}".format(*sys.version_info)
+        versions = [] if options.build_only else [this_one] if options.linked else options.python or supported()
         for version in versions:
-            python = f"python{version}"
+            python = sys.executable if options.linked else f"python{version}"
             if works(python):
-                this = version == "{}.{}".format(*sys.version_info)
-                said = use(built.wheel, python, must=this or bool(options.python))
+                must = version == this_one or bool(options.python)
+                said = use(built.wheel, python, must=must, linked=options.linked)
             elif options.python:
                 raise Failed(f"{python} is not on the PATH")
             else:

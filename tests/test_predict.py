@@ -215,6 +215,14 @@ def test_the_table(device):
         assert "kernels need a CUDA device, Triton and NumPy" in lines[6]
 
 
+def test_iterations_are_a_bound_where_errors_stay(device):
+    """A loop that is nearly linear takes one or two, whatever the exponent says."""
+    z0 = torch.ones(2, 3, device=device)
+    stays = deeppcr.predict(lambda z: z + 0.001 * torch.cos(z), z0, length=200)
+    assert f"up to about {stays.iterations}, in chunks" in str(stays)
+    assert "up to" not in str(deeppcr.predict(lambda z: torch.cos(z) / 2, z0, length=200))
+
+
 def test_bad_input_is_named(device):
     with pytest.raises(ValueError, match="length"):
         deeppcr.predict(torch.cos, torch.ones(2, device=device))

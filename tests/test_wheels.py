@@ -102,7 +102,17 @@ def test_the_library_works_with_torch_alone(dist, wheels, tmp_path):
 
 @pytest.mark.thorough
 def test_the_library_works_where_nothing_else_is_installed(dist, built):
-    assert dist.use(built.wheel, sys.executable, must=True).endswith("works")
+    """But PyTorch and what that needs, linked to, so that it takes no network; ``make dist`` installs them."""
+    assert dist.use(built.wheel, sys.executable, must=True, linked=True).endswith("works")
+
+
+def test_only_what_is_required_is_linked(dist, tmp_path):
+    dist.link(tmp_path, "torch", without=frozenset({"triton"}))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert {"torch", "sympy", "mpmath"} <= found  # mpmath is sympy's requirement
+    assert not {"triton", "pytest", "numpy", "deeppcr_paper"} & found
+    with pytest.raises(dist.Failed, match="not installed"):
+        dist.link(tmp_path, "no-such-package")
 
 
 @pytest.mark.thorough

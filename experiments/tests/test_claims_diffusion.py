@@ -111,7 +111,7 @@ def test_distances_are_bounded_by_the_errors_as_printed():
         entry["printed"]["error"] = 0.11 / entry["w"] ** 0.5
     assert diffusion.distance(near).holds == YES
     assert diffusion.distance(far).holds == NO
-    assert "at most 0.11, noise ±0.1 (w = 16, L = 256;" in diffusion.distance(far).printed
+    assert "at most 0.11, noise ±0.1 (w = 16, L = 256)" in diffusion.distance(far).printed
     apart = diffusion.distance(sampled(apart=0.3))
     assert ("at most 0.3 of 2" in apart.defaults, apart.holds) == (True, YES), "the defaults decide nothing"
 
@@ -125,7 +125,7 @@ def test_pixel_diffusion_with_and_without_classes():
     result = read(2)
     assert verdict(diffusion.timing_table(diffusion.PIXEL)(result)) is Verdict.AGREES
     gain, few = diffusion.classes(result)
-    assert (gain.holds, gain.printed) == (YES, "in 9 of 9 sizes (7 samples each)")
+    assert (gain.holds, gain.printed) == (YES, "in 9 of 9 sizes (7 samples)")
     assert few.holds == ""
     assert diffusion.classes(read(1.1))[0].holds == OPEN, "within the noise of four times"
     assert diffusion.classes(read(0.5))[0].holds == NO
@@ -164,6 +164,6 @@ def test_diffusion_iterations_and_guesses():
     guesses[0]["printed"] |= {"iterations": 9.0, "samples": 2}
     guesses.append({**guesses[0], "side": 8, "auto": guesses[0]["auto"], "printed": guesses[0]["printed"]})
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].printed == (
-        "9.0 from mean, 10.0 from class-mean (2 to 3 samples of each)"
+        "mean 9.0, class-mean 10.0 (2 to 3 samples)"
     )
     assert diffusion.guesses(summed("diffusion-guess", guesses))[0].holds == NO

@@ -87,7 +87,7 @@ def test_timing_holds_or_not_by_the_times_as_printed():
     for part in ("forward pass over the eager loop", "backward pass over the eager", "forward pass, break-even"):
         assert by_what(slow, part).holds == NO, part
         assert by_what(fast, part).holds == YES, part
-    assert by_what(slow, "forward pass over").defaults == "28× (L = 16,384, w = 2: 4.73 ms)"
+    assert by_what(slow, "forward pass over").defaults == "28× (4.73 ms)"
     assert by_what(slow, "DeepPCR, time").holds == YES, "logarithmic, however slow"
     linear = timing()
     for record in linear.records:
@@ -115,7 +115,7 @@ def test_medians_are_compared_however_often_a_column_was_timed():
 
 def test_smooth_activations_have_their_own_break_even():
     checks = networks.timing("tanh")(timing(printed=0.1))
-    assert by_what(checks, "forward pass, break-even").paper == "nearer to L = 64 than to 128"
+    assert by_what(checks, "forward pass, break-even").paper == "nearer to 64 than to 128"
     assert not [check for check in checks if "at best" in check.what], "the paper names none"
 
 
@@ -163,7 +163,7 @@ def test_the_size_at_which_the_logarithmic_regime_ends():
         if record["forward"]["printed"].get("seconds"):
             record["forward"]["printed"]["seconds"] = [1e-3 if record["w"] < 64 else 4e-3]
     checks = networks.widths(finished(wide))
-    assert "w ≈ 45 (L = 2) to 45 (L = " in by_what(checks, "twice as long").defaults
+    assert "w ≈ 45 (L = 2) to 45 (L = " in by_what(checks, "has doubled").defaults
     assert by_what(checks, "one value of w²L").holds == NO, "it is one width"
 
 
@@ -178,9 +178,9 @@ def test_gradients_that_were_too_far_off_are_told():
         }
     for record in content["records"]:
         record["backward"]["printed"].setdefault("error", 1e-6)
-    check = by_what(networks.timing("relu")(finished(content)), "float64")
+    check = by_what(networks.timing("relu")(finished(content)), "gradients")
     relu = [record for record in content["records"] if record["activation"] == "relu"]
-    assert check.printed == f"too far off to be timed in 2 of {len(relu)} cells, by up to 12%"
+    assert check.printed == f"up to 12% off: 2 of {len(relu)} cells not timed"
     (caption,) = (each.caption for each in drawings(content) if each.name == "mlp-timing-relu-backward")
     assert "(2 gave a result that is off by up to 12%" in caption
 
@@ -274,7 +274,7 @@ def test_a_training_with_the_defaults_decides_nothing():
     for read in (trainings.losses, trainings.accuracies, trainings.seeds):
         checks = read(result)
         assert {check.holds for check in checks} == {OPEN}
-        assert {check.why for check in checks} == {"Not trained as printed yet."}
+        assert {check.why for check in checks} == {"Not yet trained as printed."}
         assert all(check.defaults and not check.printed for check in checks)
     eager = next(record for record in result.records if record.get("timing") == "eager" and record["L"] == 128)
     result.records.append({**eager, "timing": "printed", "iterations": [4.0]})
@@ -296,7 +296,7 @@ def test_a_claim_is_decided_once_by_the_first_part_that_tells():
 
 def test_a_training_that_was_cut_short_does_not_tell_the_accuracy():
     result = trained(steps=300, solver="paper")
-    accuracy = by_what(trainings.accuracies(result), "accuracy at the end")
+    accuracy = by_what(trainings.accuracies(result), "final accuracy")
     assert (accuracy.holds, "ends after 300 steps" in accuracy.why) == (OPEN, True)
     assert "2 epochs" in trainings.cut_short(trained(epochs=2))
     slow = trained(dtype="float64", eager_steps=1)
@@ -311,7 +311,7 @@ def test_a_pass_takes_as_long_at_the_end():
         for record in result.records:
             if "runs" in record:
                 record["runs"]["parallel"]["curves"]["forward_seconds"] = points
-        return by_what(trainings.times_of_passes(result), "last quarter over the second")
+        return by_what(trainings.times_of_passes(result), "last quarter over second")
 
     assert steady([9.0] * 5 + [1.0, 1.0, 1.0, 1.0, 3.0] + [1.0] * 9 + [5.0]).holds == YES
     assert steady([1.0] * 15 + [3.0] * 5).holds == NO
@@ -332,13 +332,10 @@ def test_steps_in_a_graph_tell_of_time_without_the_host():
     (row,) = headline._training(result)
     assert row.startswith("| ResNet, a training step in a CUDA graph, 128 × ")
     assert row.endswith("| 400 µs | **200 µs** |")
-    assert by_what(trainings.times_of_passes(result), "times 60,000 steps").paper == "3.2 h and 30 min"
     for record in result.records:
         for run in record.get("runs", {}).values():
             run["method"] = "graph"
     assert not any("training step" in each for each in headline._training(result))
-    result.content["settings"]["batch"] = 32
-    assert by_what(trainings.times_of_passes(result), "times 15,000 steps").paper == "3.2 h and 30 min"
 
 
 def test_a_training_that_was_timed_is_preferred():
@@ -354,7 +351,7 @@ def test_other_accuracies_than_the_papers(ends):
     for record in result.records:
         for run, end in zip(record.get("runs", {}).values(), ends, strict=False):
             run["test_accuracy"] = [end] * 8
-    assert by_what(trainings.accuracies(result), "accuracy at the end").holds == NO
+    assert by_what(trainings.accuracies(result), "final accuracy").holds == NO
 
 
 def test_one_iteration_says_nothing_of_newtons_method():
@@ -365,7 +362,7 @@ def test_one_iteration_says_nothing_of_newtons_method():
             curves["iterations"] = [1.0 if record["L"] == 64 else 4.0] * 20
             curves["not_converged"] = [0.0 if record["L"] == 64 else 0.03] * 20
     found = by_what(trainings.newton(result), "iterations in training").defaults
-    assert found == "L = 64: 1 (two chunks: nearly the loop); 128: at most 4.0; the loop finished 3.0% of the steps"
+    assert found == "L = 64: 1 (two chunks); 128: at most 4.0; the loop finished 3.0% of the steps"
 
 
 def test_losses_that_differ_by_a_tenth_are_not_equivalent():
@@ -390,14 +387,14 @@ def test_few_iterations_and_guesses():
             good = not record["iterations"] or record["iterations"] >= enough[record["guess"]]
             run = record["runs"]["parallel"]
             run["curves"]["loss"] = [0.3 if good else 0.9] * len(run["curves"]["loss"])
-    assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == YES
+    assert by_what(trainings.few_iterations(finished(few)), "final loss").holds == YES
     checks = trainings.guesses(finished(guess))
     assert [check.holds for check in checks] == [YES] * 3
     for content in (few, guess):
         for record in content["records"]:
             if record["iterations"] in (3, 5):
                 record["runs"]["parallel"]["diverged"] = 77
-    assert by_what(trainings.few_iterations(finished(few)), "loss at the end").holds == NO
+    assert by_what(trainings.few_iterations(finished(few)), "final loss").holds == NO
     assert trainings.guesses(finished(guess))[0].holds == NO
     for record in guess["records"]:
         if not record["iterations"]:

@@ -92,6 +92,9 @@ class Iteration(Safeguarded[Progress]):
     """
 
     sequence: Sequence
+    ends: Tensor  # these are Safeguarded's: said again for type checkers, which infer what a subclass sets
+    first: int
+    reasons: tuple[str, ...]
 
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
         progress = Progress(

@@ -40,6 +40,9 @@ _CLEAR = 3.0
 #: Seconds, on an H200: of an operation in a CUDA graph; of a step in a kernel, 0.05e-6 to 0.9e-6; of a pass by kernels; of their call.
 _OF_OPERATION, _OF_STEP, _OF_PASS, _OF_CALL = 3e-6, 0.2e-6, 0.07e-3, 0.25e-3
 
+#: Of errors that neither grow nor die out. Then each chunk may cost an iteration, which is the most that a solve may take.
+_STAY = "errors stay"
+
 WAYS = {
     "loop": "loop, by Python",
     "graph": "loop, in a CUDA graph",
@@ -63,7 +66,8 @@ class Prediction:
         errors: the same in words
         probed: steps that it was found from
         step_seconds: of one step by Python
-        iterations: of Newton's method; None where the probe does not tell
+        iterations: of Newton's method, by the exponent alone: within a factor of three or so, and too many where steps are nearly
+            linear (one that is linear takes 1); None where the probe does not tell
         chunk: steps of a chunk in Newton's method
         seconds: by way, of those that there are: "loop", "graph", "loop kernel", "newton", "kernels"; without a backward pass, which ``why``
             tells of where gradients are wanted
@@ -94,7 +98,8 @@ class Prediction:
     why: str
 
     def __str__(self) -> str:
-        iterations = "not known" if self.iterations is None else f"about {self.iterations}"
+        rough = "up to about" if self.errors == _STAY else "about"
+        iterations = "not known" if self.iterations is None else f"{rough} {self.iterations}"
         exponent = "not known" if math.isnan(self.exponent) else f"{self.exponent:+.2g} a step"
         lines = [
             f"{_counted(self.length, 'step')}, {_counted(self.rows, 'row')} of {_counted(self.width, 'number')}",
@@ -227,7 +232,7 @@ class _Probe:
         elif self._length == 1:
             self.errors = "there is no step after it for errors to grow or die out in"
         elif abs(over_all) < _CLEAR and self._length <= 4 * self.steps:
-            self.errors = "errors stay"
+            self.errors = _STAY
         elif abs(self.exponent) * len(growths) < 1:
             self.errors, self.is_clear = "so few steps do not tell whether errors die out", False
         else:

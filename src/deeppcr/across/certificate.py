@@ -27,6 +27,9 @@ class Certified(Safeguarded[Shared]):
 
     part: Part
     entry: Tensor
+    ends: Tensor  # these are Safeguarded's: said again for type checkers, which infer what a subclass sets
+    first: int
+    reasons: tuple[str, ...]
 
     def __init__(self, newton: Newton, part: Part, ends: Tensor, chunk: int, plan: Plan):
         super().__init__(newton, Shared(part, newton, chunk), ends, chunk, plan)

@@ -38,6 +38,8 @@ class Iteration(Certified):
         sizes: [B, D], in the end: of all states of all ranks
     """
 
+    first: int
+    reasons: tuple[str, ...]
     entry: Tensor
     peak: Tensor
     sizes: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,22 @@ def _decided_once(answers: Sequence[Answer]) -> list[Answer]:
             checks.append(check if first is each.part else replace(check, holds="", rule="", why=""))
         found.append(replace(each, checks=checks))
     return found
+
+
+def merged(answers: Sequence[Answer]) -> list[Check]:
+    """The checks of several parts as one table.
+
+    A part that tells of claims that an earlier one decides gives what the defaults and the fastest loop take: "as printed" is what decides.
+    """
+    found: dict[str, Check] = {}
+    for each in answers:
+        beside = any(check.what in found for check in each.checks)
+        for check in each.checks:
+            if beside:
+                check = replace(check, printed="", loop=re.sub(r"printed [^;]*; ?", "", check.loop))
+            first = found.get(check.what, check)
+            found[check.what] = replace(first, defaults=first.defaults or check.defaults, loop=first.loop or check.loop)
+    return [check for check in found.values() if check.printed or check.defaults or check.loop]
 
 
 def verdict_of(item: Item, answers: Iterable[Answer]) -> Verdict:

@@ -90,7 +90,7 @@ def _at_best(entries: Sequence[Entry], paper: float, said: str, prefix: str = ""
     ]
 
 
-PROXY, CLOCK = "over the eager loop at best, by the paper's proxy", "over the eager loop at best, on the clock"
+PROXY, CLOCK = "over the eager loop, by proxy", "over the eager loop, on the clock"
 
 
 def _greatest(entries: Sequence[Entry], name: str, paper: float, what: str, said: str) -> Check:
@@ -103,14 +103,14 @@ def _greatest(entries: Sequence[Entry], name: str, paper: float, what: str, said
 
     words, clock = {"what": what, "paper": said}, name == "over_loop"
     if clock and (auto := best("auto", "over_loop")):
-        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({_where(auto)}: {in_words(auto['seconds']['auto'])})"
+        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({in_words(auto['seconds']['auto'])})"
     if clock and (auto := best("auto", "over_graph")):
         words["loop"] = f"CUDA graph: defaults {times(auto['auto']['over_graph'])}"
     found = best("printed", name)
     if found is None:
         return Check(**words, printed="not timed", holds=OPEN)
     ratio = found["printed"][name]
-    took = f"{in_words(found['seconds']['loop'] / ratio)} instead of {in_words(found['seconds']['loop'])}"
+    took = in_words(found["seconds"]["loop"] / ratio)
     return held("speed-up", ratio, paper, printed=f"{times(ratio)} ({_where(found)}: {took})", **words)
 
 
@@ -138,20 +138,18 @@ def distance(entries: Sequence[Entry]) -> Check:
 
     As printed it was not measured, but bounded: moments of samples that differ by e in every entry are at most √w e apart.
     """
-    words = {"what": "distances to the test set, sequential and parallel, differ", "paper": "by about 0"}
+    words = {"what": "distances to the test set differ", "paper": "by about 0"}
     known = [entry for entry in entries if entry.get("frechet")]
     if not known:
         return Check(**words, printed="not measured", holds=OPEN)
     found = max(known, key=lambda entry: abs(entry["frechet"]["difference"]))
     size = plain(abs(found["frechet"]["difference"]))
-    words["defaults"] = f"at most {size} of {plain(found['frechet']['sequential'])} ({_where(found)})"
+    words["defaults"] = f"at most {size} of {plain(found['frechet']['sequential'])}"
     timed = [entry for entry in known if "printed" in entry]
     if not timed:
         return Check(**words, printed="not timed", holds=OPEN)
     worst = max(timed, key=lambda entry: _bound(entry) / _noise(entry))
-    ours = (
-        f"at most {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)}; √w times the largest error)"
-    )
+    ours = f"at most {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)})"
     return held("same distance", _bound(worst) / _noise(worst), printed=ours, **words)
 
 
@@ -178,16 +176,16 @@ def other_data(result: Finished) -> list[Check]:
 
 def jacobians(result: Finished) -> list[Check]:
     """Fig. 17: the share of the Jacobians in the method as printed, by the paper's proxy and on the clock."""
-    shares: dict[str, list[tuple[float, Record]]] = {"by the paper's proxy": [], "on the clock": []}
+    shares: dict[str, list[tuple[float, Record]]] = {"by proxy": [], "on the clock": []}
     for record in result.records:
         phases = record.get("printed", {}).get("phases")
         if phases and "jacobian" in phases:
             once = phases["jacobian"] / record["L"]
-            shares["by the paper's proxy"].append((once / proxy(phases, record["L"]), record))
+            shares["by proxy"].append((once / proxy(phases, record["L"]), record))
             shares["on the clock"].append((phases["jacobian"] / phases["total"], record))
     checks = []
     for how, found in shares.items():
-        words = {"what": f"share of the Jacobians in the whole, {how}", "paper": "negligible"}
+        words = {"what": f"share of the Jacobians, {how}", "paper": "negligible"}
         if not found:
             checks.append(Check(**words, printed="not measured", holds=OPEN))
             continue
@@ -224,7 +222,7 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             known = {
                 key: entry["printed"][name] for key, entry in mine.items() if entry["printed"].get(name) is not None
             }
-            words = {"what": f"{kind}, {what}", "paper": "its rows"}
+            words = {"what": f"{kind}, {what}", "paper": "all"}
             if not known:
                 return Check(**words, printed="not in this run", holds=OPEN)
             found, count = judge_all(rule, [(number, getattr(paper[key], theirs)) for key, number in known.items()])
@@ -235,7 +233,7 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
 
         kind = "latents" if paper is LATENT else "pixels"
         return [
-            rows("speed-up", "speed-up by the paper's proxy", "proxy_over_loop", "speedup"),
+            rows("speed-up", "speed-up by proxy", "proxy_over_loop", "speedup"),
             rows("speed-up", "speed-up on the clock", "over_loop", "speedup"),
             rows("iterations", "iterations", "iterations", "iterations"),
             rows("error", "error of a sample, mean", "mean_error", "error"),
@@ -311,7 +309,7 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
         checks = [held("below 0.1", most, FEW, **words)]
         last = max(entries, key=lambda entry: (entry["L"], _size(entry)))
         words = {
-            "what": f"error at the end at the largest size ({_where(last)})",
+            "what": f"final error at {_where(last)}",
             "printed": plain(last["printed"]["last"]),
         }
         words["defaults"] = plain(last["auto"]["last"])
@@ -340,7 +338,7 @@ def classes(result: Finished) -> list[Check]:
         found, count = judge_all("gains more", [(ratio,) for ratio in ratios])
         judged = found if method == "printed" else judged
         samples = span((each["samples"] for pair in both for each in pair), ".0f")
-        gain[column] = f"in {count} of {len(ratios)} sizes ({samples} samples each)"
+        gain[column] = f"in {count} of {len(ratios)} sizes ({samples} samples)"
         few[column] = " and ".join(f"{fmean(each[which]['iterations'] for each in both):.1f}" for which in (0, 1))
     why = "Times of the host differ by more than these." if judged == OPEN else ""
     return [Check(**gain, holds=judged, rule="gains more", why=why), Check(**few)]
@@ -357,8 +355,8 @@ def guesses(result: Finished) -> list[Check]:
         if not told:
             words[column] = "not in this run"
             continue
-        said = ", ".join(f"{mean:.1f} from {guess}" for guess, mean in means.items())
-        words[column] = f"{said} ({span((entry[method]['samples'] for entry in told), '.0f')} samples of each)"
+        said = ", ".join(f"{guess} {mean:.1f}" for guess, mean in means.items())
+        words[column] = f"{said} ({span((entry[method]['samples'] for entry in told), '.0f')} samples)"
         if method == "printed" and {"mean", "class-mean"} <= set(means):
             judged = judge("fewer", means["class-mean"] / means["mean"])
     why = "The two are closer than so few samples tell." if judged == OPEN else ""

@@ -5,9 +5,9 @@ The figures of the paper are counted as it prints them; its tables of network pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..denoisers import PRESETS
 from . import diffusion, networks, trainings
@@ -16,9 +16,8 @@ from .results import Finished, Needs, command
 
 _PAPER, _OURS = PRESETS["paper"], PRESETS["short"]
 _TRAINED = (
-    f"Our networks are trained for fewer epochs than the paper's: autoencoders {_OURS.autoencoder_epochs} instead of "
-    f"{_PAPER.autoencoder_epochs}, denoisers of latents {_OURS.latent_epochs} instead of {_PAPER.latent_epochs}, of pixels "
-    f"{_OURS.pixel_epochs} instead of {_PAPER.pixel_epochs}."
+    f"Fewer epochs: autoencoders {_OURS.autoencoder_epochs} instead of {_PAPER.autoencoder_epochs}, denoisers of latents "
+    f"{_OURS.latent_epochs} instead of {_PAPER.latent_epochs}, of pixels {_OURS.pixel_epochs} instead of {_PAPER.pixel_epochs}."
 )
 _COARSE = "At the widths 4, 16, 64 and 256."
 
@@ -107,7 +106,7 @@ ITEMS: tuple[Item, ...] = (
         "Figure 2",
         "the algorithm, and a scheme of its reductions",
         "log₂ L rounds of parallel cyclic reduction leave L systems of one unknown each.",
-        note="It is `deeppcr.PCR`; [the mathematics](mathematics.md) derives it, with the signs that the printed equations get wrong.",
+        note="`deeppcr.PCR`; [the mathematics](mathematics.md#slips-in-the-paper) has its signs right.",
     ),
     Item(
         "Figure 3",
@@ -115,26 +114,25 @@ ITEMS: tuple[Item, ...] = (
         "The loop's time is linear in L, DeepPCR's logarithmic for the most part; at best more than 30× forward and 200× backward; "
         "break-even at L ≈ 2⁷ and 2⁵.",
         _timing("relu"),
-        "The paper shows the shortest of up to 100 runs on a V100; ours are medians.",
+        "The paper's are the shortest of up to 100 runs on a V100; ours are medians.",
     ),
     Item(
         "Figure 4",
         "time of the forward pass in the training of ResNets",
         "7× at w = 16 with skip connections of 4 layers, and the time stays roughly constant.",
         _training("resnet-training-time", trainings.times_of_passes),
-        "The eager loop and the method as printed are timed on a hundred steps; the curves are those of the defaults, which at L = 256 and "
-        "512 are nearly the loop: two chunks, one iteration.",
+        "The curves are the defaults'. At L = 256 and 512 these are nearly the loop: two chunks, one iteration.",
     ),
     Item(
         "Figure 5",
         "loss in training",
-        "Trained layer by layer and by DeepPCR, the losses evolve in a practically equivalent way.",
+        "The losses evolve in a practically equivalent way.",
         _training("resnet-training-loss", trainings.losses),
     ),
     Item(
         "Figure 6",
         "latent diffusion on MNIST: times, speed-ups, distances",
-        "Up to 11×; the Wasserstein-2 distances of the latents to the test set, sequential and DeepPCR, differ by about 0.",
+        "Up to 11×; Wasserstein-2 distances of the latents to the test set are the same.",
         (
             Part(
                 "latent-diffusion",
@@ -228,8 +226,8 @@ ITEMS: tuple[Item, ...] = (
         "Table 1",
         "the diffusion models",
         "Encoder, decoder, discriminator, residual MLP and UNet, layer by layer.",
-        note="Four layers of stride 2 take 32×32 to 2×2, not to the 4×4×128 that is printed: one of ours keeps the resolution. The decoder's "
-        "ReLU before its tanh would forbid dark pixels, and is left out. MNIST is padded from 28 to 32.",
+        note="Four layers of stride 2 take 32×32 to 2×2, not 4×4: one of ours has stride 1. The decoder's ReLU before its tanh would forbid "
+        "dark pixels, and is left out. MNIST is padded to 32.",
     ),
     Item(
         "Figure 17",
@@ -247,13 +245,13 @@ ITEMS: tuple[Item, ...] = (
     Item(
         "Figure 18",
         "images",
-        "Images made sequentially and by DeepPCR show no visible difference.",
+        "No visible difference between the two.",
         (Part("latent-diffusion", ("latent-diffusion-*-images",), diffusion.pictures),),
     ),
     Item(
         "Table 2",
         "diffusion: times, iterations, errors",
-        "2.48× to 15.95× in 6 to 27 iterations, with L∞ errors of 0.0007 to 0.026, row by row.",
+        "2.48× to 15.95× in 6 to 27 iterations, with L∞ errors of 0.0007 to 0.026.",
         (
             Part(
                 "latent-diffusion",
@@ -269,21 +267,21 @@ ITEMS: tuple[Item, ...] = (
                 diffusion.timing_rows(diffusion.PIXEL),
             ),
         ),
-        "The rows stand on [the report's page](report.html).",
+        "All rows: [report](report.html).",
     ),
     Item(
         "Table 3",
         "settings of Newton's method",
-        "At most 15 iterations for forward passes and 30 for diffusion; residual below 10⁻⁴, or below 10⁻⁴ of the first.",
-        note="As printed is `deeppcr.PaperTest(1e-4, 1e-4)`, `max_iterations=15` (30 for diffusion), `chunk=1`, `deeppcr.PCR()`. The default "
-        "test is stricter: the last update of every step, to 10⁻⁵ in float32.",
+        "At most 15 iterations (diffusion: 30); residual below 10⁻⁴, or below 10⁻⁴ of the first.",
+        note="As printed is `Newton(chunk=1, stop=PaperTest(1e-4, 1e-4), max_iterations=15, linear=PCR())`. The default test is "
+        "[stricter](solution.md#tolerance).",
     ),
     Item(
         "Figure 19",
         "a fixed number of Newton iterations in training",
         "ResNets train with just 3 iterations a pass, half of the test's 6: potentially another 2×.",
         (Part("resnet-iterations", ("resnet-iterations",), trainings.few_iterations),),
-        "2,000 steps, a quarter of an epoch; the paper does not say for how long it trained here.",
+        "2,000 steps, a quarter of an epoch.",
     ),
     Item(
         "Figure 20",
@@ -330,14 +328,11 @@ class Opening:
     label: str
     what: str
 
-    def check(self, answers: Iterable[Any]) -> Check | None:
-        """The one that decides it, with what other answers have in other columns; None where nothing tells."""
-        found = [check for answer in answers for check in answer.checks if check.what.startswith(self.what)]
-        if not found:
-            return None
-        decided = next((check for check in found if check.holds), found[0])
-        beside = {name: next((v for each in found if (v := getattr(each, name))), "") for name in ("defaults", "loop")}
-        return replace(decided, **beside)
+    def check(self, checks: Iterable[Check]) -> Check | None:
+        """The one that decides it, without what stands in brackets; None where nothing tells."""
+        found = next((check for check in checks if check.what.startswith(self.what)), None)
+        columns = ("printed", "defaults", "loop")
+        return found and replace(found, **{each: re.sub(r" \([^()]*\)", "", getattr(found, each)) for each in columns})
 
 
 OPENING: tuple[Opening, ...] = (
@@ -346,9 +341,9 @@ OPENING: tuple[Opening, ...] = (
     Opening("forward, it pays from L ≈ 128 on", "Figure 3", "forward pass, break-even"),
     Opening("its time is logarithmic in L", "Figure 3", "DeepPCR, time"),
     Opening("MLPs take at most 6 iterations", "Figure 8", "Newton iterations"),
-    Opening("it takes less than twice the memory", "Figure 14", "memory"),
+    Opening("the loop takes about 0.6 of its memory", "Figure 14", "memory"),
     Opening("a ResNet's forward pass in training is 7× as fast", "Figure 4", "forward pass over"),
-    Opening("training gives the same loss", "Figure 5", "loss at the end"),
+    Opening("training gives the same loss", "Figure 5", "final loss"),
     Opening("latent diffusion is 11.2× as fast, by its proxy", "Figure 1", diffusion.PROXY),
     Opening("the same on the clock", "Figure 1", diffusion.CLOCK),
 )

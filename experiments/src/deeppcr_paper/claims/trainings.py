@@ -17,8 +17,6 @@ from .results import Finished
 from .rules import CLOSE
 from .words import BASELINES, finite, listed
 
-#: Of MNIST, which the paper's trainings go through 8 times.
-IMAGES = 60_000
 Entry = dict[str, Any]
 
 
@@ -51,7 +49,7 @@ def with_defaults(result: Finished) -> bool:
     return not as_printed(result)
 
 
-_NOT_TRAINED = "Not trained as printed yet."
+_NOT_TRAINED = "Not yet trained as printed."
 
 
 def _trained(result: Finished, rule: str, number: Any, ours: str, **words: Any) -> Check:
@@ -76,14 +74,12 @@ def times_of_passes(result: Finished) -> list[Check]:
         said = [f"{how} {times(fused / value)}" for how, value in each.items() if value]
         words["loop"] = f"{name} {in_words(fused)}: {'; '.join(said)}" if said else ""
     if eager and printed:
-        took = f"{times(eager / printed)} ({in_words(printed)} instead of {in_words(eager)})"
+        took = f"{times(eager / printed)} ({in_words(printed)})"
         checks = [held("speed-up", eager / printed, 7, printed=took, **words)]
     else:
         checks = [Check(**words, holds=OPEN)]
     if with_defaults(result):
         checks += _replayed(result, entry)
-        if result.images == "MNIST" and eager:
-            checks.append(_whole_training(result, entry))
     return [*checks, _steady(result)]
 
 
@@ -91,17 +87,12 @@ def _loop_name(result: Finished, entry: Entry) -> str:
     return BASELINES[entry["loop"] or ("graph" if result.content["device"] == "cuda" else "loop")]
 
 
-def _steps(result: Finished) -> int:
-    """Of a whole training."""
-    return 8 * IMAGES // result.content["settings"]["batch"]
-
-
 def _replayed(result: Finished, entry: Entry) -> list[Check]:
     """Without what the host takes for a pass, which is most of it."""
     one, other = (entry[mode].get("replayed_seconds") for mode in ("sequential", "parallel"))
     if not (one and other):
         return []
-    what = f"a whole step of training inside a CUDA graph, L = {entry['L']:,}"
+    what = f"a training step inside a CUDA graph, L = {entry['L']:,}"
     beside = f"{_loop_name(result, entry)} {in_words(one)}: {times(one / other)}"
     return [Check(what=what, defaults=in_words(other), loop=beside)]
 
@@ -116,23 +107,8 @@ def _why_slow(result: Finished) -> str:
         return "This run is in float64, for which there are no kernels: it shows that both trainings are the same, not how fast."
     if entry["printed_speedup_over_eager"] and entry["printed_iterations"]:
         paper = " and ".join(map(in_words, PAPER_PASS))
-        return f"By the paper's hours a pass of its loop and of its method took {paper}."
+        return f"In the paper a pass of its loop and of its method took {paper}."
     return ""
-
-
-def _whole_training(result: Finished, entry: Entry) -> Check:
-    steps = _steps(result)
-
-    def minutes(value: float | None) -> str:
-        return f"{steps * value / 60:.3g} min" if value else ""
-
-    return Check(
-        what=f"median pass, times {steps:,} steps, L = {entry['L']:,}",
-        paper="3.2 h and 30 min",
-        printed=f"{minutes(entry['eager_forward_seconds'])} and {minutes(entry['printed_forward_seconds']) or 'not timed'}",
-        defaults=minutes(entry["parallel"]["forward_seconds"]),
-        loop=f"{_loop_name(result, entry)} {minutes(entry['sequential']['forward_seconds']) or 'not timed'}",
-    )
 
 
 def _steady(result: Finished) -> Check:
@@ -144,7 +120,7 @@ def _steady(result: Finished) -> Check:
         quarters = [(points[len(points) // 4 : len(points) // 2], points[-(len(points) // 4) :]) for points in found]
         return max((median(end) / median(begin) for begin, end in quarters), default=None)
 
-    words = {"what": f"time of a pass, last quarter over the second, L = {depth:,}", "paper": "roughly constant"}
+    words = {"what": f"time of a pass, last quarter over second, L = {depth:,}", "paper": "roughly constant"}
     ours, own = grown("parallel"), grown("sequential")
     if ours is None:
         return Check(**words, printed="not measured", holds=OPEN)
@@ -172,7 +148,7 @@ def losses(result: Finished) -> list[Check]:
         one, other = map(fmean, both)
         said[entry["L"]] = f"{end_loss(entry, 'parallel')} ({end_loss(entry, 'sequential')})"
         apart[entry["L"]] = abs(one - other) / one
-    words = {"what": "loss at the end (layer by layer)", "paper": "practically equivalent"}
+    words = {"what": "final loss (layer by layer)", "paper": "equivalent"}
     return [_trained(result, "same loss", max(apart.values()), _by_depth(said), **words)]
 
 
@@ -193,11 +169,11 @@ def accuracies(result: Finished) -> list[Check]:
         said[entry["L"]] = f"{other:.1f}% ({one:.1f}%)"
         off[entry["L"]] = max(abs(one - 94), abs(other - 94))
         apart[entry["L"]] = max(abs(a - b) for a, b in zip(*found.values(), strict=False))
-    words = {"what": "accuracy at the end (layer by layer)", "paper": "94%"}
+    words = {"what": "final accuracy (layer by layer)", "paper": "94%"}
     judged = _trained(result, "accuracy", max(off.values()), _by_depth(said), **words)
     if why := cut_short(result):
         judged = replace(judged, holds=OPEN, why=why)
-    words = {"what": "difference of the two at the end, in points", "paper": "close to 0"}
+    words = {"what": "their difference, in points", "paper": "close to 0"}
     most = _by_depth({depth: f"{value:.2f}" for depth, value in apart.items()})
     return [judged, _trained(result, "same accuracy", max(apart.values()), most, **words)]
 
@@ -228,7 +204,7 @@ def newton(result: Finished) -> list[Check]:
             if points:
                 said[entry["L"]] = f"at most {max(points):.1f}{_by_loop(result, entry['L'])}"
             if points and max(points) == 1:
-                said[entry["L"]] = "1 (two chunks: nearly the loop)"
+                said[entry["L"]] = "1 (two chunks)"
         words["defaults"] = _by_depth(said)
     if printed:
         words["printed"] = _by_depth({depth: f"{mean:.1f}" for depth, mean in printed.items()}) + ", first steps"
@@ -237,7 +213,7 @@ def newton(result: Finished) -> list[Check]:
         checks = [Check(**words, holds=OPEN)]
     far = {e["L"]: max(apart) for e in result.summary if (apart := [v for v in e["parameter_distance"] if finite(v)])}
     if far:
-        words = {"what": "largest difference of a parameter at the end", "paper": "bounded (below 1)"}
+        words = {"what": "largest difference of a parameter", "paper": "bounded (below 1)"}
         said = _by_depth({depth: plain(value) for depth, value in far.items()})
         checks.append(_trained(result, "bounded", max(far.values()), said, **words))
     return checks
@@ -286,7 +262,7 @@ def few_iterations(result: Finished) -> list[Check]:
             few |= tested["mean_iterations"] < 5.5
     if not said:
         return []
-    words = {"what": "loss at the end with 3 iterations (by the test)", "paper": "as well"}
+    words = {"what": "final loss with 3 iterations (by the test)", "paper": "as well"}
     checks = [held("trains as well", all(good), printed=_by_depth(said), **words)]
     if ratios:
         words = {"what": "a pass of 3 iterations over one by the test", "paper": "2× (potential)"}

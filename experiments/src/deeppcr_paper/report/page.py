@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 import deeppcr
 
-from ..claims.answers import Answer, every_answer, verdict_of
+from ..claims.answers import Answer, every_answer, merged, verdict_of
 from ..claims.check import Check, Verdict, causes
 from ..claims.items import ITEMS, OPENING, Item, Opening, Part
 from ..claims.results import Finished
@@ -48,7 +48,7 @@ def rows(results: Sequence[Finished]) -> list[Row]:
 def opening(rows: Sequence[Row]) -> list[tuple[Opening, Check]]:
     """The claims with which the page opens, each with the check that decides it; by results of full size only."""
     answers = {row.item.label: [each for each in row.answers if not each.result.quick] for row in rows}
-    return [(claim, found) for claim in OPENING if (found := claim.check(answers[claim.label]))]
+    return [(claim, found) for claim in OPENING if (found := claim.check(merged(list(answers[claim.label]))))]
 
 
 def full_title(what: str, quick: bool) -> str:

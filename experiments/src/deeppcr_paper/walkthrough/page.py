@@ -11,7 +11,7 @@ from statistics import median
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..claims.answers import Answer, best_answers, verdict_of
+from ..claims.answers import Answer, best_answers, merged, verdict_of
 from ..claims.check import Check, Verdict, causes
 from ..claims.items import ITEMS, OPENING, Item, Part
 from ..claims.results import Finished
@@ -29,11 +29,13 @@ class Shown:
 
     Attributes:
         parts: each with its answer, or none, and its figures
+        checks: of all parts
         remark: what is to be said of the verdict in the overview
     """
 
     item: Item
     parts: Sequence[tuple[Part, Answer | None, Sequence[Figure]]]
+    checks: Sequence[Check]
     verdict: Verdict
     remark: str
 
@@ -76,9 +78,19 @@ def make_page(results: Sequence[Finished], draw: Draw) -> tuple[str, list[Figure
         sources=sources(shown),
         causes=causes,
         columns_of=columns_of,
+        tight=tight,
     )
     figures = {figure.name: figure for each in shown for _, _, drawn in each.parts for figure in drawn}
     return re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n", list(figures.values())
+
+
+def tight(cell: str) -> str:
+    """Sizes without spaces, for columns are narrow.
+
+    >>> tight("63× (L = 16,384, w = 4: 8.18 ms)")
+    '63× (L=16,384, w=4: 8.18 ms)'
+    """
+    return re.sub(r"\b([wL]) ([=≈]) (?=\d)", r"\1\2", cell)
 
 
 def columns_of(checks: Sequence[Check]) -> dict[str, str]:
@@ -90,7 +102,7 @@ def opening(shown: Sequence[Shown]) -> Iterator[tuple[dict[str, str], Check]]:
     by_label = {each.item.label: each for each in shown}
     for claim in OPENING:
         item = by_label[claim.label]
-        if found := claim.check(answer for _, answer, _ in item.parts if answer):
+        if found := claim.check(item.checks):
             yield {"claim": claim.claim, "slug": slug(item.heading)}, found
 
 
@@ -139,8 +151,8 @@ def show(item: Item, results: Sequence[Finished], draw: Draw) -> Shown:
         parts.append((part, answer, _figures(part, answer.result, draw) if answer else []))
         remarks += ["smaller run"] if answer and answer.result.smaller else []
         remarks += ["in part not run yet"] if not answer and any(answers) else []
-    found = verdict_of(item, [answer for answer in answers if answer])
-    return Shown(item, parts, found, "; ".join(dict.fromkeys(remarks)))
+    known = [answer for answer in answers if answer]
+    return Shown(item, parts, merged(known), verdict_of(item, known), "; ".join(dict.fromkeys(remarks)))
 
 
 def _figures(part: Part, result: Finished, draw: Draw) -> list[Figure]:
