@@ -8,9 +8,9 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Jacobi, Newton, Picard, Result, ScalarJacobian
-from deeppcr.certificate import error_by_products, is_foreseen, small_change
 from deeppcr.graphs import record
 from deeppcr.linear import Auto, Diagonal, ForwardSubstitution, Scalar, solve
+from deeppcr.newton.certificate import error_by_products, is_foreseen, small_change
 from deeppcr.sequence import Sequence
 from kernel_support import thorough
 from problems import Generator, plain_loop, relative_error

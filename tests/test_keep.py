@@ -168,7 +168,7 @@ def test_a_loop_holds_no_more_than_is_kept(solver):
 
 def test_xs_are_taken_apart_some_at_a_time(monkeypatch):
     """Each entry of a tensor is an object of half a kilobyte: a million of them at once are more than the states."""
-    monkeypatch.setattr(sys.modules["deeppcr.solve"], "_ENTRIES", 16)
+    monkeypatch.setattr(sys.modules["deeppcr.ways.planned"], "_ENTRIES", 16)
     counts = []
 
     def step(z, x):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ConvergenceWarning, Newton, Result, fused, plan, runtime
-from deeppcr.plan import PROBED, Probe, Record
+from deeppcr import ConvergenceWarning, Newton, Result, runtime
+from deeppcr.ways import fused, plan
+from deeppcr.ways.plan import PROBED, Probe, Record
 
 
 def known(device="cpu", **seconds):

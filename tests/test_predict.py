@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import plan
 from deeppcr.predict import _operations
+from deeppcr.ways import plan
 
 
 @pytest.fixture(autouse=True)

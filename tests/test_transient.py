@@ -8,7 +8,7 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton, Result
-from deeppcr.iteration import Iteration
+from deeppcr.newton.iteration import Iteration
 from deeppcr.sequence import Sequence
 from deeppcr.solution import Plan
 from deeppcr.tolerance import Tolerance

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import deeppcr
-from deeppcr.fused import Call, solve_fused
+from deeppcr.ways.fused import Call, solve_fused
 
 from .families import FAMILIES, Draw, Model
 

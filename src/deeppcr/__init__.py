@@ -13,10 +13,10 @@ from . import diffusion, distributed, fuse, linear, nn
 from .caches import clear_caches
 from .check import Finding, check
 from .gradient import Implicit, Unrolled
-from .guess import BatchMean, Random, RepeatInitial, Zeros
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
 from .linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from .newton import Jacobi, Loop, Newton, Picard
+from .newton.guess import BatchMean, Random, RepeatInitial, Zeros
 from .predict import Prediction, predict
 from .scan import scan
 from .sequence import rowwise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .fused import forget_kernels
 from .graphs.cache import forget_graphs
-from .plan import forget_records
+from .ways.fused import forget_kernels
+from .ways.plan import forget_records
 
 
 def clear_caches() -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused import Call
 from .jacobian import block_bytes
 from .newton import Newton
-from .plan import PROBED, Record, now, record_of, written
 from .runtime import Watcher
 from .sequence import Sequence
 from .sequence.lengths import up_to
 from .solution import Plan, first_not_finite
-from .solve import can_be_planned
+from .ways.fused import Call
+from .ways.plan import PROBED, Record, now, record_of, written
+from .ways.planned import can_be_planned
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
 _MOST_STEPS, _MOST_SECONDS, _MOST_OF_LOOP = 256, 0.3, 0.01

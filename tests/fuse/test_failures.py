@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result, fused, fused_solution, plan, ways
+from deeppcr import ConvergenceError, ConvergenceWarning, Loop, Newton, Result
+from deeppcr.ways import fused, fused_solution, plan
+from deeppcr.ways import given as ways
 from fuse.loops import by_loop
 from fuse.solving import NEWTON, by_kernels, normal, solve
 from kernel_support import error, thorough

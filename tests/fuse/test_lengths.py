@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import Loop, Newton, fused
+from deeppcr import Loop, Newton
+from deeppcr.ways import fused
 from kernel_support import error, thorough
 from test_lengths import by_rows, padded
 

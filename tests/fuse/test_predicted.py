@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import fused, plan, runtime
+from deeppcr import runtime
+from deeppcr.ways import fused, plan
 
 predict = sys.modules["deeppcr.predict"]
 KERNELS = ("loop kernel", "kernels")
@@ -47,7 +48,7 @@ def test_a_step_that_is_covered(device, monkeypatch):
     torch.testing.assert_close(solution.states, deeppcr.solve(*arguments, solver=deeppcr.Loop()).states)
     deeppcr.clear_caches()
     assert not len(fused._steps) + len(fused._seen) + len(plan._records)
-    assert deeppcr.fused.Call(*arguments, None, None).fused is None
+    assert deeppcr.ways.fused.Call(*arguments, None, None).fused is None
 
 
 def test_so_few_steps_are_one_chunk(device, monkeypatch):

@@ -6,13 +6,14 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from compiling import compiled_and_counted
-from deeppcr import FixedIterations, Newton, Result, attach
+from deeppcr import FixedIterations, Newton, Result
 from deeppcr import nn as ours
 from deeppcr.fuse.outputs import Outputs
-from deeppcr.fused import Call
 from deeppcr.nn import operated_recurrent, steps, torch_like
 from deeppcr.nn.cells import Restarting
 from deeppcr.sequence.fingerprint import structure_of
+from deeppcr.ways import attach
+from deeppcr.ways.fused import Call
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 

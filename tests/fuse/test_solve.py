@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ConvergenceWarning, Loop, Newton, Result, fused
+from deeppcr import ConvergenceWarning, Loop, Newton, Result
 from deeppcr.graphs import record
+from deeppcr.ways import fused
 from fuse.loops import by_loop
 from fuse.solving import NEWTON, by_kernels, normal, solve
 from kernel_support import error, thorough

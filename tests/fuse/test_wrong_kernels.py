@@ -5,7 +5,8 @@ import math
 import pytest
 
 import deeppcr
-from deeppcr import Newton, fused, runtime
+from deeppcr import Newton, runtime
+from deeppcr.ways import fused
 from kernel_support import thorough
 from scripts import script
 

@@ -1,8 +1,8 @@
 import pytest
 
 import deeppcr
-from deeppcr import ways
 from deeppcr.graphs import record
+from deeppcr.ways import given as ways
 from tape import Tape
 
 

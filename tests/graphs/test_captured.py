@@ -21,7 +21,7 @@ from deeppcr import (
     linear,
 )
 from deeppcr.graphs.cache import captured_solves
-from deeppcr.iteration import Iteration
+from deeppcr.newton.iteration import Iteration
 from graphs.replayed import assert_same, is_replayed, twice, why_not
 from kernel_support import pairwise, thorough
 from problems import Generator, Problem, mlp, plain_loop, relative_error, resnet

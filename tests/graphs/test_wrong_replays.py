@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ways
 from deeppcr.graphs import record, replay
 from deeppcr.graphs.cache import captured_solves
 from deeppcr.sequence import trace
 from deeppcr.sequence.fingerprint import fingerprint
+from deeppcr.ways import given as ways
 from kernel_support import thorough
 from scripts import script
 from tape import Tape

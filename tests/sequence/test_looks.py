@@ -13,8 +13,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import deeppcr
 from deeppcr import Newton, StepError
-from deeppcr.iteration import Outcome
+from deeppcr.newton.iteration import Outcome
 from deeppcr.sequence import Sequence
+from deeppcr.ways import given
 from problems import relative_error
 from sequence.keeping import Z0, Caching, Later, Seeing, solve
 from tape import capture
@@ -169,9 +170,8 @@ def test_the_last_look_is_also_taken_where_a_recording_gives_the_result(monkeypa
             ones = torch.ones(3, dtype=torch.long)
             return Outcome(loop, [deeppcr.Result.CONVERGED] * 3, ones, 5 * ones, torch.zeros(1, 3)), torch.zeros(3)
 
-    module = deeppcr.solve.__globals__
-    monkeypatch.setitem(module, "captured_solves", Found())
-    monkeypatch.setitem(module, "may_capture", lambda *_: True)
+    monkeypatch.setattr(given, "captured_solves", Found())
+    monkeypatch.setattr(given, "may_capture", lambda *_: True)
     with torch.set_grad_enabled(differentiated), pytest.raises(StepError, match="a Seeing keeps 'seen'"):
         solve(step, Z0, length=5)
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BACK, small_change
 from ..convergence import NEGLIGIBLE, still_to_come
 from ..linear import Blocks
 from ..newton import Newton
-from ..safeguards import Safeguarded, largest_of
+from ..newton.certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BACK, small_change
+from ..newton.safeguards import Safeguarded, largest_of
 from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
 from .part import Part

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..guess import Guess
-from ..iteration import GAP, Outcome, first_ends
 from ..linear import Blocks, LinearSolver
 from ..newton import Newton
-from ..safeguards import ANY_ROUNDING, largest_of
+from ..newton.guess import Guess
+from ..newton.iteration import GAP, Outcome, first_ends
+from ..newton.safeguards import ANY_ROUNDING, largest_of
 from ..solution import Plan, Result
 from ..tolerance import Bounds
 from .certificate import Certified

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..fused import Call
 from ..jacobian import DenseJacobian
 from ..linear import Blocks, Dense, Diagonal
 from ..newton import Newton
+from ..ways.fused import Call
 
 if TYPE_CHECKING:  # it needs Triton and NumPy
     from ..fuse.run import Run

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..convergence import Progress, error_left, still_to_come
 from ..newton import Newton
-from ..safeguards import largest_of
+from ..newton.safeguards import largest_of
 from ..solution import Result
 from ..tolerance import ROUNDED, Bounds
 from .part import Part

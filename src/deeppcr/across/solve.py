@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..gradient import UNDETERMINED, Gradient, Implicit, refuse_gradients
-from ..guess import Guess, as_guess
-from ..iteration import Outcome
 from ..jacobian import DiagonalJacobian
 from ..newton import Loop, Newton
+from ..newton.guess import Guess, as_guess
+from ..newton.iteration import Outcome
 from ..runtime import is_capturing
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..tolerance import misses
-from ..ways import without_claim
+from ..ways.judged import without_claim
 from .adjoint import AdjointOver
 from .iteration import Iteration
 from .kernels import Kernels

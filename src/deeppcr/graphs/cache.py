@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
-from ..guess import Guess
-from ..iteration import Outcome, first_ends
 from ..newton import Loop, Newton
+from ..newton.guess import Guess
+from ..newton.iteration import Outcome, first_ends
 from ..runtime import declares, is_capturing, is_out_of_memory
 from ..sequence import Sequence
 from ..solution import Plan

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..iteration import Iteration, Outcome
 from ..newton import Newton
+from ..newton.iteration import Iteration, Outcome
 from ..sequence import Sequence
 from ..sequence.trace import without_cast_cache
 from ..solution import Plan, Result

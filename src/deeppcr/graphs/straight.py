@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..guess import Guess
-from ..iteration import Iteration, Outcome, first_ends
 from ..linear import Blocks
 from ..newton import Newton
+from ..newton.guess import Guess
+from ..newton.iteration import Iteration, Outcome, first_ends
 from ..sequence import Sequence
 from ..solution import Plan, Result
 from ..tolerance import Bounds

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..attach import attach
-from ..guess import RepeatInitial
 from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..linear.fused import has_room
 from ..newton import Newton
+from ..newton.guess import RepeatInitial
 from ..runtime import has_triton, in_functorch, is_capturing
 from ..solution import Solution, warn
 from ..solve import solve
+from ..ways.attach import attach
 from .arguments import Mode, check_mode, check_newton, check_size
 from .choose import ASKED, EMPTY, choose, choose_without_kernels
 from .cost import Choice

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..guess import RepeatInitial
 from ..linear import Dense
 from ..newton import Newton
+from ..newton.guess import RepeatInitial
 from .arguments import Mode, check_size
 from .base import Network
 from .operator import operated

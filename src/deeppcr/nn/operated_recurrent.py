@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..attach import attach
-from ..fused_solution import FusedSolution
 from ..newton import Newton
 from ..runtime import is_transformed
 from ..solution import Solution
+from ..ways.attach import attach
+from ..ways.fused_solution import FusedSolution
 from . import operator
 from .arguments import Mode
 from .operator import in_words

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..guess import Random, RepeatInitial, Zeros
 from ..jacobian import DenseJacobian, DiagonalJacobian, HutchinsonJacobian, ScalarJacobian
 from ..linear import PCR, Auto, ForwardSubstitution, Fused, Hierarchical
 from ..newton import Newton
+from ..newton.guess import Random, RepeatInitial, Zeros
 from ..runtime import as_if_eager, check_backward
 from ..stopping import FixedIterations, PaperTest, UpdateTest
 

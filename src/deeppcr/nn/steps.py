@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..fused import Call
 from ..newton import Loop, Newton
 from ..sequence.lengths import up_to
 from ..solution import Solution
 from ..solve import refuse_given, solve, solve_call
+from ..ways.fused import Call
 
 
 class NoKernels(Exception):

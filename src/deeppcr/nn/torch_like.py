@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..bounded import Bounded
-from ..fused import covers
 from ..newton import Newton
 from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
 from ..solution import Result, Solution
 from ..stopping import UpdateTest
+from ..ways.fused import covers
 from .arguments import Mode
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
 from .choose import ASKED, EMPTY

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from .bounded import Bounded
+from ..bounded import Bounded
 
 Way = Literal["loop", "graph", "newton"]
 

@@ -1,11 +1,10 @@
-"""A solve by a solver that is given: the ways, what the step itself says of the states that were found, and what to do where Newton
-failed."""
+"""A solve by a solver that is given: the ways, and what to do where Newton failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,23 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import iteration
+from ..gradient import Gradient, Implicit
+from ..graphs.cache import captured_solves, may_capture
+from ..graphs.straight import run_unseen
+from ..newton import Loop, Newton, iteration
+from ..newton.guess import Guess, RepeatInitial, as_guess
+from ..newton.iteration import Outcome
+from ..runtime import declares, is_capturing
+from ..sequence import Rowwise, Sequence
+from ..sequence.kept import KeptStates
+from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
+from ..stopping import UpdateTest
+from ..tolerance import Tolerance
 from .fused import Call, covers, solve_fused
-from .gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
-from .graphs.cache import captured_solves, may_capture
-from .graphs.straight import run_unseen
-from .guess import Guess, RepeatInitial, as_guess
-from .iteration import Outcome
-from .newton import Loop, Newton
-from .runtime import declares, is_capturing
-from .sequence import Rowwise, Sequence
-from .sequence.evaluate import StepError
-from .sequence.kept import KeptStates
-from .sequence.trace import coarser_products
-from .sequence.words import in_words
-from .solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
-from .stopping import UpdateTest
-from .tolerance import Tolerance, measure
+from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
 _WORTH_A_KERNEL = 10_000
@@ -144,10 +140,10 @@ def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
     plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
         return _solution(sequence, outcome, plan, _nothing(sequence))
-    judged = _judge(sequence, outcome, Newton())
+    judged = judge(sequence, outcome, Newton())
     if judged.results != outcome.results:
-        raise _differs(sequence)
-    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+        raise differs(sequence)
+    return _solution(sequence, differentiable(judged, gradient), plan, judged.residual)
 
 
 def _loop_in_kernel(call: Call, gradient: Gradient) -> Solution:
@@ -206,7 +202,7 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | No
     if not_finite is not None:
         outcome = _mark_non_finite(outcome, Result.LOOP, not_finite)
     if Result.NON_FINITE in outcome.results:
-        warn(_describe(sequence, outcome))
+        warn(describe(sequence, outcome))
     return outcome
 
 
@@ -220,8 +216,8 @@ def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient
     outcome = run_unseen(solver, sequence, start, plan)
     plan.derivative = solver.jacobian.name or sequence.derivative
     plan.note("inside a CUDA graph of the caller: every replay writes anew to the states and all other tensors")
-    judged = _judge(sequence, outcome, solver)
-    return _solution(sequence, _differentiable(judged, gradient), plan, judged.residual)
+    judged = judge(sequence, outcome, solver)
+    return _solution(sequence, differentiable(judged, gradient), plan, judged.residual)
 
 
 def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution | None:
@@ -232,17 +228,17 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
         plan.notes = replayed.notes
         return None
     outcome, residual = found  # which has been checked
-    judged = _Judged(outcome, residual, None)
+    judged = Judged(outcome, residual, None)
     if torch.is_grad_enabled() and sequence.needs_gradients:
         # These values come from the step as it is now: what a trace cannot see shows here.
-        judged = _judge(sequence, outcome, solver)
-        if judged.results != outcome.results or not _is_no_worse(judged.residual, residual, outcome.states, solver):
+        judged = judge(sequence, outcome, solver)
+        if judged.results != outcome.results or not is_no_worse(judged.residual, residual, outcome.states, solver):
             plan.note("not captured: the step gives another result than when it was recorded")
             return None
-        if _determined(judged, solver, Plan()) is not judged:
+        if determined(judged, solver, Plan()) is not judged:
             return None
     return _solution(
-        sequence, _differentiable(judged, gradient), replayed, residual, solver.promised(sequence.layout.dtype)
+        sequence, differentiable(judged, gradient), replayed, residual, solver.promised(sequence.layout.dtype)
     )
 
 
@@ -266,7 +262,7 @@ def _in_parallel(
         outcome = iteration.run(solver, sequence, start, plan)
     sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
-    judged = _determined(_judge(sequence, outcome, solver, differentiated=not through), solver, plan)
+    judged = determined(judge(sequence, outcome, solver, differentiated=not through), solver, plan)
     if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
         if on_failure != "loop":
             judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))
@@ -274,129 +270,17 @@ def _in_parallel(
             judged,
             on_failure,
             lambda failed: _finished_by_loop(call, sequence, failed.outcome, solver, plan),
-            lambda failed: _describe(sequence, failed.outcome),
+            lambda failed: describe(sequence, failed.outcome),
         )
     failed = on_failure == "return" and any(result.failed for result in judged.results)
-    outcome = _refused(sequence, judged) if failed else _differentiable(judged, gradient)
+    outcome = refused(sequence, judged) if failed else differentiable(judged, gradient)
     return _solution(sequence, outcome, plan, judged.residual, solver.promised(sequence.layout.dtype))
-
-
-# What the step itself says of the states that were found.
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
-
-    Attributes:
-        residual: [B], of the states as they are
-        adjoint: what a backward pass needs; None where there can be none
-    """
-
-    outcome: Outcome
-    residual: Tensor
-    adjoint: Adjoint | None
-
-    @property
-    def results(self) -> list[Result]:
-        return self.outcome.results
-
-
-def _judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> _Judged:
-    """One evaluation of all steps, with a graph where a gradient may be asked for."""
-    adjoint = None
-    if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
-        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-        values = adjoint.values
-    else:
-        # As far as the first step tells nothing needs a gradient; whether the others do shows here.
-        with torch.set_grad_enabled(differentiated and torch.is_grad_enabled()):
-            previous = torch.cat([sequence.initial.detach().unsqueeze(0), outcome.states[:-1].detach()])
-            values = sequence.values(previous, range(sequence.length))
-        if values.requires_grad:
-            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
-            values = adjoint.values
-    return _measured(sequence, outcome, solver, adjoint, values.detach())
-
-
-@torch.no_grad()
-def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> _Judged:
-    states, layout = outcome.states.detach(), sequence.layout
-    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
-    if solver.stop.promises:
-        outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
-    return _Judged(outcome, residual, adjoint)
-
-
-def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
-    """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
-    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
-    results = [
-        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
-    ]
-    exact = torch.where(lost, exact_steps, outcome.exact_steps)
-    return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
-
-
-def _determined(judged: _Judged, solver: Newton, plan: Plan) -> _Judged:
-    """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
-    outcome, adjoint = judged.outcome, judged.adjoint
-    kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
-    if adjoint is None or not solver.stop.promises or not kept.any():
-        return judged
-    tolerance = solver.tolerance(outcome.states.dtype)
-    adjoint.promised = tolerance.rtol
-    determined = adjoint.determined(outcome.states.detach(), tolerance, kept)
-    exact = torch.minimum(determined, outcome.exact_steps)
-    lost = kept & (determined < outcome.states.shape[0])
-    if not lost.any():
-        return judged
-    plan.note(UNDETERMINED)
-    return replace(judged, outcome=without_claim(outcome, lost, exact, UNDETERMINED))
-
-
-def _differentiable(judged: _Judged, gradient: Gradient) -> Outcome:
-    """The outcome, its states differentiable where a backward pass may come."""
-    outcome = judged.outcome
-    if judged.adjoint is None:
-        return outcome
-    return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
-
-
-def _refused(sequence: Sequence, judged: _Judged) -> Outcome:
-    """The outcome, rows of which failed; a backward pass through its states raises."""
-    outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
-    states = refuse_gradients(outcome.states, _describe(sequence, outcome), *depends_on)
-    return replace(outcome, states=states)
-
-
-def _differs(sequence: Sequence) -> StepError:
-    """Said of a step that gives another result when all steps are evaluated at once than one after the other."""
-    what = "step: gives another result when all steps are evaluated at once than one after the other: "
-    dtype, first = sequence.layout.dtype, sequence.initial.detach()
-    coarse = coarser_products(lambda: sequence.step(0, first), dtype)
-    if coarse is not None:
-        rounding = 2 * torch.finfo(coarse).eps
-        return StepError(
-            f"{what}it multiplies in {coarse}, while its state is {dtype}. Have it compute in that precision, or loosen the "
-            f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
-        )
-    return StepError(
-        f"{what}it is random, keeps a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
-    )
-
-
-def _is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:
-    """Whether a residual [B], measured anew, is what it was, but for rounding."""
-    tolerance = solver.tolerance(states.dtype)
-    allowed = 2 * residual + tolerance.atol + tolerance.rtol * states.abs().amax((0, 2))
-    return bool((measured <= allowed).all())
 
 
 # Where Newton failed.
 
 
-def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: Newton, plan: Plan) -> _Judged:
+def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: Newton, plan: Plan) -> Judged:
     failed = torch.tensor([result.failed for result in outcome.results], device=sequence.layout.device)
     exact = torch.where(failed, outcome.exact_steps, sequence.length)
     states = None
@@ -407,9 +291,9 @@ def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: 
     else:
         plan.note("the rest was computed one step after the other by a kernel")
     outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP, first_not_finite(states))
-    judged = _judge(sequence, outcome, solver)
+    judged = judge(sequence, outcome, solver)
     if judged.results != outcome.results:
-        raise _differs(sequence)
+        raise differs(sequence)
     return judged
 
 
@@ -450,11 +334,6 @@ def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outc
     return replace(outcome, exact_steps=torch.where(rows & (at >= 0), at, outcome.exact_steps))
 
 
-def _describe(sequence: Sequence, outcome: Outcome) -> str:
-    """The worst result in words, with the step where it happened and why Newton gave up."""
-    return in_words(outcome.results, outcome.exact_steps, sequence.given_inputs, sequence.layout, *outcome.reasons)
-
-
 def _solution(
     sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor, tolerance: Tolerance | None = None
 ) -> Solution:
@@ -473,7 +352,7 @@ def _solution(
         exact_steps=outcome.exact_steps.reshape(batch),
         updates=outcome.updates.reshape(-1, *batch),
         plan=plan,
-        description=_describe(sequence, outcome),
+        description=describe(sequence, outcome),
         z0=layout.unpack(sequence.initial.detach()),
         tolerance=tolerance,
         local=None if outcome.local is None else outcome.local.reshape(batch),

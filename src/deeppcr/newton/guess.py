@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .runtime import is_capturing
-from .sequence import Sequence
-from .sequence.layout import describe
-from .solution import Solution
+from ..runtime import is_capturing
+from ..sequence import Sequence
+from ..sequence.layout import describe
+from ..solution import Solution
 
 
 class Guess:

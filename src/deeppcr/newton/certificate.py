@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .convergence import NEGLIGIBLE, Progress, still_to_come
-from .jacobian import Jacobian
-from .linear import Blocks, LinearSolver, solve_coupled
-from .sequence import Sequence
-from .sequence.evaluate import StepError
-from .solution import Result
+from ..convergence import NEGLIGIBLE, Progress, still_to_come
+from ..jacobian import Jacobian
+from ..linear import Blocks, LinearSolver, solve_coupled
+from ..sequence import Sequence
+from ..sequence.evaluate import StepError
+from ..solution import Result
 
 #: Why updates, and products with Jacobians, may say nothing of the error.
 FALSE_DERIVATIVE = (

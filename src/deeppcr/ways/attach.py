@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..gradient import Adjoint, Implicit
+from ..newton import Newton
+from ..sequence import Sequence
 from .fused import Call, attach_fused
-from .gradient import Adjoint, Implicit
-from .newton import Newton
-from .sequence import Sequence
 
 
 def attach(step: Any, z0: Any, xs: Any, states: tuple[Tensor, ...], newton: Newton, *, batch_dims: int) -> list[Tensor]:

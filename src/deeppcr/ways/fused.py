@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .bounded import Bounded
+from ..bounded import Bounded
+from ..newton import USUAL, Newton
+from ..runtime import apply_directly, has_kernels, is_transformed
+from ..sequence import Rowwise, Sequence
+from ..sequence.fingerprint import structure_of
+from ..sequence.history import WithHistory
+from ..sequence.layout import Layout
+from ..sequence.stack import as_one_step
+from ..solution import Result
+from ..tolerance import Tolerance, bears_out
 from .fused_solution import LATE, FusedSolution, dropped_from, solution_of, spoil_failed
-from .newton import USUAL, Newton
-from .runtime import apply_directly, has_kernels, is_transformed
-from .sequence import Rowwise, Sequence
-from .sequence.fingerprint import structure_of
-from .sequence.history import WithHistory
-from .sequence.layout import Layout
-from .sequence.stack import as_one_step
-from .solution import Result
-from .tolerance import Tolerance, bears_out
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from .fuse.run import Found
-    from .fuse.step import FusedStep
+    from ..fuse.run import Found
+    from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
 _MOST_STEPS = 256
@@ -160,8 +160,8 @@ class Call:
         """The same, tried now."""
         found = self.fused
         if found is None:
-            from .fuse.expressions import NotCovered
-            from .fuse.step import FusedStep
+            from ..fuse.expressions import NotCovered
+            from ..fuse.step import FusedStep
 
             layout = Layout.of(self.z0, self.batch_dims)
             try:
@@ -227,7 +227,7 @@ def _fuse() -> tuple[Any, Any, Any, type[Exception]]:
     """Looked up once: that takes as long as a launch."""
     from triton import OutOfResources
 
-    from .fuse import back, closer, run
+    from ..fuse import back, closer, run
 
     return back, run, closer, OutOfResources
 

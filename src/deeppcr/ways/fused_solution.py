@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .convergence import ENOUGH, error_left
-from .sequence.layout import Layout
-from .sequence.words import in_words
-from .solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
-from .tolerance import Tolerance
+from ..convergence import ENOUGH, error_left
+from ..sequence.layout import Layout
+from ..sequence.words import in_words
+from ..solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
+from ..tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from .fuse.run import Found, Others
-    from .fuse.step import FusedStep
+    from ..fuse.run import Found, Others
+    from ..fuse.step import FusedStep
 
 #: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
 _VARIED = 1.05

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from .jacobian import DenseJacobian, Jacobian, ScalarJacobian
-from .linear import Auto, LinearSolver
-from .sequence import Sequence
-from .solution import Plan
-from .stopping import StoppingTest, UpdateTest
-from .tolerance import Tolerance, default_tolerance
+from ..jacobian import DenseJacobian, Jacobian, ScalarJacobian
+from ..linear import Auto, LinearSolver
+from ..sequence import Sequence
+from ..solution import Plan
+from ..stopping import StoppingTest, UpdateTest
+from ..tolerance import Tolerance, default_tolerance
 
 #: The steps of a chunk follow each other: beyond this, on CPU and GPU alike, they cost more than they save.
 _LARGEST_CHUNK = 16

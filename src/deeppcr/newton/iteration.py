@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..convergence import Progress
+from ..jacobian import block_bytes
+from ..linear import Blocks, LinearSolver, solve_coupled
+from ..runtime import is_out_of_memory
+from ..sequence import Sequence
+from ..solution import Plan, Result
+from ..tolerance import Bounds
 from .certificate import certify, has_derivative
-from .convergence import Progress
 from .guess import Guess
-from .jacobian import block_bytes
-from .linear import Blocks, LinearSolver, solve_coupled
 from .newton import Newton
-from .runtime import is_out_of_memory
 from .safeguards import ANY_ROUNDING, Safeguarded
-from .sequence import Sequence
-from .solution import Plan, Result
-from .tolerance import Bounds
 
 #: So many tolerances a chunk that is evaluated once more may end beside where it was found to end: for steps that round almost as much.
 GAP = 2

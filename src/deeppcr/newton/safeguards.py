@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..convergence import Progress
+from ..linear import Blocks
+from ..solution import Plan, Result
+from ..tolerance import Bounds
 from .certificate import FALSE_DERIVATIVE
-from .convergence import Progress
-from .linear import Blocks
 from .newton import Newton
-from .solution import Plan, Result
-from .tolerance import Bounds
 
 #: A state is far away when it is this many times larger than its step value was before the update.
 FAR = 10.0

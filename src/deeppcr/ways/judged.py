@@ -1,0 +1,132 @@
+"""What the step itself says of the states that were found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..gradient import UNDETERMINED, Adjoint, Gradient, refuse_gradients
+from ..newton import Newton
+from ..newton.iteration import Outcome
+from ..sequence import Sequence
+from ..sequence.evaluate import StepError
+from ..sequence.trace import coarser_products
+from ..sequence.words import in_words
+from ..solution import Plan, Result
+from ..tolerance import measure
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
+
+    Attributes:
+        residual: [B], of the states as they are
+        adjoint: what a backward pass needs; None where there can be none
+    """
+
+    outcome: Outcome
+    residual: Tensor
+    adjoint: Adjoint | None
+
+    @property
+    def results(self) -> list[Result]:
+        return self.outcome.results
+
+
+def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> Judged:
+    """One evaluation of all steps, with a graph where a gradient may be asked for."""
+    adjoint = None
+    if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
+        adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+        values = adjoint.values
+    else:
+        # As far as the first step tells nothing needs a gradient; whether the others do shows here.
+        with torch.set_grad_enabled(differentiated and torch.is_grad_enabled()):
+            previous = torch.cat([sequence.initial.detach().unsqueeze(0), outcome.states[:-1].detach()])
+            values = sequence.values(previous, range(sequence.length))
+        if values.requires_grad:
+            adjoint = Adjoint(sequence, outcome.states, solver.jacobian, solver.linear)
+            values = adjoint.values
+    return _measured(sequence, outcome, solver, adjoint, values.detach())
+
+
+@torch.no_grad()
+def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> Judged:
+    states, layout = outcome.states.detach(), sequence.layout
+    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
+    if solver.stop.promises:
+        outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+    return Judged(outcome, residual, adjoint)
+
+
+def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
+    """Rows [B] that claimed to be right lose that claim; so many of their states are exact."""
+    lost = lost & torch.tensor([not result.failed for result in outcome.results], device=lost.device)
+    results = [
+        Result.NOT_CONVERGED if bad else result for bad, result in zip(lost.tolist(), outcome.results, strict=True)
+    ]
+    exact = torch.where(lost, exact_steps, outcome.exact_steps)
+    return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
+
+
+def determined(judged: Judged, solver: Newton, plan: Plan) -> Judged:
+    """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
+    outcome, adjoint = judged.outcome, judged.adjoint
+    kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
+    if adjoint is None or not solver.stop.promises or not kept.any():
+        return judged
+    tolerance = solver.tolerance(outcome.states.dtype)
+    adjoint.promised = tolerance.rtol
+    steps = adjoint.determined(outcome.states.detach(), tolerance, kept)
+    exact = torch.minimum(steps, outcome.exact_steps)
+    lost = kept & (steps < outcome.states.shape[0])
+    if not lost.any():
+        return judged
+    plan.note(UNDETERMINED)
+    return replace(judged, outcome=without_claim(outcome, lost, exact, UNDETERMINED))
+
+
+def differentiable(judged: Judged, gradient: Gradient) -> Outcome:
+    """The outcome, its states differentiable where a backward pass may come."""
+    outcome = judged.outcome
+    if judged.adjoint is None:
+        return outcome
+    return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
+
+
+def refused(sequence: Sequence, judged: Judged) -> Outcome:
+    """The outcome, rows of which failed; a backward pass through its states raises."""
+    outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
+    states = refuse_gradients(outcome.states, describe(sequence, outcome), *depends_on)
+    return replace(outcome, states=states)
+
+
+def differs(sequence: Sequence) -> StepError:
+    """Said of a step that gives another result when all steps are evaluated at once than one after the other."""
+    what = "step: gives another result when all steps are evaluated at once than one after the other: "
+    dtype, first = sequence.layout.dtype, sequence.initial.detach()
+    coarse = coarser_products(lambda: sequence.step(0, first), dtype)
+    if coarse is not None:
+        rounding = 2 * torch.finfo(coarse).eps
+        return StepError(
+            f"{what}it multiplies in {coarse}, while its state is {dtype}. Have it compute in that precision, or loosen the "
+            f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
+        )
+    return StepError(
+        f"{what}it is random, keeps a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
+    )
+
+
+def is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newton) -> bool:
+    """Whether a residual [B], measured anew, is what it was, but for rounding."""
+    tolerance = solver.tolerance(states.dtype)
+    allowed = 2 * residual + tolerance.atol + tolerance.rtol * states.abs().amax((0, 2))
+    return bool((measured <= allowed).all())
+
+
+def describe(sequence: Sequence, outcome: Outcome) -> str:
+    """The worst result in words, with the step where it happened and why Newton gave up."""
+    return in_words(outcome.results, outcome.exact_steps, sequence.given_inputs, sequence.layout, *outcome.reasons)

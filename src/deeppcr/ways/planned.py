@@ -1,0 +1,271 @@
+"""A solve by the way that is expected to take least time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..gradient import Implicit
+from ..newton import USUAL, Loop, Newton
+from ..newton.guess import RepeatInitial
+from ..runtime import has_tangent, is_capturing, random_state, version_of
+from ..sequence.emit import Emitting
+from ..sequence.evaluate import RandomStep, StepError
+from ..sequence.history import WithHistory
+from ..sequence.kept import KeptStates
+from ..sequence.layout import Layout, note_call
+from ..sequence.words import in_words
+from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
+from .fused import Call, solve_fused
+from .given import solve_by
+from .plan import Probe, Record, record_of
+
+#: So many entries of xs are taken apart at a time.
+_ENTRIES = 4096
+_FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
+
+
+def can_be_planned(call: Call) -> bool:
+    """Whether a solve has several ways, as far as can be said before the step is called."""
+    first, step = call.states[0] if call.states else None, call.given[0]
+    several = isinstance(step, (list, tuple, nn.ModuleList))
+    if call.has_kernels:  # then the rest was looked at
+        return not is_capturing(call.states[0].device)
+    return (
+        isinstance(first, Tensor)
+        and type(call.length) is int
+        and call.length > 0
+        and call.given_length in (None, call.length)
+        and (len(step) == call.length and all(map(callable, step)) if several else callable(step))
+        and not isinstance(call.step, WithHistory)
+        and all(isinstance(leaf, Tensor) for leaf in (*call.states, *call.inputs))
+        and all(leaf.ndim > 0 and leaf.shape[0] == call.length for leaf in call.inputs)
+        and not any(has_tangent(leaf) for leaf in (*call.states, *call.inputs))
+        and not is_capturing(first.device)
+    )
+
+
+class Planned:
+    """A solve by the way that is expected to take least time."""
+
+    def __init__(self, call: Call, length: int | None):
+        self.call, self.length = call, length
+        self._raised: Exception | None = None
+
+    def solve(self) -> Solution:
+        call = self.call
+        if not call.has_kernels and call.fused is None and self.record.is_worth_kernels(again=True):
+            call.make()
+        if call.has_kernels:
+            found = self._by_kernels()
+            if found is not None:
+                return found
+        way, why = self.record.choose()
+        if way == "loop":
+            probe = None if "loop" in self.record.seconds else self._probe()
+            found = self._by_loop(probe)
+            if found is not None:
+                found.plan.note(why)
+                return found
+            if call.fused is None and self.record.is_worth_kernels(again=False):
+                call.make()
+                found = self._by_kernels() if call.has_kernels else None
+                if found is not None:
+                    return found
+            way, why = self.record.choose()
+        found = self._by_graph() if way == "graph" else self._by_newton() if way == "newton" else self._by_python()
+        found.plan.note(why)
+        return found
+
+    @cached_property
+    def record(self) -> Record:
+        call = self.call
+        return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
+
+    def _by_kernels(self) -> Solution | None:
+        found = solve_fused(self.call, USUAL, None, every=self.call.every)
+        if isinstance(found, str):
+            return None
+        if found.result is Result.LOOP:
+            found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
+        elif found.result is Result.NON_FINITE:
+            warn(found.description)
+        return found
+
+    def _by(self, solver: Newton | Loop) -> Solution:
+        call, (step, xs) = self.call, self.call.given
+        return solve_by(
+            step,
+            call.z0,
+            xs,
+            self.length,
+            call.batch_dims,
+            solver,
+            RepeatInitial(),
+            Implicit(),
+            "loop",
+            call.every,
+        )
+
+    def _by_newton(self) -> Solution:
+        with warnings.catch_warnings():
+            # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            found = self.record.timed("newton", lambda: self._by(USUAL))
+        if found.result is Result.NON_FINITE:  # as the loop would have told
+            warn(found.description)
+        elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
+            self.record.bar("newton", found.description)
+        else:
+            self.record.barred.pop("newton", None)
+        return found
+
+    def _by_graph(self) -> Solution:
+        try:
+            return self.record.timed("graph", lambda: self._by(Loop(by="graph")))
+        except (RuntimeError, ValueError) as error:
+            self.record.bar("graph", str(error))
+            return self._by_python()
+
+    def _by_python(self) -> Solution:
+        return self.record.timed("loop", lambda: self._by(Loop()))
+
+    def _probe(self) -> Probe:
+        """Gives up on a loop of Python where another way is expected to be faster."""
+
+        def is_too_long(_: float) -> bool:
+            return self.record.choose()[0] != "loop" or (
+                self.call.fused is None and self.record.is_worth_kernels(again=False)
+            )
+
+        return Probe(self.record, self.call.length or 1, self.call.states[0].device, is_too_long)
+
+    def _by_loop(self, probe: Probe | None) -> Solution | None:
+        """The loop as a user would write it; None where the probe gives it up. What goes wrong goes wrong again in ``ways``, where it
+        is said what it is; but for what the step itself raises after the first time, of which there is no more to say."""
+        begin = time.perf_counter()
+        try:
+            layout = Layout.of(self.call.z0, self.call.batch_dims)
+            kept = KeptStates(layout, self.call.length or 1, self.call.every)
+            outputs = self._bare_loop(layout, kept, probe)
+            if outputs is None:
+                return None
+            states = kept.states()
+        except Exception as error:
+            if isinstance(error, StepError) or error is self._raised:
+                raise
+        else:
+            found = _of_loop(layout, self.call, kept, states)
+            self.record.took("loop", time.perf_counter() - begin)
+            return replace(found, outputs=outputs) if isinstance(self.call.given[0], Emitting) else found
+        return self._by_python()  # out here, so that its error does not come with the first one
+
+    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> list[Any] | None:
+        """What its steps gave beside their states; None where it did not come to its end."""
+        call, (step, xs), outputs = self.call, self.call.given, []
+        both = step.both if isinstance(step, Emitting) else None
+        flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
+        steps = step if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
+        # The caller's own tensors stay as they are, whatever the first step does.
+        z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
+        first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
+        before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
+        for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
+            watched = (
+                index == 1 and probe is not None
+            )  # the first call of all may set what stays; and of a kind once is enough
+            drawn = random_state(layout.device) if watched else None
+            try:
+                if both is None:
+                    z = one(z, *x)
+                else:
+                    z, output = both(z, *x)
+                    outputs.append(output)
+            except Exception as error:
+                if index > 0 and layout.complaint(z, layout.batch_shape) is None:
+                    self._raised = error
+                    note_call(error, index, z, *x)
+                raise
+            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
+                raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
+            if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
+                raise ValueError("the step does not return a state")
+            if index == 0 and given != [version_of(leaf) for leaf in inputs]:
+                raise ValueError("the step changes its inputs in place")
+            kept.add(flat(z))
+            if probe is not None and probe.gives_up(index):
+                return None
+        if before != [version_of(leaf) for leaf in first]:
+            raise ValueError("the step changes its state in place")
+        return outputs
+
+
+def _inputs_of_steps(xs: Any, leaves: list[Tensor], length: int) -> Iterable[tuple]:
+    """Of each step what it takes beside its state."""
+    if xs is None:
+        return repeat((), length)
+    inputs = zip(*[_entries(leaf) for leaf in leaves], strict=True)
+    if isinstance(xs, Tensor):
+        return inputs
+    spec = pytree.tree_structure(xs)
+    # Of one level, to put together a nest of PyTorch's takes as long as a step.
+    if type(xs) is tuple and all(isinstance(each, Tensor) for each in xs):
+        return zip(inputs, strict=True)
+    if type(xs) is dict and all(isinstance(each, Tensor) for each in xs.values()):
+        return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
+    return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
+
+
+def _entries(leaf: Tensor) -> Iterable[Tensor]:
+    """The entries of a tensor, of a long one some at a time: each is an object of its own."""
+    if len(leaf) <= _ENTRIES:
+        return leaf.unbind()
+    return chain.from_iterable(part.unbind() for part in leaf.split(_ENTRIES))
+
+
+def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
+    """What gives the leaves of a state: for one tensor and for a tuple of them, in less time than a step takes."""
+    if layout.spec.is_leaf():
+        return lambda z: (z,)
+    general = lambda z: pytree.tree_leaves(layout.in_order(z))  # noqa: E731
+    return (lambda z: z if type(z) is tuple else general(z)) if layout.is_tuple else general
+
+
+def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor]) -> Solution:
+    """What a loop found, and warned of where it is not finite."""
+    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
+    exact = torch.full((rows,), call.length or 1, device=device)
+    result, results = Result.LOOP, (Result.LOOP,) * rows
+    description = result.value
+    if at is not None:
+        places = at.tolist()
+        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
+        exact = torch.where(at >= 0, at, exact)
+        description = in_words(results, exact, call.given_inputs, layout)
+        warn(description)
+    exact = exact.reshape(batch)
+    dropped = kept.dropped(exact)
+    if dropped is not None:
+        dropped = replace(dropped, final=layout.nest(dropped.final))
+    return Solution(
+        states=layout.nest(states),
+        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
+        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
+        result=result,
+        results=results,
+        exact_steps=exact,
+        updates=torch.zeros(0, *batch, device=device),
+        plan=Plan(),
+        description=description,
+        z0=call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0),
+        dropped=dropped,
+    )
