@@ -92,7 +92,7 @@ def trained(
         return {"steps": int(texts["steps"]), "seconds": float(texts["seconds"]), "loss": float(texts["loss"])}
     device = images.device
     # Convolutions in half precision are several times faster with the channels last.
-    network.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     shares = Schedule.linear(LEVELS).alphas_bar.to(device, torch.float32)
     optimiser = torch.optim.AdamW(network.parameters(), lr=rate, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)
@@ -122,7 +122,8 @@ def trained(
                 losses.append(loss.item())  # waits for the device, so that the clock is right
                 told(over)
             over = (time.monotonic() - begun) / seconds
-    network.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+    network.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    network.eval().requires_grad_(False)
     last = losses[-20:] or [loss.item()]
     record = {"steps": number, "seconds": time.monotonic() - begun, "loss": sum(last) / len(last)}
     if path is not None:
