@@ -80,6 +80,7 @@ paper: $(call extra,paper) ## make every generated page, figure and table of the
 	@$(PY) benchmarks/kernel_report.py results/kernels-*.json --page docs/performance.md
 	@$(PY) benchmarks/loop_report.py results/loops-nvidia-*.json --page docs/kernels.md
 	@$(PY) benchmarks/recurrent_report.py --page docs/recurrent.md
+	@$(PY) benchmarks/real_diffusion_report.py results/real-diffusion-*.json --page docs/diffusion.md
 	@$(PY) benchmarks/training_report.py --page docs/recurrent.md
 
 bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels, users' loops and recipes too, against their targets

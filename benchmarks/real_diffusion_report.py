@@ -39,6 +39,9 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
         f"A first call of a kind takes {number(firsts[0])} to {number(firsts[-1])} s: it measures, and captures graphs. "
         f"All calls together reserved {record['reserved']:.1f} GiB at most.",
     ]
+    earlier = sorted({line["commit"] for line in lines if "commit" in line})
+    if earlier:
+        parts.append(f"With a star: measured at {' and '.join(earlier)}.")
     if any(not line["good"] for line in lines):
         parts.append("In (brackets): the error is beyond its limit, so the time does not count.")
     return "\n\n".join(parts)
@@ -51,9 +54,9 @@ def _rows(lines: Sequence[Line]) -> str:
     ]
     for line in lines:
         window = next((note.split()[1] for note in line["notes"] if note.startswith("window: ")), "the loop")
-        gain = f"{line['gain']:.2f}x"
+        gain, star = f"{line['gain']:.2f}x", r" \*" if "commit" in line else ""
         cells = [
-            f"{_spoken(line['name'])}, {PRECISIONS[line['precision']]}", number(1e3 * line["loop"]), number(1e3 * line["found"]),
+            f"{_spoken(line['name'])}, {PRECISIONS[line['precision']]}{star}", number(1e3 * line["loop"]), number(1e3 * line["found"]),
             gain if line["good"] else f"({gain})", window, f"{line['rows']:.1f}", _error(line["error"]), _error(line["itself"]),
         ]  # fmt: skip
         found.append(f"| {' | '.join(cells)} |")
