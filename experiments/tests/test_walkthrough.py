@@ -26,7 +26,6 @@ from deeppcr_paper import (
     latent_diffusion,
     mlp_memory,
     mlp_timing,
-    pixel_diffusion,
     resnet_ablations,
     resnet_training,
 )
@@ -272,9 +271,11 @@ def test_what_was_not_run_says_so_and_nothing_else():
     sources = page.partition("| experiment |")[2].partition("\n\n")[0]
     names = {part.experiment for item in ITEMS for part in item.parts}
     assert all(f"| {name} | not run yet |" in sources for name in names)
-    (nothing,) = headline.lines([], None)
+    (nothing,) = headline.lines([], {})
     assert nothing.startswith("Not run yet: `deeppcr-paper reproduce mlp-timing --device cuda`, `")
-    assert nothing.endswith("`python benchmarks/loops.py`.")
+    assert nothing.endswith(
+        "`python benchmarks/loops.py`, `python benchmarks/recurrent.py`, `python benchmarks/real_diffusion.py`."
+    )
 
 
 def test_a_smaller_run_says_so():
@@ -314,14 +315,29 @@ def made_up_loops(*cases):
     return "loops-nvidia-some-gpu.json", content
 
 
+def made_up_benchmarks(loops, *, good=True):
+    """Besides, one file each of benchmarks/recurrent.py and benchmarks/real_diffusion.py."""
+    head = {"date": "2026-02-01", "commit": "def", "machine": {"hardware": "Some GPU"}}
+    layers = [
+        {"suite": "targets", "parameters": headline.LAYER, "method": method, "passed": True, "seconds": [seconds, seconds, 9 * seconds]}
+        for method, seconds in (("torch.nn", 0.03), ("auto", 0.002), ("parallel", 0.001))
+    ]  # fmt: skip
+    name, precision = headline.SAMPLER
+    sampled = [
+        {"name": name, "precision": each, "loop": 2.0, "found": 0.5, "error": 3e-3, "good": good} for each in (precision, "float32")
+    ]  # fmt: skip
+    return {
+        "loops": loops,
+        "recurrent": ("recurrent-nvidia-some-gpu.json", head | {"cases": layers}),
+        "real-diffusion": ("real-diffusion-nvidia-some-gpu.json", head | {"lines": sampled}),
+    }
+
+
 def test_the_table_shows_the_strong_baselines():
     small = {"steps": (1024,), "images": 1, "runs": 2}
-    sampled = [
-        finished(
-            made_up_diffusion.latent_result(replace(latent_diffusion.FULL, data=("mnist",), widths=(16,), **small))
-        ),
-        finished(made_up_diffusion.pixel_result(replace(pixel_diffusion.FULL, sides=(4,), **small))),
-    ]
+    sampled = finished(
+        made_up_diffusion.latent_result(replace(latent_diffusion.FULL, data=("mnist",), widths=(16,), **small))
+    )
     timed = finished(made_up.mlp_timing_result())
     loops = made_up_loops(
         ("gru", "forward", "solve", "CONVERGED", 1e-3),
@@ -333,7 +349,13 @@ def test_the_table_shows_the_strong_baselines():
         ("lorenz", "forward", 'Loop(by="kernel")', "LOOP", 1e-3),
         ("lorenz", "forward", "bare loop in a CUDA graph", None, 5e-4),
     )
-    lines = headline.lines([timed, trained(), *sampled], loops)
+    lines = headline.lines([timed, trained(), sampled], made_up_benchmarks(loops))
+    (layer,) = [line for line in lines if "`nn.GRU` with gradients, 32,768 × 1 × 16" in line]
+    assert layer.endswith("| – | 30 ms cuDNN (15×) | – | **2 ms** |"), "by default"
+    (real,) = [line for line in lines if "a UNet of 36 million" in line]
+    assert real.endswith("| – | 2 s CUDA graph (4×) | – | **500 ms** |")
+    wrong = headline.lines([timed, trained(), sampled], made_up_benchmarks(loops, good=False))
+    assert wrong == [line for line in wrong if "UNet of" not in line]
     assert lines[0].count("|") == 6
     assert all(name in lines[0] for name in ("loop in Python", "fastest loop without", "one kernel", "in parallel"))
     (elementwise,) = [line for line in lines if "elementwise GRU, 2,048 × 8 × 256" in line]
@@ -347,12 +369,12 @@ def test_the_table_shows_the_strong_baselines():
     assert any("diffusion, latents of MNIST, 1,024 × 1 × 16" in line for line in lines)
     assert any("diffusion, latents of MNIST, 1,024 × 64 × 16" in line for line in lines)
     assert "commit def" in lines[-1]
-    (slow,) = headline.lines([timed, trained(dtype="float64"), *sampled], loops)
+    (slow,) = headline.lines([timed, trained(dtype="float64"), sampled], made_up_benchmarks(loops))
     assert (
         slow == "Not run yet: `deeppcr-paper reproduce resnet-training --device cuda --data-dir DIR`."
     )  # it shows no speed
     with pytest.raises(ValueError, match="lacks the marks"):
-        headline.put("no marks here", [], None)
+        headline.put("no marks here", [], {})
 
 
 def test_the_table_that_is_committed_is_short_and_says_where_the_loop_wins():

@@ -39,7 +39,7 @@ def build(root: Path, draw: Callable[[dict[str, Any]], Sequence[Figure]] = figur
         files |= {f"{place}/{figure.name}.svg": figure.file() for figure in (once(result) if result else ())}
     files["docs/report.html"] = make_report(collect([root / "results"]), once)
     files["README.md"] = headline.put(
-        (root / "README.md").read_text(encoding="utf-8"), results, headline.newest_loops(root / "results")
+        (root / "README.md").read_text(encoding="utf-8"), results, headline.newest(root / "results")
     )
     return files
 

@@ -37,58 +37,71 @@ _OTHERS = {"cuDNN": "cuDNN", "pararnn-torch": "pararnn-torch", "bare loop in a C
 #: Networks of the paper, (direction, depth, width); None stands for the greatest depth.
 NETWORKS = (
     ("forward", None, 16),
-    ("backward", None, 16),
     ("forward", None, 256),
     ("forward", None, 512),
     ("forward", 64, 16),
 )
 _GRAPH = "CUDA graph"
+#: A layer of ``benchmarks/recurrent.py``, and a line of ``benchmarks/real_diffusion.py``: 3 x 32 x 32 numbers.
+LAYER = {"kind": "GRU", "T": 32_768, "B": 1, "H": 16, "direction": "forward and backward"}
+SAMPLER, STEPS, NUMBERS = ("DDPM 1000, one sample", "tf32"), 1_000, 3_072
+#: The programs besides the paper's experiments whose files are read.
+BENCHMARKS = ("loops", "recurrent", "real-diffusion")
 
 Times = Mapping[str, float | None]
+#: Of a benchmark, the name of its newest file on a GPU, and what is in it.
+Measured = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 
-def put(page: str, results: Sequence[Finished], loops: tuple[str, Mapping[str, Any]] | None) -> str:
+def put(page: str, results: Sequence[Finished], measured: Measured) -> str:
     """The page with the table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return before + "\n".join([BEGIN, "", *lines(results, loops), "", END]) + after
+    return before + "\n".join([BEGIN, "", *lines(results, measured), "", END]) + after
 
 
-def newest_loops(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """The newest run of ``benchmarks/loops.py`` on a GPU: the name of its file, and what is in it."""
-    files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("loops-nvidia-*.json")]
-    return max(files, key=lambda each: each[1]["date"], default=None)
+def newest(folder: Path) -> Measured:
+    """Of each benchmark the newest run on a GPU, where there is one."""
+    found = {}
+    for name in BENCHMARKS:
+        paths = folder.glob(f"{name}-nvidia-*.json")
+        files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        if files:
+            found[name] = max(files, key=lambda each: each[1]["date"])
+    return found
 
 
-def lines(results: Sequence[Finished], loops: tuple[str, Mapping[str, Any]] | None) -> list[str]:
-    needed = {"mlp-timing": _on_gpu, "resnet-training": _fast, "latent-diffusion": _on_gpu, "pixel-diffusion": _on_gpu}
+def lines(results: Sequence[Finished], measured: Measured) -> list[str]:
+    needed = {"mlp-timing": _on_gpu, "resnet-training": _fast, "latent-diffusion": _on_gpu}
     found = {name: best(results, name, needs) for name, needs in needed.items()}
     used = [result for result in found.values() if result]
     missing = [f"`{command(name)}`" for name, result in found.items() if result is None]
-    if loops is None:
-        missing.append("`python benchmarks/loops.py`")
-    if missing or loops is None:
+    missing += [f"`python benchmarks/{name.replace('-', '_')}.py`" for name in BENCHMARKS if name not in measured]
+    if missing:
         return [f"Not run yet: {', '.join(missing)}."]
-    timed, trained, latents, pixels = used
-    rows = [*_loops(loops[1]), *_networks(timed), *_training(trained), *_samples(latents), *_samples(pixels)]
-    rows += _batch(latents)
+    timed, trained, latents = used
+    loops, layers, sampled = (measured[name][1] for name in BENCHMARKS)
+    rows = [*_loops(loops), *_layer(layers), *_networks(timed), *_training(trained), *_samples(latents)]
+    rows += [*_real(sampled), *_batch(latents)]
     if len(rows) > MOST:
         raise ValueError(f"the README's table has {len(rows)} rows: {MOST} at most")
     sources = [each.source + (", smaller than the paper's runs" if each.smaller else "") for each in used]
-    machine, (file, record) = loops[1]["machine"]["hardware"], loops
-    sources.append(f"`results/{file}` ({machine}, {record['date'][:10]}, commit {record['commit']})")
+    sources += [
+        f"`results/{file}` ({record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']})"
+        for file, record in measured.values()
+    ]
     return [
         f"| loop, steps × rows × width | {' | '.join(HEADS.values())} |",
         "|---" * (1 + len(HEADS)) + "|",
         *rows,
         "",
-        "Medians of whole calls in float32, stopping test included; the fastest is bold. In brackets: its time over that of the faster of "
+        "Medians of whole calls in float32 (the UNet in TF32), stopping test included; the fastest is bold. In brackets: its time over that of the faster of "
         "`deeppcr`'s two ways, between which it chooses by itself; below 1× `deeppcr` loses. A dash: not measured, or no gain in "
         "parallel. In the first five rows loops in Python and in CUDA graphs are timed over 256 steps and scaled. Results were compared with "
         f"the loop's before: largest errors {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
-        f"{max(_error_of_samples(latents), _error_of_samples(pixels)):.1e} (samples, from the loop's).",
+        f"{max(_error_of_samples(latents), *(line['error'] for line in _shown_lines(sampled)), 0.0):.1e} (samples, from the loop's).",
         f"From {', '.join(sources)}.",
     ]
 
@@ -127,6 +140,33 @@ def _loops(record: Mapping[str, Any]) -> list[str]:
             _row(f"{name}, {_size(sizes['L'], sizes['B'], sizes['D'])}", each, others.get(each["other"] or 0.0))
         )
     return found
+
+
+def _layer(record: Mapping[str, Any]) -> list[str]:
+    taken = {
+        case["method"]: median(case["seconds"])
+        for case in record["cases"]
+        if case["suite"] == "targets" and case["passed"] and LAYER.items() <= case["parameters"].items()
+    }
+    if not {"torch.nn", "auto"} <= taken.keys():
+        return []
+    size = _size(LAYER["T"], LAYER["B"], LAYER["H"])
+    return [_row(f"`nn.GRU` with gradients, {size}", {"other": taken["torch.nn"], "parallel": taken["auto"]}, "cuDNN")]
+
+
+def _real(record: Mapping[str, Any]) -> list[str]:
+    return [
+        _row(
+            f"diffusion, a UNet of 36 million parameters, {_size(STEPS, 1, NUMBERS)}",
+            {"other": line["loop"], "parallel": line["found"]},
+        )
+        for line in _shown_lines(record)
+    ]
+
+
+def _shown_lines(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is too far from the loop is not shown."""
+    return [line for line in record["lines"] if (line["name"], line["precision"]) == SAMPLER and line.get("good")]
 
 
 def _networks(result: Finished) -> list[str]:
