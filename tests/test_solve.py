@@ -12,6 +12,7 @@ import deeppcr
 from compiling import compiled_and_counted
 from deeppcr import Newton, Result
 from deeppcr.runtime import as_written
+from deeppcr.ways.plan import Record
 from kernel_support import pairwise, thorough
 from problems import CHAOTIC, CONTRACTING, MARGINAL, Generator, plain_loop, relative_error
 
@@ -311,3 +312,33 @@ def test_a_warning_stands_at_the_line_of_the_user(file):
     with pytest.warns(deeppcr.ConvergenceWarning) as caught:
         names["go"](torch.ones(2, 3), torch.ones(30, 2, 3))
     assert (caught[0].filename, caught[0].lineno) == (str(folder / file), 2)
+
+
+def test_a_step_that_rounds_otherwise_beside_others_is_left_to_the_loop_by_default(monkeypatch):
+    """Nobody asked for all steps at once."""
+    monkeypatch.setattr(Record, "choose", lambda record: ("newton", "is tried"))
+    torch.manual_seed(0)
+    layer, z0, xs = torch.nn.Linear(16, 16), torch.randn(3, 16), torch.randn(50, 3, 16)
+
+    def step(z, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(z)
+        return torch.tanh(y.float() + x)
+
+    with torch.no_grad():
+        loop = deeppcr.solve(step, z0, xs, solver=deeppcr.Loop())
+        found = deeppcr.solve(step, z0, xs)
+    assert found.result is Result.LOOP
+    assert torch.equal(found.states, loop.states)
+
+
+def test_a_step_that_keeps_a_tensor_of_its_last_call_is_told_where_to_look():
+    class Keeps:
+        last = torch.zeros(2, 3)
+
+        def __call__(self, z):
+            self.last = torch.tanh(z + 0.1 * self.last)
+            return self.last
+
+    with pytest.raises(deeppcr.StepError, match=r"deeppcr\.check"):
+        deeppcr.solve(Keeps(), torch.ones(2, 3), length=40, solver=Newton())

@@ -42,6 +42,8 @@ def lfilter(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
     for name, given in (("b", b), ("a", a)):
         if (given.dtype, given.device) != (x.dtype, x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device}, as x is, got {given.dtype} on {given.device}")
+    if not (a.is_cuda or is_traced(a) or a[0]):  # on a GPU nobody waits to see
+        raise ValueError("a: a[0] must not be 0: all coefficients are divided by it")
     b, a = b / a[0], a / a[0]
     order = max(len(a), len(b)) - 1
     if not x.numel() or order == 0:

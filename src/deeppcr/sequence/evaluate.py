@@ -206,6 +206,8 @@ class StepGroup:
                 try:
                     self.call(state, x)
                 except Exception as error:
+                    if "functorch" in str(error):  # of a tensor that the step kept while it was transformed
+                        return
                     error.add_note(
                         f"deeppcr: the step raised this by itself, at entry {number} of {len(previous)} states that an iteration came to; "
                         "where the loop does not come to such a state, solver=deeppcr.Loop() takes its steps"

@@ -18,6 +18,10 @@ from ..solution import Plan, Result
 from ..tolerance import measure
 
 
+class CoarseStep(StepError):
+    """It rounds otherwise when all steps are evaluated at once: the loop alone gives the loop's result."""
+
+
 @dataclass(frozen=True)
 class Judged:
     """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
@@ -111,7 +115,7 @@ def differs(sequence: Sequence) -> StepError:
     coarse = coarser_products(lambda: sequence.step(0, first), dtype)
     if coarse is not None:
         rounding = 2 * torch.finfo(coarse).eps
-        return StepError(
+        return CoarseStep(
             f"{what}it multiplies in {coarse}, while its state is {dtype}. Have it compute in that precision, or loosen the "
             f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
         )

@@ -27,6 +27,7 @@ from ..sequence.words import in_words
 from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
 from .fused import Call, solve_fused
 from .given import solve_by
+from .judged import CoarseStep
 from .plan import Probe, Record, record_of
 
 #: So many entries of xs are taken apart at a time.
@@ -120,7 +121,11 @@ class Planned:
         with warnings.catch_warnings():
             # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
             warnings.simplefilter("ignore", ConvergenceWarning)
-            found = self.record.timed("newton", lambda: self._by(USUAL))
+            try:
+                found = self.record.timed("newton", lambda: self._by(USUAL))
+            except CoarseStep as error:
+                self.record.bar("newton", str(error))
+                return self._by_python()
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warn(found.description)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):

@@ -110,6 +110,7 @@ def test_second_derivatives_are_refused(device, monkeypatch):
     ("change", "words"),
     [
         ({"b": torch.ones(1, 2)}, r"b: expected coefficients, a tensor \[N\], got \[1, 2\]"),
+        ({"a": torch.tensor([0.0, 1.0])}, r"a\[0\] must not be 0"),
         ({"a": torch.ones(0)}, r"a: expected coefficients, a tensor \[N\], got \[0\]"),
         ({"x": torch.ones(3, dtype=torch.long)}, r"x: expected signals, a real tensor .*int64 \[3\]"),
         ({"a": torch.ones(2).double()}, r"a: expected torch.float32 on cpu, as x is, got torch.float64"),
