@@ -316,8 +316,8 @@ def _refusal(where: Tensor, cause: str) -> RuntimeError:
     """Of an adjoint that is wrong at some places [.., B]: the last of them is where it begins."""
     index, row = (int(i) for i in where.nonzero()[-1])
     return RuntimeError(
-        f"the adjoint does not hold at step {index + 1} (row {row}): {cause}; deeppcr.check looks for all but a change, given the step "
-        "and what solve was given"
+        f"the adjoint does not hold at step {index + 1} (row {row}): {cause}. deeppcr.check(step, z0, xs) finds all of these "
+        "but a change since the forward pass"
     )
 
 

@@ -38,7 +38,7 @@ class Layout:
             raise ValueError("z0: has no tensor in it")
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"z0: expected a tensor or a tuple of tensors, found {type(leaf).__name__}")
+                raise TypeError(f"z0: expected a tensor, or tensors in a tuple or dict, found {type(leaf).__name__}")
             if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
                 hint = "" if leaf.dtype.is_complex else " (use z0.float())"
                 raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
