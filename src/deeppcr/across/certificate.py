@@ -1,4 +1,4 @@
-"""Is what the ranks found the solution? Their steps are asked, by products with their Jacobians: see ``deeppcr.certificate``.
+"""Is what the ranks found the solution? Their steps are asked, by products with their Jacobians: see ``deeppcr.newton.certificate``.
 
 Shapes: N chunks on this rank, B rows, D the packed state.
 """

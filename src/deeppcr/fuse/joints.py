@@ -11,6 +11,9 @@ from .text import for_each, for_pairs, kernel_text, module_text, row_of
 
 #: So many times as much as over all of it, one number may move another within a chunk.
 _WITHIN = 8.0
+#: What one number rounds to is taken for the cause of another's miss up to so many tolerances of that one's largest size, and where no
+#: correction of a lane is larger than so many: numbers may be large and exact (a clock, a constant), and hide a signal.
+_CARRIED, _NEAR = 8.0, 32.0
 
 
 def joints_source(width: int, dtype: torch.dtype) -> str:
@@ -149,6 +152,7 @@ def _join(width: int) -> str:
             # The start is judged by what came before it: what a wrong one leads to may be as large as it likes.
             "c{k} = tl.where(r * 0 + local > 0, b{k}, m{k})",
             "s{k} = atol + rtol * c{k}  # how far it may be off",
+            "v{k} = atol + rtol * m{k}  # and beside the largest of all so far",
             "m{k} = tl.maximum(m{k}, tl.where(o{k} < float('inf'), o{k}, 0.0))",
             "hidden = tl.maximum(hidden, tl.where(joined & (r * 0 + local + linear == 0), lives_on(o{k}, b{k}, m{k}, rtol), 0.0))",
             "b{k} = o{k}",
@@ -165,7 +169,11 @@ def _join(width: int) -> str:
             "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
-            "rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(w{k}), EPS * tl.maximum(c{k}, tl.minimum(a{k}, beside))), 0.0))",
+            "gross = tl.maximum(gross, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), v{k}), 0.0))",
+            "own_units = in_units(tl.abs(w{k}), EPS * c{k})",
+            "rough = tl.maximum(rough, tl.where(joined, own_units, 0.0))",
+            "units = in_units(tl.abs(w{k}), EPS * tl.maximum(c{k}, tl.minimum(a{k}, beside)))",
+            f"borne = tl.maximum(borne, tl.where(joined, tl.where(tl.abs(w{{k}}) <= {_CARRIED} * v{{k}}, units, own_units), 0.0))",
             # A state that is not finite settles nothing, wherever it is.
             "largest = tl.where(ok & ~(o{k} < float('inf')), float('inf'), largest)",
             "s{k} = atol + rtol * tl.where(r * 0 + local > 0, o{k}, m{k})",
@@ -201,10 +209,13 @@ def _join(width: int) -> str:
         "largest = tl.max(tl.reshape(largest, (GROUPS, LANES)), 0)",
         "missed = tl.max(tl.reshape(missed, (GROUPS, LANES)), 0)",
         "rough = tl.max(tl.reshape(rough, (GROUPS, LANES)), 0)",
+        "borne = tl.max(tl.reshape(borne, (GROUPS, LANES)), 0)",
+        "gross = tl.max(tl.reshape(gross, (GROUPS, LANES)), 0)",
+        f"borne = tl.where(gross <= {_NEAR}, borne, rough)",
         "hidden = tl.max(tl.reshape(hidden, (GROUPS, LANES)), 0)",
         "r = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)",
         "inside = r < rows",
-        "note(largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear)",
+        "note(largest, missed, rough, borne, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear)",
     ]  # fmt: skip
     kept = (("d", width + square + width), ("m", width + square + 2 * width))
     lines = [
@@ -213,6 +224,8 @@ def _join(width: int) -> str:
         "largest = tl.zeros((GROUPS * LANES,), REAL)",
         "missed = tl.zeros((GROUPS * LANES,), REAL)",
         "rough = tl.zeros((GROUPS * LANES,), REAL)  # the largest miss in units of rounding",
+        "borne = tl.zeros((GROUPS * LANES,), REAL)  # and of that which others have passed on",
+        "gross = tl.zeros((GROUPS * LANES,), REAL)  # the largest correction in tolerances of the largest size so far",
         "hidden = tl.zeros((GROUPS * LANES,), REAL)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
         *("    " + line for line in [

@@ -72,13 +72,28 @@ def lives_on(size, before, largest, rtol):
 
 @triton.jit
 def note(
-    largest, missed, rough, hidden, found, unsettled, taken, residual, r, rows, inside, passes, limit, roughest, linear
+    largest,
+    missed,
+    rough,
+    borne,
+    hidden,
+    found,
+    unsettled,
+    taken,
+    residual,
+    r,
+    rows,
+    inside,
+    passes,
+    limit,
+    roughest,
+    linear,
 ):
     """What a pass found of lanes ``r``.
 
     Args:
         largest: correction, in units of the tolerance
-        missed, rough: the largest miss, and the same in units of rounding
+        missed, rough, borne: the largest miss, in units of its own rounding, and in those of what other numbers pass on to it
         hidden: above 0 where ``lives_on`` was
         roughest: misses of so many units may be rounding that has added up in a chunk
         linear: 1 where what does not settle is taken step by step, whatever is left: cotangents, which nobody is told of
@@ -94,9 +109,11 @@ def note(
     joined = alive & later & ~enough & (largest < float("inf"))
     certain = certain | (joined & (rough <= SMOOTH) & (largest <= 1))
     stuck = (rough <= ROUGH) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
+    # What other numbers would round to may as well be a signal that converges: not where corrections no longer shrink at all.
+    stuck = stuck | ((borne <= ROUGH) & (largest >= before))
     # What rounds in each of many steps by as much the same way (an increment far below its state) adds up to more. Then corrections go up
     # and down; those of a step whose derivatives are not what it does creep down.
-    adds_up = (rough <= roughest) & (largest >= VARIED * before)
+    adds_up = (borne <= roughest) & (largest >= VARIED * before)
     floored = joined & (largest > 1) & (stuck | adds_up) & (r * 0 + linear == 0)
     tl.store(found + passes * rows + r, tl.where(floored | certain, 0.0, largest), mask=inside)
     enough = enough | certain

@@ -171,6 +171,7 @@ def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, rou
         largest,
         missed,
         rough,
+        rough,
         hidden,
         found,
         unsettled,

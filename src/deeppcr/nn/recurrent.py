@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..bounded import Bounded
 from ..distributed.ranks import Ranks, Trouble
 from ..newton import USUAL, Loop, Newton
-from ..runtime import is_capturing, outside_of_graph, unseen_by_compiler
+from ..runtime import is_capturing, is_transformed, outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton
@@ -230,8 +230,8 @@ class Recurrent(OperatedRecurrent):
 
     def _nothing(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Zeros. On a GPU the same again: to have them filled takes longer than a kernel of a short pass."""
-        # What a compiler, an observer or a graph of the caller sees is made anew, and belongs to it.
-        alone = type(like) is Tensor and like.is_cuda and not torch.compiler.is_compiling()
+        # What a compiler, a transform, an observer or a graph of the caller sees is made anew, and belongs to it.
+        alone = type(like) is Tensor and like.is_cuda and not (torch.compiler.is_compiling() or is_transformed())
         if not alone or torch._C._len_torch_dispatch_stack() or is_capturing(like.device) or math.prod(shape) > _SMALL:
             return like.new_zeros(shape)
         kept = self._zeros

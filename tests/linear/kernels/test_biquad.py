@@ -120,3 +120,13 @@ def test_bad_input_is_named(change, words):
     given = {"b": torch.ones(2), "a": torch.ones(2), "x": torch.ones(3)} | change
     with pytest.raises((TypeError, ValueError), match=words):
         linear.lfilter(**given)
+
+
+def test_powers_beyond_the_numbers_of_a_state_that_is_zero(device):
+    """Of an unstable filter that has heard nothing yet."""
+    x = torch.zeros(3000, 1, dtype=torch.float64, device=device)
+    x[-20:] = 1
+    given = [torch.tensor(each, dtype=torch.float64, device=device) for each in ([1.0], [1.0, -4.0])]
+    found = linear.lfilter(*given, x)
+    assert found[-1] == (4**20 - 1) / 3
+    assert torch.equal(found[:-20], x[:-20])

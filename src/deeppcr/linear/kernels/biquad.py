@@ -123,6 +123,12 @@ def _walk(
         tl.store(place + channels, two, mask=inside)
 
 
+@triton.jit
+def _times(block, state):
+    """Of nothing, nothing: the powers of an unstable filter's block may be beyond the numbers."""
+    return tl.where(state == 0, 0.0, block * state)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _join(
     coefficients, added, before, into, chunks, channels, group, blocks,
@@ -154,8 +160,8 @@ def _join(
             tl.store(into + at + channels, two, mask=inside)
         more = tl.load(added + at, mask=inside, other=0.0)
         more_two = tl.load(added + at + channels, mask=inside, other=0.0)
-        next_one = m11 * one + m12 * two + more
-        two = m21 * one + m22 * two + more_two
+        next_one = _times(m11, one) + _times(m12, two) + more
+        two = _times(m21, one) + _times(m22, two) + more_two
         one = next_one
     if not WRITES:
         tl.store(into + place, one, mask=inside)
