@@ -192,19 +192,27 @@ class StepGroup:
                     self._leave_vmap(error)
                     self._candidates = list(_DERIVATIVES)
                 else:
-                    self._let_raise(previous, xs)
+                    self._let_raise(previous, index)
                     raise StepError(
                         "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
                         "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
                         f"GivenJacobian need no derivative. {_first_line(error)}"
                     ) from error
 
-    def _let_raise(self, previous: Tensor, xs: Any) -> None:
-        """What the step itself has to complain of, where it is not differentiated, comes through as it is."""
+    def _let_raise(self, previous: Tensor, index: slice | Tensor) -> None:
+        """What the step itself has to complain of, where it is not differentiated, comes through as it is.
+
+        It sees its inputs themselves, no copies: what it writes to them is found.
+        """
+        if isinstance(index, Tensor):
+            steps = index.tolist()
+        else:
+            first, stride = index.start or 0, index.step or 1
+            steps = range(first, first + stride * len(previous), stride)
         with torch.no_grad():
-            for number, (state, x) in enumerate(zip(previous, _entries(xs, len(previous)), strict=True), 1):
+            for number, (state, step) in enumerate(zip(previous, steps, strict=True), 1):
                 try:
-                    self.call(state, x)
+                    self.call(state, self.inputs(step))
                 except Exception as error:
                     if "functorch" in str(error):  # of a tensor that the step kept while it was transformed
                         return
