@@ -1,23 +1,15 @@
 """What is said of the measurements of sampling with real networks; and that the page says it of the newest ones."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import script
+
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def report():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        before = set(sys.modules)
-        yield importlib.import_module("real_diffusion_report")
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+report = script("benchmarks", "real_diffusion_report")
 
 
 def line(name, precision="tf32", **other):

@@ -1,11 +1,11 @@
 """The fit of what recurrent layers cost: constants that were put into times come out of them."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from scripts import script
 
 ROOT = Path(__file__).parents[1]
 #: Seconds: launches, a step of one row by kind and width; PyTorch's launches, a step, and a row of it.
@@ -13,15 +13,7 @@ LAUNCHES, STEPS = 1e-3, {("GRU", 8): 4e-9, ("GRU", 32): 20e-9, ("LSTM", 64): 50e
 TORCH_LAUNCHES, TORCH_STEPS = 0.25e-3, {"GRU": (0.5e-6, 0.01e-6), "LSTM": (0.6e-6, 0.02e-6), "RNN": (0.4e-6, 0.0)}
 
 
-@pytest.fixture(scope="module")
-def fit():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        before = set(sys.modules)
-        yield importlib.import_module("recurrent_fit")
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+fit = script("benchmarks", "recurrent_fit")
 
 
 def case(method, seconds, kind, T, B, H, direction, result=None):

@@ -1,28 +1,20 @@
 """What is said of the measurements of recurrent layers, on a record that is made up; and that the page says it of the newest ones."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from scripts import script
 
 matplotlib = pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 BOTH = "forward and backward"
 
 
-@pytest.fixture(scope="module")
-def report():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        before = set(sys.modules)
-        yield importlib.import_module("recurrent_report")
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+report = script("benchmarks", "recurrent_report")
 
 
 def case(suite, method, ms, kind, T, B, H, direction=BOTH, result=None):
