@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ class Run:
         self.device, self.quick, self.only, self.budget = device, quick, only, budget
         self.alone = False  # the public call without the others
         self.comparing = 200.0  # seconds after which the table goes on without what it compares with
+        self.choosing = math.inf  # seconds after which the choice is judged by the loops that were timed
         self.cold_problems = COLD_PROBLEMS
         self.results = results
 
@@ -162,11 +164,15 @@ def choice(run: Run) -> None:
         found = {SOLVE: solved(prepared, direction, prepared.residual)}
         return found | ways(prepared, direction, prepared.residual) | {BARE: bare(prepared, direction)[BARE]}
 
+    begun = time.perf_counter()
     listed = CHOICE[:: 9 if run.quick and not run.only else 1]
     timed = {loop.name: run.of_the_table(loop) for loop in run.loops(listed)}
     found = {name: cases for name, cases in timed.items() if time_of(cases, BARE)}
     for prepared in prepared_loops(run, "choice", [loop for loop in listed if loop.name not in found]):
         found[prepared.loop.name] = run.examine("choice", prepared, FORWARD, build)
+        if time.perf_counter() - begun > run.choosing:
+            print(f"time is up: the choice is judged by {len(found)} of {len(timed)} loops")
+            break
     ratios, slow = {}, []
     for name, cases in found.items():
         seconds, plain = time_of(cases), time_of(cases, BARE)
@@ -309,6 +315,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=200.0,
         help="seconds of the table after which the rest is timed alone (default: 200)",
     )
+    parser.add_argument(
+        "--choosing", type=float, default=math.inf, help="seconds of the choice after which it is judged (default: all)"
+    )
     parser.add_argument("--cold-problems", type=int, default=COLD_PROBLEMS, help="of the fuzz (default: 200)")
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     options = parse(parser, arguments)
@@ -328,7 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: targets in milliseconds are those of a GPU")
     results = Results("loops", options, budget_seconds=budget, parts=list(options.part))
     run = Run(device, options.quick, options.only, budget, results)
-    run.alone, run.comparing, run.cold_problems = options.alone, options.comparing, options.cold_problems
+    run.alone, run.comparing, run.choosing = options.alone, options.comparing, options.choosing
+    run.cold_problems = options.cold_problems
     if options.workers > 1:
         folder = TemporaryDirectory()
         listed = CHOICE if "choice" in options.part else TABLE
