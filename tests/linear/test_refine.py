@@ -222,7 +222,7 @@ def test_a_resonance_in_float32_is_within_ten_times_the_error_of_steps(angle):
 
 
 def test_what_corrections_do_not_find_in_float32_is_found_in_float64(walks):
-    data, rhs = filtering(8, 0.05, torch.float32, 500)
+    data, rhs = filtering(4, 0.01, torch.float32, 500)
     expected, blocks = in_long_double(data, rhs), linear.Dense(data)
     allowed = error(linear.solve(blocks, rhs, solver=linear.ForwardSubstitution()), expected)
     assert error(linear.solve(blocks, rhs, solver=linear.PCR()), expected) < 0.1 * allowed
