@@ -30,7 +30,7 @@ def step(z, x):
         (
             lambda: solve(step, ONES, (torch.ones(4, 3), torch.ones(5, 3))),
             ValueError,
-            r"xs: lengths differ: xs\[0\] has 4, xs\[1\] has 5",
+            r"xs: lengths differ: xs\[0\] has 4, xs\[1\] has 5.*closed over by the step",
         ),
         (lambda: solve(step, ONES, torch.ones(4, 3), length=5), ValueError, "length has 5, xs has 4"),
         (lambda: solve(step, ONES, torch.ones(0, 3)), ValueError, "xs: at least one step is needed"),
@@ -49,7 +49,21 @@ def step(z, x):
             r"changes the state's shape: expected float32\[2, 3\].*got float32\[2, 2\]",
         ),
         (lambda: solve(lambda z: torch.cat([z, z], -1), ONES, length=3), StepError, "DenseNet.*with_history"),
-        (lambda: solve(lambda z: z.double(), ONES, length=3), StepError, "changes the state's dtype"),
+        (lambda: solve(lambda z: z.double(), ONES, length=3), StepError, "changes the state's dtype.*return it .to"),
+        (lambda: solve(lambda z: (z, z), ONES, length=3), StepError, r"changes the state's structure.*deeppcr\.scan"),
+        (lambda: solve(lambda z: [z], ONES, length=3), StepError, "Return the containers and keys that z0 has"),
+        (
+            lambda: solve(step, ONES[0], torch.ones(4, 2, 3)),
+            StepError,
+            r"It was broadcast: begin with a z0 of \[2, 3\]",
+        ),
+        (lambda: solve(step, [0.0, 1.0], torch.ones(4, 2)), TypeError, r"found float \(use torch.tensor\(z0\)\)"),
+        (
+            lambda: solve(step, ONES, torch.ones(4, 2, 3), batch_dims="1"),
+            ValueError,
+            "batch_dims: expected a whole number",
+        ),
+        (lambda: solve(step, ONES, (torch.ones(4, 2, 3), 0.5)), TypeError, r"xs\[1\]: .*got float.*is closed over"),
         (lambda: solve(lambda z: z.to("meta"), ONES, length=3), StepError, "changes the state's device"),
         (
             lambda: solve(lambda z: (z, {"a": 1}), ONES, length=3),
@@ -92,7 +106,11 @@ def step(z, x):
             ValueError,
             "batch_dims=0 reads one state of 7 numbers, batch_dims=1 reads rows, which these shapes do not have",
         ),
-        (lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2), ValueError, "z0: with batch_dims=2"),
+        (
+            lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2),
+            ValueError,
+            "batch_dims: 2 leading dimensions of every tensor of z0",
+        ),
         (lambda: solve(3, ONES, length=3), TypeError, "step: expected a callable"),
         (lambda: solve([torch.sin, 3], ONES), TypeError, "step: entry 1 of the list"),
         (

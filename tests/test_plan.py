@@ -10,6 +10,7 @@ import deeppcr
 from deeppcr import ConvergenceWarning, Newton, Result, runtime
 from deeppcr.ways import fused, plan
 from deeppcr.ways.plan import PROBED, Probe, Record
+from problems import plain_loop
 
 
 def known(device="cpu", **seconds):
@@ -489,3 +490,40 @@ def test_random_steps_are_refused_however_short_the_loop_is(length, solver):
 def test_the_first_call_may_make_parameters():
     layer = torch.nn.LazyLinear(3)
     assert deeppcr.solve(lambda z: torch.sin(layer(z)), torch.ones(2, 3), length=5).result is Result.LOOP
+
+
+class TestWhatOnlyTheLoopDoesRight:
+    """At any length: what a short loop does is not refused because it has become longer."""
+
+    @pytest.fixture(autouse=True)
+    def newton_pays(self, monkeypatch):
+        deeppcr.clear_caches()
+        monkeypatch.setattr(plan.Record, "_candidates", lambda record: ["newton"])
+        yield
+        deeppcr.clear_caches()
+
+    @pytest.mark.parametrize("length", [1, 2, 300])
+    def test_batch_statistics(self, length, device):
+        norm, other = (torch.nn.BatchNorm1d(4, device=device) for _ in range(2))
+        z0, xs = torch.zeros(3, 4, device=device), torch.randn(length, 3, 4, device=device)
+        found = deeppcr.solve(lambda z, x: torch.tanh(0.5 * norm(z) + x), z0, xs)
+        expected = plain_loop(lambda z, x: torch.tanh(0.5 * other(z) + x), z0, xs)
+        torch.testing.assert_close(found.states, expected)
+        torch.testing.assert_close(norm.state_dict(), other.state_dict())
+        assert found.result is deeppcr.Result.LOOP
+        assert length == 1 or "a BatchNorm1d of the step changes" in str(found.plan)
+
+    @pytest.mark.parametrize("length", [1, 2, 300])
+    def test_rows_that_influence_each_other(self, length, device):
+        step = lambda z, x: torch.tanh(0.5 * (z - z.mean(0)) + x)  # noqa: E731
+        z0, xs = torch.zeros(3, 4, device=device), torch.randn(length, 3, 4, device=device, requires_grad=True)
+        for _ in range(2):
+            found = deeppcr.solve(step, z0, xs)
+            (gradient,) = torch.autograd.grad(found.states.square().sum(), xs)
+            (expected,) = torch.autograd.grad(plain_loop(step, z0, xs).square().sum(), xs)
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+        assert length < 300 or "rows of the batch influence each other" in str(found.plan)
+
+    def test_rows_that_do_not(self, device):
+        z0, xs = torch.zeros(3, 4, device=device), torch.randn(300, 3, 4, device=device, requires_grad=True)
+        assert deeppcr.solve(lambda z, x: torch.tanh(0.5 * z + x), z0, xs).result is deeppcr.Result.CONVERGED

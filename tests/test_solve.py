@@ -1,6 +1,7 @@
 """The public call equals the plain loop: without it where the sequence contracts, with it where nothing else is right."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -239,17 +240,43 @@ def test_kernels_are_made_of_a_compiled_step(device):
     assert "tanh" in deeppcr.fuse.source(step, torch.zeros(3, 4, device=device), torch.ones(50, 3, 4, device=device))
 
 
-def test_the_compiler_is_told_once_by_threads_that_overlap():
-    """The last that leaves sets back what the first one found."""
+def stance_elsewhere():
+    """The compiler's setting, as another thread sees it."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: torch._dynamo.eval_frame._stance.stance).result()
+
+
+def test_the_compiler_is_told_by_thread():
     import torch._dynamo  # what was never imported compiles nothing
 
-    first, second = as_written(), as_written()
-    before = torch._dynamo.eval_frame._stance.stance
-    first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-    second.__exit__(None, None, None)
-    assert torch._dynamo.eval_frame._stance.stance == before == "default"
+    with as_written(), as_written():
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        assert stance_elsewhere() == "default"
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_what_the_compiler_is_told_while_another_thread_solves_is_kept():
+    import torch._dynamo
+
+    solving, told = as_written(), torch.compiler.set_stance
+    solving.__enter__()
+    with ThreadPoolExecutor(1) as threads:
+        setting = threads.submit(told, "eager_on_recompile").result()
+        solving.__exit__(None, None, None)
+        assert torch._dynamo.eval_frame._stance.stance == stance_elsewhere() == "eager_on_recompile"
+        with as_written():
+            assert stance_elsewhere() == "eager_on_recompile"
+        threads.submit(setting.__exit__, None, None, None).result()  # after the solve: to what it found
+    assert torch._dynamo.eval_frame._stance.stance == stance_elsewhere() == "default"
+
+
+def test_what_the_compiler_was_told_before_is_kept():
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with as_written():
+            assert stance_elsewhere() == "eager_on_recompile"
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    with as_written():
+        assert stance_elsewhere() == "default"
 
 
 def test_a_trace_is_refused():

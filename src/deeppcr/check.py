@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .sequence import Sequence
 from .sequence.evaluate import StepError
 from .sequence.lengths import up_to
 from .sequence.purity import close
-from .sequence.rows import rounding_of, rows_that_differ, shares, sizes_of
+from .sequence.rows import find_influence, rounding_of, shares
 from .sequence.trace import coarser_products
 from .solve import refuse_given
 from .tolerance import Tolerance, default_tolerance
@@ -222,25 +223,15 @@ def _fading(sequence: Sequence) -> Iterator[Finding]:
 
 
 def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
-    rows = sequence.layout.rows
-    if rows < 2:
-        return
     for index, state in zip(looked_at, states, strict=False):
-        reference = sequence.step(index, state)
-        for row in {0, rows - 1}:
-            moved = state.clone()
-            moved[row] += 0.1 * (1 + moved[row].abs())
-            allowed = rounding_of(sequence.layout) * (1 + sizes_of(reference))
-            changed = rows_that_differ(sequence.step(index, moved), reference, allowed)
-            changed[row] = False
-            if changed.any():
-                other = int(changed.nonzero()[0])
-                yield Finding(
-                    "rows",
-                    f"row {row} of the state changes row {other} of the result at step {index + 1}. Rows of a batch must not influence each "
-                    "other: is the leading dimension a batch? batch_dims says how many are (0: none)",
-                )
-                return
+        found = find_influence(partial(sequence.step, index), state, sequence.layout)
+        if found is not None:
+            yield Finding(
+                "rows",
+                f"row {found[0]} of the state changes row {found[1]} of the result at step {index + 1}. Rows of a batch must not influence each "
+                "other: is the leading dimension a batch? batch_dims says how many are (0: none)",
+            )
+            return
 
 
 def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import AsyncCompileMode, JITFunction, knobs
+from triton.runtime import _async_compile
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
@@ -94,7 +95,7 @@ def compile_ahead(*makes: Callable[[], Any]) -> None:
         found = _calls.ahead
     finally:
         _calls.ahead = outer
-    if len(found) < 2:
+    if len(found) < 2 or _compiles_for_caller():
         return
     with (
         ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as threads,
@@ -102,6 +103,11 @@ def compile_ahead(*makes: Callable[[], Any]) -> None:
     ):
         for kernel, programs, arguments, warps, registers in found.values():
             kernel.warmup(*arguments, grid=(programs,), **_options(warps, registers))
+
+
+def _compiles_for_caller() -> bool:
+    """Whether the caller has kernels compiled side by side already: Triton takes one such mode at a time."""
+    return _async_compile.active_mode.get() is not None
 
 
 def compiles_ahead() -> bool:

@@ -107,35 +107,57 @@ def unseen_by_compiler(function: Callable) -> Callable:
     return torch.compiler.disable(function) if watched else function
 
 
-class _AsWritten:
-    """How many of all threads want functions that somebody compiled to run as they are written, and what undoes it."""
+class _Wishes(threading.local):
+    """How often this thread wants functions that somebody compiled to run as they are written."""
 
-    lock = threading.Lock()
     count = 0
-    stance: Any = None
+
+
+_wishes = _Wishes()
+
+
+def _stance_by_thread(eval_frame: Any) -> Any:
+    """A setting of the compiler that is "force_eager" for the threads that want it, and for all others what it is now.
+
+    PyTorch has one for the process, which any thread may change at any time, and may set back later to what it found. So this one is
+    only ever put over another, and holds what that says: whoever keeps it and sets it back, nothing is lost.
+    """
+    below = eval_frame._stance
+
+    class ByThread(eval_frame.DynamoStance):
+        by_thread = True
+        stance = property(lambda self: "force_eager" if _wishes.count else below.stance)
+        backend = property(lambda self: below.backend)
+        skip_guard_eval_unsafe = property(lambda self: not _wishes.count and below.skip_guard_eval_unsafe)
+
+        def __init__(self) -> None:  # which would set them
+            pass
+
+    return ByThread()
+
+
+_stance_lock = threading.Lock()
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, functions that the user compiled run as they are written.
+    """Inside, functions that the user compiled run as they are written, in this thread.
 
     A function that is called for the first time while its operations are watched, PyTorch would never compile, then or later.
     """
     # Only outside of what is being compiled may the compiler be told so. Where it was never imported, nothing is compiled.
-    told = "torch._dynamo" in sys.modules and get_eval_frame_callback() in (None, False)
-    if told:
-        with _AsWritten.lock:
-            _AsWritten.count += 1
-            if _AsWritten.count == 1:
-                _AsWritten.stance = torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" not in sys.modules or get_eval_frame_callback() not in (None, False):
+        yield
+        return
+    eval_frame: Any = sys.modules["torch._dynamo"].eval_frame
+    with _stance_lock:
+        if not hasattr(eval_frame._stance, "by_thread"):
+            eval_frame._set_stance(_stance_by_thread(eval_frame))
+    _wishes.count += 1
     try:
         yield
     finally:
-        if told:
-            with _AsWritten.lock:
-                _AsWritten.count -= 1
-                if _AsWritten.count == 0:
-                    _AsWritten.stance.__exit__(None, None, None)
+        _wishes.count -= 1
 
 
 class Watcher(TorchDispatchMode):

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -245,6 +247,14 @@ def test_kernels_are_compiled_ahead_each_once_and_none_is_launched(monkeypatch):
     assert len(first.compiled) == 1
     launch.launch(first, 2, (given, 0), (True,), warps=1)
     assert len(first.launched) == 1
+
+
+def test_nothing_is_compiled_ahead_where_the_caller_does_so(monkeypatch):
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    first, second, given = Kernel(), Kernel(), torch.zeros(4)
+    with ThreadPoolExecutor(1) as threads, triton.AsyncCompileMode(threads):
+        launch.compile_ahead(*(partial(launch.launch, each, 2, (given,), (), warps=1) for each in (first, second)))
+    assert not first.compiled + second.compiled + first.launched + second.launched
 
 
 def test_what_fails_while_launches_are_looked_at_leaves_nothing_behind():

@@ -304,6 +304,16 @@ def test_what_was_large_does_not_hide_what_comes_after_it(device):
     assert is_replayed(twice(lambda: deeppcr.solve(lambda z, x: 0.3 * torch.sin(z) + x, z0, dying, solver=Newton())))
 
 
+def test_what_closer_looks_correct_is_kept(device):
+    """A signal that dies out, but for an impulse far below what it was: too short to be seen to live on."""
+    step = lambda z, x: 0.1 * z + 0.5 * torch.tanh(z) * z.cos() + x  # noqa: E731
+    z0, xs = torch.tensor([[600.0, 100.0]], device=device), torch.zeros(100, 1, 2, device=device)
+    xs[60, 0, 0] = 1e-6
+    found = twice(lambda: deeppcr.solve(step, z0, xs, solver=Newton()))
+    loop = plain_loop(step, z0.double(), xs.double())
+    assert ((found.states - loop).abs() <= 1e-5 * loop.abs().amax(-1, keepdim=True)).all()
+
+
 def test_a_solve_of_many_chunks_is_replayed(device):
     """Whether something large hides what follows is asked of 64 chunks without a look by the host."""
     weights = 0.3 * torch.randn(8, 8, device=device)

@@ -221,6 +221,25 @@ def test_a_resonance_in_float32_is_within_ten_times_the_error_of_steps(angle):
         assert error(linear.solve(linear.Dense(data), rhs, solver=solver), expected) <= 10 * allowed
 
 
+def test_what_corrections_do_not_find_in_float32_is_found_in_float64(walks):
+    data, rhs = filtering(4, 0.01, torch.float32, 500)
+    expected, blocks = in_long_double(data, rhs), linear.Dense(data)
+    allowed = error(linear.solve(blocks, rhs, solver=linear.ForwardSubstitution()), expected)
+    assert error(linear.solve(blocks, rhs, solver=linear.PCR()), expected) < 0.1 * allowed
+    assert not walks
+
+
+def test_what_leaves_the_range_of_float32_stays_outside(walks):
+    data = torch.cat([torch.full((60,), 10.0), torch.full((60,), 0.1)])[:, None, None] * torch.tensor(
+        [[1.0, 1], [0, 1]]
+    )
+    rhs = torch.ones(120, 2)
+    expected = linear.solve(linear.Dense(data), rhs, solver=linear.ForwardSubstitution())
+    assert not expected[-1].isfinite().any()
+    assert torch.equal(linear.solve(linear.Dense(data), rhs, solver=linear.PCR()).isfinite(), expected.isfinite())
+    assert walks
+
+
 @pytest.mark.parametrize("size", [0.5, 0.99, 1.0005])
 @pytest.mark.parametrize("width", [2, 8])
 def test_what_is_well_conditioned_is_solved_once(size, width, monkeypatch):

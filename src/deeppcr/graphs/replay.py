@@ -189,10 +189,13 @@ class Recording:
         self._last()
         held, suspected, count, *codes = self._kept["verdict"].tolist()
         results = [_RESULTS[code] for code in codes]
-        if not held or any(result not in _GOOD for result in results) or (suspected and self._hides(sequence)):
+        if not held or any(result not in _GOOD for result in results):
+            return None
+        states = self._looked_at(sequence) if suspected else self._states.clone()
+        if states is None:
             return None
         outcome = Outcome(
-            states=self._states.clone(),
+            states=states,
             results=results,
             iterations=self._kept["iterations"].clone(),
             exact_steps=torch.full_like(self._kept["iterations"], sequence.length),
@@ -201,13 +204,17 @@ class Recording:
         return outcome, self._kept["residual"].clone()
 
     @torch.no_grad()
-    def _hides(self, sequence: Sequence) -> bool:
-        """Whether what seems to be hidden is more than noise: which takes closer looks than a recording holds."""
+    def _looked_at(self, sequence: Sequence) -> Tensor | None:
+        """The states, corrected by closer looks than a recording holds; None where what seems to be hidden is more than noise."""
         iteration = Iteration(self._newton, sequence, self._kept["ends"].clone(), self._chunk, Plan())
         every, ends = torch.ones_like(iteration.progress.active), iteration.ends
         values, blocks = iteration.linearise()
         errors = iteration.solve(blocks, values - ends)
-        return bool(iteration.find_hidden(every, ends, values, errors, blocks)[0].any())
+        hidden, nearest = iteration.find_hidden(every, ends, values, errors, blocks)
+        if hidden.any():
+            return None
+        iteration.replace(nearest)  # as ``look`` does
+        return iteration.states()
 
     def _go_on_until_done(self) -> bool:
         """Whether the rows finished without a safeguard of the general iteration."""

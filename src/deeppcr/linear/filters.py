@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..runtime import apply_directly, check_backward, has_kernels, is_traced, is_transformed
+from ..runtime import apply_directly, has_kernels, is_traced, is_transformed
 from .blocks import Dense
 from .solve import solve
 
@@ -19,7 +19,7 @@ _ORDER, _DTYPES = 2, (torch.float32, torch.float64)
 def lfilter(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
     """``scipy.signal.lfilter(b, a, x, axis=0)``: the filter with numerator b and denominator a along the first dimension of x, from rest.
 
-    Differentiable in all three. On a GPU filters of order one and two read the signals twice and write them once; others, and those elsewhere, are
+    Differentiable in all three, as often as anybody likes. On a GPU filters of order one and two read the signals twice and write them once; others, and those elsewhere, are
     systems with one block for all samples. High orders are better given as a cascade of biquads, here as everywhere.
 
     Args:
@@ -45,14 +45,18 @@ def lfilter(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
     if not (a.is_cuda or is_traced(a) or a[0]):  # on a GPU nobody waits to see
         raise ValueError("a: a[0] must not be 0: all coefficients are divided by it")
     b, a = b / a[0], a / a[0]
-    order = max(len(a), len(b)) - 1
-    if not x.numel() or order == 0:
+    if not x.numel() or max(len(a), len(b)) == 1:
         return b[0] * x
-    covered = order <= _ORDER and x.dtype in _DTYPES and has_kernels(x.device)
+    return _filtered(b, a, x.reshape(len(x), -1)).view(x.shape)
+
+
+def _filtered(b: Tensor, a: Tensor, x: Tensor, reverse: bool = False) -> Tensor:
+    """Of x [L, K], with a[0] = 1; ``reverse``: from the last sample to the first."""
+    covered = max(len(a), len(b)) - 1 <= _ORDER and x.dtype in _DTYPES and has_kernels(x.device)
     if not covered or is_traced(x) or is_transformed():
-        return _by_blocks(b, a, x)
+        return _by_blocks(b, a, x.flip(0)).flip(0) if reverse else _by_blocks(b, a, x)
     b, a = (pad(each, (0, _ORDER + 1 - len(each))) for each in (b, a))
-    return apply_directly(_Biquad, b, a, x.reshape(len(x), -1)).view(x.shape)
+    return apply_directly(_Biquad, b, a, x, reverse)
 
 
 def _by_blocks(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
@@ -67,35 +71,36 @@ def _by_blocks(b: Tensor, a: Tensor, x: Tensor) -> Tensor:
 
 
 class _Biquad(torch.autograd.Function):
-    """By kernels, of b [3], a [3] with a[0] = 1, and x [L, K]."""
+    """By kernels, of b [3], a [3] with a[0] = 1, and x [L, K]. Its derivatives are filters again, in the other direction."""
 
     @staticmethod
-    def forward(ctx: Any, b: Tensor, a: Tensor, x: Tensor) -> Tensor:
-        y = _run(b, a, x)
+    def forward(ctx: Any, b: Tensor, a: Tensor, x: Tensor, reverse: bool) -> Tensor:
+        y = _run(b, a, x, reverse)
+        ctx.reverse = reverse
         ctx.save_for_backward(b, a, x, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (gradient,) = grad_outputs
-        check_backward(gradient)
+        (gradient,), reverse = grad_outputs, ctx.reverse
         b, a, x, y = ctx.saved_tensors
-        of_b, of_a, of_x = ctx.needs_input_grad
-        found: list[Tensor | None] = [None, None, _run(b, a, gradient, reverse=True) if of_x else None]
+        of_b, of_a, of_x, _ = ctx.needs_input_grad
+        found: list[Tensor | None] = [None, None, _filtered(b, a, gradient, not reverse) if of_x else None, None]
         if of_b or of_a:
             only = torch.zeros_like(b)
             only[0] = 1
-            back, length = _run(only, a, gradient, reverse=True), len(x)
+            back, length = _filtered(only, a, gradient, not reverse), len(x)
 
             def against(signal: Tensor) -> Tensor:
                 """With the signal as it was k samples before, for every k, [3]."""
-                return torch.stack([(back[k:] * signal[: max(0, length - k)]).sum() for k in range(_ORDER + 1)])
+                later, earlier = (signal, back) if reverse else (back, signal)
+                return torch.stack([(later[k:] * earlier[: max(0, length - k)]).sum() for k in range(_ORDER + 1)])
 
             found[:2] = against(x) if of_b else None, -against(y) if of_a else None
         return tuple(found)
 
 
-def _run(b: Tensor, a: Tensor, x: Tensor, *, reverse: bool = False) -> Tensor:
+def _run(b: Tensor, a: Tensor, x: Tensor, reverse: bool) -> Tensor:
     from .kernels import biquad  # which imports Triton
 
     coefficients = torch.cat([b, a[1:]]).double()

@@ -24,12 +24,13 @@ from .solver import LinearSolver
 #: Where steps miss by so many roundings and no correction helps, they are taken one after the other: the error is about ten times that of
 #: forward substitution. Random blocks that contract, turn or grow a little stay below over 16,384 steps; a turn that is always the same may not.
 _ROUNDINGS = 40
+_MORE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 #: A correction that brings less than a digit will bring no more.
 _DIGIT = 0.1
 
 
 def refine(couplings: Blocks, rhs: Tensor, states: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
-    """``states`` as exact as forward substitution has them: by corrections while they help, else one step after the other.
+    """``states`` as exact as forward substitution has them: by corrections while they help, in float64, else one step after the other.
 
     Where values cannot be read there is one correction, needed or not.
 
@@ -58,8 +59,19 @@ def refine(couplings: Blocks, rhs: Tensor, states: Tensor, solver: LinearSolver,
         if not found < _DIGIT * before and found <= _ROUNDINGS:
             return states
         if not found < _DIGIT * before:  # nor where something is not finite
-            return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
+            return _otherwise(couplings, rhs, solver, reverse)
         states, before = _corrected(couplings, states, missed, solver, reverse), found
+
+
+def _otherwise(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
+    """Where the solver's products are no use: in twice as many digits, and where those are not enough, one step after the other."""
+    if rhs.dtype in _MORE:
+        more = _MORE[rhs.dtype]
+        full, terms = type(couplings)(couplings.data.to(more)), rhs.to(more)
+        states = refine(full, terms, solver.solve_coupled(full, terms, reverse=reverse), solver, reverse).to(rhs.dtype)
+        if torch.isfinite(states).all():  # what leaves the range stays outside of it, as in the loop
+            return states
+    return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
 
 
 def _equations(rhs: Tensor, states: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:

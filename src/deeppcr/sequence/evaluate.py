@@ -295,7 +295,8 @@ def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
         tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if other := next((leaf.dtype for leaf in tensors if leaf.dtype != dtype), None):
             return f"; its x has {str(other).removeprefix('torch.')}: give xs the dtype of z0"
-    if "state's shape" in complaint:
+        return "; return it .to(z.dtype), or give z0 the dtype that the step returns"
+    if "state's shape" in complaint and "broadcast" not in complaint:
         return (
             ". A step maps a state to one of the same shape. If every step sees all earlier ones (as in a DenseNet), "
             "the equations are not bidiagonal and cannot be solved this way; a window of them can: deeppcr.with_history"

@@ -38,7 +38,10 @@ class Layout:
             raise ValueError("z0: has no tensor in it")
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"z0: expected a tensor, or tensors in a tuple or dict, found {type(leaf).__name__}")
+                raise TypeError(
+                    f"z0: expected a tensor, or tensors in a tuple or dict, found {type(leaf).__name__}"
+                    + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else "")
+                )
             if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
                 hint = "" if leaf.dtype.is_complex else " (use z0.float())"
                 raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
@@ -54,7 +57,11 @@ class Layout:
             batch_dims = _guess_batch_dims(leaves, describe(z0))
         batch_shape = leaves[0].shape[:batch_dims]
         for leaf in leaves:
-            if leaf.ndim < batch_dims or leaf.shape[:batch_dims] != batch_shape:
+            if leaf.ndim < batch_dims:
+                raise ValueError(
+                    f"batch_dims: {batch_dims} leading dimensions of every tensor of z0 are to be rows, got {describe(z0)}"
+                )
+            if leaf.shape[:batch_dims] != batch_shape:
                 raise ValueError(
                     f"z0: with batch_dims={batch_dims} every tensor must begin with the same batch shape, "
                     f"got {describe(z0)}"
@@ -179,7 +186,16 @@ class Layout:
             return f"returns None, not a state like {_written(wanted, self.spec)}; is its return statement missing?"
         if what == "structure":  # containers and, for dictionaries, the order of keys
             got = _written([_one(leaf) for leaf in leaves], spec)
-            return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}"
+            hint = ". Return the containers and keys that z0 has"
+            if isinstance(nest, (tuple, list)) and len(nest) == 2 and self.complaint(nest[0], batch_shape) is None:
+                hint = (
+                    ". A step that returns its state and something beside it: deeppcr.scan, or return the state alone"
+                )
+            return f"changes the state's structure: expected {_written(wanted, self.spec)}, got {got}{hint}"
+        if what == "shape" and all(map(_broadcasts, expected, [leaf.shape for leaf in leaves])):
+            shapes = " and ".join(str(list(leaf.shape)) for leaf in leaves)
+            hint = f". It was broadcast: begin with a z0 of {shapes}, as the steps return it"
+            return f"changes the state's shape: expected {', '.join(wanted)}, got {describe(nest)}{hint}"
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
 
 
@@ -226,6 +242,12 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether a tensor of one shape becomes one of the other, with other numbers in it."""
+    aligned = zip(reversed(shape), reversed(other), strict=False)
+    return len(shape) <= len(other) and all(a in (1, b) for a, b in aligned)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ Nothing is ever put back.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import is_
 from typing import Any
@@ -117,6 +117,20 @@ class Purity:
         for group, number, leaf, version in self._inputs:
             if version_of(leaf) != version:
                 raise SideEffect(_written_to(group, number))
+
+
+def watch(step: Any) -> Callable[[], str | None]:
+    """To be asked after a call of the step: what that has changed in the modules which the step reaches; None where it has nothing."""
+    used: set[Any] = set()
+    modules = [module for root in modules_of(step, used) for module in inside(root, used)]
+    held = _Held({id(module): module for module in modules}.values())
+
+    def changed() -> str | None:
+        for module, name in (*held.written(), *held.replaced()):
+            return f"a {type(module).__name__} of the step changes {name!r} at every call"
+        return None
+
+    return changed
 
 
 class _Held:

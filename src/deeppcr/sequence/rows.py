@@ -5,6 +5,7 @@ Shapes: L steps, B rows, D the packed state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ def sizes_of(rows: Tensor) -> Tensor:
 def rounding_of(layout: Layout) -> float:
     """What rounding may change in a step of values up to 1, which depends on how many rows there are."""
     return 100 * torch.finfo(layout.dtype).eps * max(1.0, layout.width**0.5)
+
+
+def find_influence(step: Callable[[Tensor], Tensor], state: Tensor, layout: Layout) -> tuple[int, int] | None:
+    """A row of the state [B, D], and another row of what the step makes of it that changes with it; None where none is found."""
+    reference = step(state)
+    for row in {0, layout.rows - 1} if layout.rows > 1 else ():
+        moved = state.clone()
+        moved[row] += 0.1 * (1 + moved[row].abs())
+        changed = rows_that_differ(step(moved), reference, rounding_of(layout) * (1 + sizes_of(reference)))
+        changed[row] = False
+        if changed.any():
+            return row, int(changed.nonzero()[0])
+    return None
 
 
 @torch.no_grad()

@@ -345,6 +345,9 @@ def _as_slice(steps: range) -> slice:
     return slice(steps.start, steps.stop, steps.step)
 
 
+_SHARED = ". The first dimension counts the steps: what is the same for all of them is closed over by the step"
+
+
 def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
     """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
     found: list[tuple[str, int]] = []
@@ -361,16 +364,19 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
     for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}")
+            raise TypeError(f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{_SHARED if path else ''}")
         if leaf.ndim == 0:
             raise ValueError(
-                f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: torch.stack(xs)"
+                f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: "
+                f"torch.stack(xs){_SHARED}"
             )
         found.append((name, leaf.shape[0]))
     if not found:
         raise ValueError("length: there are no xs, so the number of steps must be given: length=L")
     if len({value for _, value in found}) > 1:
+        leaves = sum(name.startswith("xs") for name, _ in found)
         hint = "; a list of the steps' inputs must be stacked: torch.stack(xs)" if isinstance(xs, list) else ""
+        hint += _SHARED if leaves > 1 else ""
         about = "xs" if xs is not None else "step"
         raise ValueError(
             f"{about}: lengths differ: " + ", ".join(f"{name} has {value}" for name, value in found[:6]) + hint

@@ -71,6 +71,7 @@ class Record:
         last: after how many solves it was taken last
         solves: how many there were
         barred: ways that did not work the last time
+        only_loop: why nothing but the loop of Python is right for such a step; None where others are
     """
 
     device: str
@@ -82,9 +83,12 @@ class Record:
     last: dict[Way, int] = field(default_factory=dict)
     solves: int = 0
     barred: dict[Way, Bar] = field(default_factory=dict)
+    only_loop: str | None = None
 
     def choose(self) -> tuple[Way, str]:
         """The way to take, and why."""
+        if self.only_loop is not None:
+            return "loop", f"one step after the other: {self.only_loop}"
         if "loop" not in self.seconds:
             return "loop", "the first of its kind: one step after the other, until it is known how long that takes"
         for way in self._candidates():
@@ -149,6 +153,8 @@ class Record:
 
     def is_worth_kernels(self, again: bool) -> bool:
         """Whether to make kernels for a kind that has come ``again``, or for the first time."""
+        if self.only_loop is not None:
+            return False
         return "loop" in self.seconds and self.total("loop") >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
 
     def took(self, way: Way, seconds: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,11 +18,14 @@ from ..gradient import Implicit
 from ..newton import USUAL, Loop, Newton
 from ..newton.guess import RepeatInitial
 from ..runtime import has_tangent, is_capturing, random_state, version_of
+from ..sequence import Sequence
 from ..sequence.emit import Emitting
 from ..sequence.evaluate import RandomStep, StepError
 from ..sequence.history import WithHistory
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, note_call
+from ..sequence.purity import watch
+from ..sequence.rows import find_influence
 from ..sequence.words import in_words
 from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
 from .fused import Call, solve_fused
@@ -44,6 +47,7 @@ def can_be_planned(call: Call) -> bool:
     return (
         isinstance(first, Tensor)
         and type(call.length) is int
+        and (call.batch_dims is None or type(call.batch_dims) is int)
         and call.length > 0
         and call.given_length in (None, call.length)
         and (len(step) == call.length and all(map(callable, step)) if several else callable(step))
@@ -71,17 +75,20 @@ class Planned:
             if found is not None:
                 return found
         way, why = self.record.choose()
+        if way in ("newton", "graph") and self._mixes_rows():
+            way, why = self.record.choose()
         if way == "loop":
             probe = None if "loop" in self.record.seconds else self._probe()
             found = self._by_loop(probe)
             if found is not None:
-                found.plan.note(why)
+                found.plan.note(self.record.choose()[1] if self.record.only_loop else why)
                 return found
             if call.fused is None and self.record.is_worth_kernels(again=False):
                 call.make()
                 found = self._by_kernels() if call.has_kernels else None
                 if found is not None:
                     return found
+            self._mixes_rows()
             way, why = self.record.choose()
         found = self._by_graph() if way == "graph" else self._by_newton() if way == "newton" else self._by_python()
         found.plan.note(why)
@@ -91,6 +98,20 @@ class Planned:
     def record(self) -> Record:
         call = self.call
         return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
+
+    def _mixes_rows(self) -> bool:
+        """Whether rows influence each other, where that matters and nobody knows yet: then the gradients of a parallel solve are refused,
+        which those of a loop need not be."""
+        call, record = self.call, self.record
+        if not call.differentiated or record.sizes[1] < 2 or "newton" in record.tries or "graph" in record.tries:
+            return False
+        step, xs = call.given
+        sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
+        with torch.no_grad():
+            found = find_influence(partial(sequence.step, 0), sequence.initial.detach(), sequence.layout)
+        if found is not None:
+            record.only_loop = "rows of the batch influence each other"
+        return found is not None
 
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, USUAL, None, every=self.call.every)
@@ -179,7 +200,8 @@ class Planned:
         call, (step, xs), outputs = self.call, self.call.given, []
         both = step.both if isinstance(step, Emitting) else None
         flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
-        steps = step if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
+        several = isinstance(step, (list, tuple, nn.ModuleList))
+        steps = step if several else repeat(step)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
@@ -189,6 +211,7 @@ class Planned:
                 index == 1 and probe is not None
             )  # the first call of all may set what stays; and of a kind once is enough
             drawn = random_state(layout.device) if watched else None
+            changed = watch(one) if watched and not several else None
             try:
                 if both is None:
                     z = one(z, *x)
@@ -202,6 +225,11 @@ class Planned:
                 raise
             if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
+            if changed is not None and (left := changed()) is not None:
+                self.record.only_loop, probe = (
+                    left,
+                    None,
+                )  # which would be left otherwise, if steps were not taken once each
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in inputs]:
@@ -237,7 +265,7 @@ def _entries(leaf: Tensor) -> Iterable[Tensor]:
     return chain.from_iterable(part.unbind() for part in leaf.split(_ENTRIES))
 
 
-def _flattening(layout: Layout) -> Callable[[Any], Sequence[Tensor]]:
+def _flattening(layout: Layout) -> Callable[[Any], list[Tensor] | tuple[Tensor, ...]]:
     """What gives the leaves of a state: for one tensor and for a tuple of them, in less time than a step takes."""
     if layout.spec.is_leaf():
         return lambda z: (z,)

@@ -98,12 +98,29 @@ def test_chunks_fill_the_device():
     assert biquad.chunk_length(100, 1) == biquad.SHORTEST
 
 
-def test_second_derivatives_are_refused(device, monkeypatch):
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", {device.type})
-    b, a = (torch.tensor(each, device=device) for each in FILTERS["first order"])
-    x = torch.randn(5, 1, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(linear.lfilter(b, a, x).sum(), x, create_graph=True)
+@pytest.mark.parametrize("name", ["resonator", "first order", "growing"])
+def test_second_derivatives(name, way, device):
+    b, a = (torch.tensor(each, dtype=torch.float64, device=device, requires_grad=True) for each in FILTERS[name])
+    x = torch.randn(11, 2, dtype=torch.float64, device=device, requires_grad=True)
+
+    def seconds(filtered):
+        first = torch.autograd.grad(filtered(b, a, x).square().sum(), (b, a, x), create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), (b, a, x))
+
+    for one, other in zip(seconds(linear.lfilter), seconds(by_loop), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-9 * other.abs().max().item())
+
+
+def test_a_batch_of_gradients(way, device):
+    b, a = (torch.tensor(each, dtype=torch.float64, device=device, requires_grad=True) for each in FILTERS["resonator"])
+    x = torch.randn(7, 2, dtype=torch.float64, device=device, requires_grad=True)
+    outer = torch.randn(3, 7, 2, dtype=torch.float64, device=device)
+
+    def batched(filtered):
+        return torch.autograd.grad(filtered(b, a, x), (b, a, x), outer, is_grads_batched=True)
+
+    for one, other in zip(batched(linear.lfilter), batched(by_loop), strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-10 * other.abs().max().item())
 
 
 @pytest.mark.parametrize(

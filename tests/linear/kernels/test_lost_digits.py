@@ -1,6 +1,7 @@
 """Products of a filter's blocks lose digits that steps keep: the kernels see it where chunks join, and take the steps."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -44,6 +45,34 @@ def test_filters_are_as_exact_as_by_steps(which, length, structure, reverse, dev
     for row in range(2):
         expected = in_long_double(data[:, row], rhs[:, row], reverse)
         assert error(found[:, row], expected) <= 10 * error(steps[:, row], expected)
+
+
+def resonating(length, width, batch):
+    """Pairs of poles at 0.99, near the axis, in a companion's form, and noise."""
+    blocks = torch.zeros(width, width)
+    for at in range(0, width - 1, 2):
+        blocks[at : at + 2, at : at + 2] = torch.tensor([[1.98 * math.cos(0.01 + 0.01 * at), -(0.99**2)], [1.0, 0.0]])
+    return blocks.expand(length, *batch, width, width).contiguous(), torch.randn(length, *batch, width)
+
+
+@pytest.mark.parametrize("width", [2, 8, *thorough(3, 4, 5, 6)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_resonance_is_repaired_in_parallel(width, reverse, device):
+    """In float64, which shows: steps lose more."""
+    data, rhs = resonating(600, width, (2,))
+    data[:, 1] = torch.linalg.qr(torch.randn(600, width, width)).Q
+    found = solved(linear.Dense, data, rhs, reverse, device)
+    steps = linear.solve(linear.Dense(data), rhs, reverse=reverse, solver=linear.ForwardSubstitution())
+    expected = in_long_double(data[:, 0], rhs[:, 0], reverse)
+    assert error(found[:, 0], expected) < 0.3 * error(steps[:, 0], expected)
+
+
+def test_many_rows_and_wide_blocks_are_repaired_step_by_step():
+    from deeppcr.linear.kernels import repair
+
+    assert repair.lanes_for(2, 2) == (512, 8)
+    assert repair.lanes_for(1000, 8) == (32, 4)
+    assert repair.lanes_for(1000, 16) == repair.lanes_for(10_000, 2) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["contracting", "orthogonal", "growing", "up and down", "residual"])

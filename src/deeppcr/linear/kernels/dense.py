@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...launch import aligned, cdiv, launch, next_power_of_2
 from ..blocks import Blocks
+from .repair import MARKS, lanes_for, repair
 from .wide import SIZES, is_finite, is_missed, reduce_wide, substitute_wide
 
 #: the widest block that one program holds in its registers
@@ -36,8 +37,6 @@ WIDEST = 256
 _TOP = 32
 #: columns of a product of wide blocks that one program takes
 _COLUMNS = 32
-#: marks that are looked at in one go
-_MARKS = 128
 
 
 @triton.jit
@@ -127,36 +126,6 @@ def _substitute(
             following = tl.load(starts + ((chunk + 1) * rows + row).to(tl.int64) * WIDTH + i, mask=inside, other=0.0)
             missed = tl.max(is_missed(end, following, tl.maximum(largest, tl.abs(end)), WIDTH), 0)
         tl.store(marks + (chunk * rows + row).to(tl.int64), missed)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _repair(
-    blocks, block_first, block_step, block_row, block_i, block_j,
-    rhs, rhs_first, rhs_step, rhs_row, rhs_i,
-    marks, states, state_first, state_step, state_row, rows, steps, chunks, chunk_steps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Forward substitution from the first marked chunk of a row on: no steps at all where none is marked."""
-    row = tl.program_id(0)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
-    block = blocks + block_first + row.to(tl.int64) * block_row + i[:, None] * block_i + i[None, :] * block_j
-    vector = rhs + rhs_first + row.to(tl.int64) * rhs_row + i * rhs_i
-    state = states + state_first + row.to(tl.int64) * state_row + i
-    first = tl.min(tl.zeros((MARKS,), tl.int32), 0) + chunks
-    for at in range(0, chunks, MARKS):
-        part = at + tl.arange(0, MARKS)
-        mark = tl.load(marks + part.to(tl.int64) * rows + row, mask=part < chunks, other=0)
-        first = tl.minimum(first, tl.min(tl.where(mark != 0, part, chunks), 0))
-    if first < chunks:
-        begin = first * chunk_steps
-        z = tl.load(state + (begin - 1).to(tl.int64) * state_step, mask=inside, other=0.0)
-        for step in tl.range(begin, steps, num_stages=STAGES):
-            a = tl.load(block + tl.cast(step, tl.int64) * block_step, mask=square, other=0.0)
-            b = tl.load(vector + tl.cast(step, tl.int64) * rhs_step, mask=inside, other=0.0)
-            z = tl.sum(a * z[None, :], 1) + b
-            tl.store(state + tl.cast(step, tl.int64) * state_step, z, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -341,8 +310,8 @@ def solve_chain(
         chunk: steps in a chunk, if not chosen by width and length
         scales: S vectors s, for blocks ``diag(s) A``; for wide blocks only
         refined: to float32 proper; else up to what products on the matrix units lose
-        repaired: rows in which products lost digits that steps keep are found step by step; for narrow blocks, and other ``states`` than
-            ``rhs``
+        repaired: rows in which products lost digits that steps keep are found again (``repair``); for narrow blocks, and other ``states``
+            than ``rhs``
     """
     steps, size = blocks.steps, rhs.tensor.shape
     rows, width = (size[1] if len(size) == 3 else 1), size[-1]
@@ -365,8 +334,9 @@ def solve_chain(
         launch(_substitute, programs, arguments, (*constants, marked), warps=warps, integers=integers)
         if marked:
             width, padded, stages = constants
-            constants = (width, padded, _MARKS, stages)
-            launch(_repair, rows, (*system, marks, *into, *sizes), constants, warps=warps, integers=integers)
+            lanes, more_warps = lanes_for(rows, padded)
+            constants, warps = (width, padded, MARKS, lanes, stages), max(warps, more_warps)
+            launch(repair, rows, (*system, marks, *into, *sizes), constants, warps=warps, integers=integers)
     else:
         given, constants = _scaling(blocks, scales, width, "states")
         arguments = (*blocks.arguments, *given, *rhs.arguments, starts, *states.arguments[:-1], *sizes, starts)
