@@ -6,6 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
 from .transients import can_look, look
 
+#: From states and the steps of a chunk, what is to be made of them.
+Meanwhile = Callable[[Tensor, int], Any]
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
 #: Where no more than this part of all lanes is left, larger chunks go on from their states.
@@ -45,6 +48,7 @@ class Found:
             other in the end. What is not finite is among them
         others: what is known of states that were not written; None where all were
         suspected: [N, B, D], the largest size of each number in each chunk, where something large may hide what came after it; else None
+        made: what was made of the states while the device computed them; None where nobody waited for it
     """
 
     length: int
@@ -57,10 +61,11 @@ class Found:
     unsettled: int
     others: Others | None = None
     suspected: Tensor | None = None
+    made: Any = None
 
     def without_states(self) -> Found:
         made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__, states=self.states.new_empty(0))
+        made.__dict__.update(self.__dict__, states=self.states.new_empty(0), made=None)
         return made
 
 
@@ -152,6 +157,7 @@ class Run(BoundKernels):
         every: int = 1,
         *,
         closer: bool = False,
+        meanwhile: Meanwhile | None = None,
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -161,6 +167,7 @@ class Run(BoundKernels):
             most: so many passes and no look, as inside a CUDA graph
             every: the states after every so many steps are written; others than 1 for kinds that need no more
             closer: the sizes of chunks are asked for, whatever is suspected
+            meanwhile: what the host makes of the states and of the steps of a chunk before it waits for the device
         """
         rows, chunk = self.rows, kind.chunk
         chunks, limit, parts, size = self._cut(chunk, most)
@@ -193,12 +200,14 @@ class Run(BoundKernels):
         rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
         other = room() if rolls else states
         given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
-        done, wanted = 0, limit if most is not None else min(limit, kind.passes)
+        done, made, wanted = 0, None, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
             key = (chunk, limit, done, wanted, rolls, guessed_from, how, every, looks)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
+            if made is None and meanwhile is not None:
+                made = meanwhile(states, chunk)
             *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else notes.counts()
             left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
@@ -215,7 +224,7 @@ class Run(BoundKernels):
                     of_chunks = self.of_states(sizes).clone() if suspected else None
                 left_over = 0 if over else unsettled
                 return Found(
-                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks
+                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks, made
                 )
             wanted = min(limit, done + 2)
 
@@ -346,7 +355,14 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
+def solve(
+    run: Run,
+    kind: Kind,
+    tolerance: Tolerance,
+    guess: Tensor | None = None,
+    every: int = 1,
+    meanwhile: Meanwhile | None = None,
+) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
 
     No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
@@ -362,7 +378,8 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
             kind.sufficed(found.passes)
             return found
     while True:
-        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+        start = run.from_smaller_chunks(kind, tolerance, guess)
+        found = run.in_parallel(kind, tolerance, start, meanwhile=meanwhile)
         kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)

@@ -260,6 +260,11 @@ def solve_fused(
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
     run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
+
+    def attach(states: Tensor, chunk: int) -> tuple[Tensor, ...]:
+        return apply_directly(back.Apply, (states, back.chunk_of(run, chunk)), run, layout, *call.states, *bases)
+
+    meanwhile = attach if differentiated else None
     key, known = fused.kind(length, newton.chunk, wanted, guess is None)
     kind = fuse_run.Kind(length, length) if loop else known.copy()
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
@@ -273,13 +278,13 @@ def solve_fused(
         else:
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)
-            found = fuse_run.solve(run, kind, wanted, guess, every)
+            found = fuse_run.solve(run, kind, wanted, guess, every, meanwhile)
             if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
                 key, known = fused.kind(length, newton.chunk, wanted, guess is None)
                 kind, hidden = known.copy(), True
-                found = fuse_run.solve(run, kind, wanted, guess)
+                found = fuse_run.solve(run, kind, wanted, guess, meanwhile=meanwhile)
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
@@ -298,11 +303,7 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    leaves = (
-        apply_directly(back.Apply, (found.states, back.chunk_of(run, found.chunk)), run, layout, *call.states, *bases)
-        if differentiated
-        else layout.leaves(found.states)
-    )
+    leaves = layout.leaves(found.states) if not differentiated else found.made or attach(found.states, found.chunk)
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
     solution = solution_of(
