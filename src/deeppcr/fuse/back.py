@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..launch import aligned, kinds, launch
 from ..launch import compile_ahead as launch_ahead
-from ..runtime import check_backward
+from ..runtime import apply_directly, check_backward
 from ..sequence.layout import Layout
+from ..sequence.product import origin_of, pulled_back
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import Notes
@@ -134,22 +135,52 @@ def chunk_of(run: Run, forwards: int) -> int:
 
 
 class Apply(torch.autograd.Function):
-    """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
+    """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases.
+
+    Bases that are products stand for their factors: these are given behind all others, which takes fewer nodes of autograd.
+    """
 
     @staticmethod
-    def forward(ctx: Any, found: tuple[Tensor, int], run: Run, layout: Layout, *given: Tensor) -> Any:
-        """``found``: the states [L, B, D], and steps of a chunk backwards."""
+    def of(run: Run, layout: Layout, found: tuple[Tensor, int], starts: list[Tensor], bases: list[Tensor]) -> Any:
+        """
+        Args:
+            found: the states [L, B, D], and steps of a chunk backwards
+            starts: the leaves of the initial state
+            bases: as they were given to the run
+        """
+        given, products, factors = [*starts], [], []
+        for index, base in enumerate(bases):
+            origin = origin_of(base)
+            if origin is None:
+                given.append(base)
+            else:
+                products.append(index)
+                factors += origin
+        return apply_directly(Apply, found, run, layout, products, *given, *factors)
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: tuple[Tensor, int], run: Run, layout: Layout, products: list[int], *given: Tensor
+    ) -> Any:
+        """``products``: which of the bases are."""
         states, ctx.chunk = found
-        ctx.run, ctx.layout = run, layout
+        ctx.run, ctx.layout, ctx.products = run, layout, products
         ctx.save_for_backward(states, *given)  # so that who changes them before a backward pass is told
         return tuple(layout.leaves(states))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         check_backward(grad_outputs[0])
-        run, layout, (states, *_) = ctx.run, ctx.layout, ctx.saved_tensors
-        leaves, wanted = len(layout.shapes), ctx.needs_input_grad[3:]
-        given = layout.pack_leaves(grad_outputs, 1)
-        of_start, of_bases = pull_back(run, states, given, ctx.chunk, of_start=any(wanted[:leaves]))
+        run, layout, (states, *given) = ctx.run, ctx.layout, ctx.saved_tensors
+        leaves, wanted = len(layout.shapes), ctx.needs_input_grad[4:]
+        grads = layout.pack_leaves(grad_outputs, 1)
+        of_start, of_bases = pull_back(run, states, grads, ctx.chunk, of_start=any(wanted[:leaves]))
         of_leaves = [None] * leaves if of_start is None else layout.leaves(of_start)
-        return None, None, None, *of_leaves, *of_bases
+        of_factors: list[Tensor | None] = []
+        for number, index in enumerate(ctx.products):
+            at = len(given) + 2 * (number - len(ctx.products))
+            of_product = of_bases[index]
+            assert of_product is not None, "factors are floating"
+            of_factors += pulled_back(of_product, given[at], given[at + 1], wanted[at : at + 2])
+        of_others = [each for index, each in enumerate(of_bases) if index not in ctx.products]
+        return None, None, None, None, *of_leaves, *of_others, *of_factors

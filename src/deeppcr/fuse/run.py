@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ _MOST_PASSES = 16
 _CLOSE = 1 / 4
 #: So many tolerances rounding may add up to in a chunk; what misses by more is not called that.
 _TOLERANCES = 4
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @dataclass(eq=False)
@@ -65,7 +70,7 @@ class Found:
 
     def without_states(self) -> Found:
         made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__, states=self.states.new_empty(0), made=None)
+        made.__dict__.update(self.__dict__, states=_nothing(self.states.dtype, self.states.device), made=None)
         return made
 
 
@@ -176,16 +181,22 @@ class Run(BoundKernels):
         states, notes = room(every), Notes(limit, rows, self.device)
         if chunks == 1:
             return self._in_one(states, notes, every)
-        workspace = torch.empty(size, dtype=self.program.dtype, device=self.device)
+        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
+        assert every == 1 or not rolls, "chunks are rolled out from states, all of which have to be there"
+        beside = rolls and states.dtype == self.program.dtype  # then a second piece of memory for states is a part of the first
+        spare = aligned_size(states.numel()) if beside else 0
+        workspace = torch.empty(size + spare, dtype=self.program.dtype, device=self.device)
+        other = room() if rolls and not beside else states
         how = (float(tolerance.atol), float(tolerance.rtol), self._roughest(chunk, tolerance), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, *maps = workspace.split(parts)
+            starts, ends, sizes, products, *maps = workspace[:size].split(parts)
             worst = maps[-1:] if self.shape.tiled else ()
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
             guessed = guess
+            elsewhere = workspace[size:][: states.numel()].view_as(states) if beside else other
             for left in range(rolls, 0, -1):  # the last of them is not where the passes write
-                into = other if left % 2 else states
+                into = elsewhere if left % 2 else states
                 self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
                 guessed = into
             for passes in range(first, last):
@@ -196,10 +207,8 @@ class Run(BoundKernels):
                 used = chunks * self.initial.numel()
                 look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, tolerance)
 
-        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
-        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
-        other = room() if rolls else states
-        given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
+        aside = [] if other is states else [other]
+        given = (workspace, notes.memory, *([] if guess is None else [guess]), *aside, states)
         done, made, wanted = 0, None, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
@@ -218,7 +227,7 @@ class Run(BoundKernels):
                 unsettled = 0 if 0 in left else left[-1]
                 others = of_chunks = None
                 if every > 1 or suspected:
-                    _, ends, sizes, *_ = workspace.split(parts)
+                    _, ends, sizes, *_ = workspace[:size].split(parts)
                     ends, sizes = (each[: chunks * self.initial.numel()] for each in (ends, sizes))
                     others = self.others(every, ends, sizes) if every > 1 else None
                     of_chunks = self.of_states(sizes).clone() if suspected else None

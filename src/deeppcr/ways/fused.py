@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
-from ..runtime import apply_directly, has_kernels, is_transformed
+from ..runtime import has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
@@ -252,7 +252,8 @@ def solve_fused(
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
-    starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
+    starts = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
+    bases = fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
@@ -262,7 +263,7 @@ def solve_fused(
     run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
 
     def attach(states: Tensor, chunk: int) -> tuple[Tensor, ...]:
-        return apply_directly(back.Apply, (states, back.chunk_of(run, chunk)), run, layout, *call.states, *bases)
+        return back.Apply.of(run, layout, (states, back.chunk_of(run, chunk)), call.states, bases)
 
     meanwhile = attach if differentiated else None
     key, known = fused.kind(length, newton.chunk, wanted, guess is None)
@@ -336,7 +337,7 @@ def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
             return attach_fused(call, states)
     run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
     found = back.aligned(states.contiguous()), back.chunk_of(run, length)
-    return apply_directly(back.Apply, found, run, layout, *call.states, *bases)
+    return back.Apply.of(run, layout, found, call.states, bases)
 
 
 def _is_trusted(
