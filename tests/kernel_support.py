@@ -74,7 +74,9 @@ class Compiled:
         self.compiled_for = self.specialised(arguments)
         self.run = Launcher(self.launch)
 
-    def launch(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, scratch, arguments):
+    def launch(
+        self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, scratch, arguments
+    ):
         assert launch_metadata is enter is leave is scratch is None
         Compiled.directly += 1
         self[(programs, 1, 1)](*arguments)

@@ -171,15 +171,10 @@ class _Past(NamedTuple):
         inner = list(last) if type(last) in (tuple, list) else None
         outer = outer if inner is not None else [*outer, last]
         numbers = [each.number for each in (*outer, *(inner or ())) if type(each) is _Mark]
-        nested = any(type(each) in (tuple, list) and _holds_marks(each) for each in outer)
         whole = inner is None or (len(inner) > 1 and all(type(each) is _Mark for each in inner))
-        if nested or not whole or sorted(numbers) != list(range(arguments)):
+        if not whole or sorted(numbers) != list(range(arguments)):  # some stand elsewhere
             return None
         return _Past(run.launch, outer, inner)
-
-
-def _holds_marks(given: Any) -> bool:
-    return any(type(each) is _Mark for each in given)
 
 
 def _remember(cache: dict, key: Hashable, value: Any) -> None:

@@ -107,7 +107,9 @@ class Outputs:
     def memory(self, run: BoundKernels, chunks: int, kept: list[Tensor | None]) -> list[Tensor]:
         """The same, all of it."""
         return [
-            torch.empty(self._parts(_OF_ALL, chunks), dtype=run.program.dtype, device=run.device) if each is None else each
+            torch.empty(self._parts(_OF_ALL, chunks), dtype=run.program.dtype, device=run.device)
+            if each is None
+            else each
             for each in kept
         ]
 

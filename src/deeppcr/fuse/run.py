@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ..launch import compiles_ahead, launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
+from .found import Found, Others
 from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
 from .transients import can_look, look
@@ -30,63 +30,6 @@ _MOST_PASSES = 16
 _CLOSE = 1 / 4
 #: So many tolerances rounding may add up to in a chunk; what misses by more is not called that.
 _TOLERANCES = 4
-
-
-@cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-@dataclass(eq=False)
-class Found:
-    """What a run came to.
-
-    Attributes:
-        length: L
-        states: [L, B, D]; fewer where not all were written
-        notes: what the kernels wrote of each lane
-        passes: how many there were; 0 where all was one loop
-        chunk: steps of a chunk
-        left: lanes that had to be taken one step after the other
-        floored: lanes of which rounding is all that is left
-        unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
-            other in the end. What is not finite is among them
-        others: what is known of states that were not written; None where all were
-        suspected: [N, B, D], the largest size of each number in each chunk, where something large may hide what came after it; else None
-        made: what was made of the states while the device computed them; None where nobody waited for it
-    """
-
-    length: int
-    states: Tensor
-    notes: Notes
-    passes: int
-    chunk: int
-    left: int
-    floored: int
-    unsettled: int
-    others: Others | None = None
-    suspected: Tensor | None = None
-    made: Any = None
-
-    def without_states(self) -> Found:
-        made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__, states=_nothing(self.states.dtype, self.states.device), made=None)
-        return made
-
-
-@dataclass(frozen=True)
-class Others:
-    """What is known where the states after every so many steps alone were written.
-
-    Attributes:
-        every: so many
-        final: [B, D], the last state
-        sizes: [N, B, D], the largest size of each number in each chunk
-    """
-
-    every: int
-    final: Tensor
-    sizes: Tensor
 
 
 class Run(BoundKernels):
@@ -183,7 +126,9 @@ class Run(BoundKernels):
             return self._in_one(states, notes, every)
         rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
         assert every == 1 or not rolls, "chunks are rolled out from states, all of which have to be there"
-        beside = rolls and states.dtype == self.program.dtype  # then a second piece of memory for states is a part of the first
+        beside = (
+            rolls and states.dtype == self.program.dtype
+        )  # then a second piece of memory for states is a part of the first
         spare = aligned_size(states.numel()) if beside else 0
         workspace = torch.empty(size + spare, dtype=self.program.dtype, device=self.device)
         other = room() if rolls and not beside else states

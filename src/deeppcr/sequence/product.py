@@ -27,7 +27,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return pulled_back(grad_outputs[0], *ctx.saved_tensors, ctx.needs_input_grad)
+        x, weight = ctx.saved_tensors
+        return pulled_back(grad_outputs[0], x, weight, ctx.needs_input_grad)
 
 
 _Node: Any = _Product._backward_cls  # type: ignore[attr-defined]
@@ -42,7 +43,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def origin_of(value: Tensor) -> tuple[Tensor, Tensor] | None:
     """What a value is the product of; None where it is none, or nobody wants its gradients."""
-    node = value.grad_fn
+    node: Any = value.grad_fn
     return node.saved_tensors if type(node) is _Node else None
 
 

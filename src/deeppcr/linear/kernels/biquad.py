@@ -8,7 +8,7 @@ Shapes: L samples in N chunks, K channels. The state is two numbers (the transpo
 """
 
 # Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
