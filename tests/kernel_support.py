@@ -43,6 +43,19 @@ def poisoned_memory(device):
     torch.use_deterministic_algorithms(False)
 
 
+class Launcher:
+    """As Triton's: a function of Python that hands on to one of C."""
+
+    global_scratch_size = 0
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        scratch = None if not self.global_scratch_size else x * self.global_scratch_size
+        self.launch(x, y, z, stream, function, metadata, launch_metadata, enter, leave, scratch, arguments)
+
+
 class Compiled:
     """Takes the launches of a kernel as one that was compiled does, by tensors or their pointers, and sees that it was compiled for such arguments.
 
@@ -59,9 +72,12 @@ class Compiled:
         self.kernel, self.interpret = kernel, run
         self.pointers = {at: each.dtype for at, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
         self.compiled_for = self.specialised(arguments)
+        self.run = Launcher(self.launch)
 
-    def run(self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, *arguments):
-        assert launch_metadata is enter is leave is None
+    def launch(
+        self, programs, _y, _z, _stream, _function, _metadata, launch_metadata, enter, leave, scratch, arguments
+    ):
+        assert launch_metadata is enter is leave is scratch is None
         Compiled.directly += 1
         self[(programs, 1, 1)](*arguments)
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def launch(
         # By pointers: of a tensor the launcher would ask where it lies, and the driver whether that is true.
         given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
         table = (*_head(compiled, programs), *given, *constants)
-        _launch_all([(compiled, compiled.run, _all_of)], (current_stream(device), *table), is_watched())
+        _launch_all([(compiled, _all_of, compiled.run, _all_of, None)], (current_stream(device), *table), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
 
@@ -131,12 +132,55 @@ def _all_of(table: tuple) -> tuple:
 
 def _launch_all(launches: Sequence[tuple], table: Sequence[Any], watched: bool) -> None:
     """Each launch takes what it needs from one table: that of all launches is looked up before the first, and none is put together in Python."""
-    for compiled, run, taken in launches:
+    for compiled, taken, function, outer, inner in launches:
         if watched:
             arguments = taken(table)
             compiled[arguments[:_STREAM]](*arguments[_FIRST:])
-        else:  # what that does, but for the hooks and what they are told
-            run(*taken(table))
+        elif inner is None:  # what that does, but for the hooks and what they are told
+            function(*outer(table))
+        else:
+            function(*outer(table), inner(table))
+
+
+class _Mark(NamedTuple):
+    """Stands for an argument of a launcher: the how manieth."""
+
+    number: int
+
+
+class _Past(NamedTuple):
+    """What Triton's launcher, a function of Python, hands on to one of C: to go past it saves a third of a launch.
+
+    Attributes:
+        function: that of C
+        outer: what it is called with: marks, and things that are the same in all launches
+        inner: marks that come last, as one tuple; None where there is no such
+    """
+
+    function: Any
+    outer: list[Any]
+    inner: list[_Mark] | None
+
+    @staticmethod
+    def of(run: Any, arguments: int) -> _Past | None:
+        """Of a launcher that takes so many arguments; it is asked, as it differs from version to version. None where it does more."""
+        if not hasattr(run, "launch") or any(
+            getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size")
+        ):
+            return None
+        asked, calls = copy(run), []  # a copy: others may launch meanwhile
+        asked.launch = lambda *given: calls.append(given)
+        asked(*map(_Mark, range(arguments)))
+        if len(calls) != 1 or not calls[0]:
+            return None
+        *outer, last = calls[0]
+        inner = list(last) if type(last) in (tuple, list) else None
+        outer = outer if inner is not None else [*outer, last]
+        numbers = [each.number for each in (*outer, *(inner or ())) if type(each) is _Mark]
+        whole = inner is None or (len(inner) > 1 and all(type(each) is _Mark for each in inner))
+        if not whole or sorted(numbers) != list(range(arguments)):  # some stand elsewhere
+            return None
+        return _Past(run.launch, outer, inner)
 
 
 def _remember(cache: dict, key: Hashable, value: Any) -> None:
@@ -241,20 +285,28 @@ class Noted:
         self._inside = [each for each in places if each.slot <= given and each.offset]
         self._made = [each for each in places if each.slot > given]
         whole = [_Place(slot, 0) for slot in range(1 + given)]
-        fixed = {id(each): each for each in everything if not isinstance(each, _Place)}  # which tells 1 from True
+        pasts = [_Past.of(launch.compiled.run, len(launch.arguments) + 1) for launch in launches]
+        constant = [each for past in pasts if past is not None for each in past.outer if type(each) is not _Mark]
+        every = [*(each for each in everything if not isinstance(each, _Place)), *constant]
+        fixed = {id(each): each for each in every}  # which tells 1 from True
         self._fixed: list[Any] = list(fixed.values())
         at = {key: 1 + number for number, key in enumerate((*fixed, *whole, *self._inside, *self._made))}
 
-        def entry(launch: _Launch) -> tuple:
-            taken = [at[each if isinstance(each, _Place) else id(each)] for each in launch.arguments]
-            taken.insert(_STREAM, 0)
-            return launch.compiled, launch.compiled.run, itemgetter(*taken)
+        def entry(launch: _Launch, past: _Past | None) -> tuple:
+            places = [at[each if isinstance(each, _Place) else id(each)] for each in launch.arguments]
+            places.insert(_STREAM, 0)
+            taken = itemgetter(*places)
+            if past is None:
+                return launch.compiled, taken, launch.compiled.run, taken, None
+            outer = [places[each.number] if type(each) is _Mark else at[id(each)] for each in past.outer]
+            inner = None if past.inner is None else itemgetter(*[places[each.number] for each in past.inner])
+            return launch.compiled, taken, past.function, itemgetter(*outer), inner
 
         waiting = [
             any(each in self._made for each in launch.arguments if isinstance(each, _Place)) for launch in launches
         ]
         early = waiting.index(True) if True in waiting else len(launches)
-        entries = [entry(launch) for launch in launches]
+        entries = list(map(entry, launches, pasts))
         self._early, self._late = entries[:early], entries[early:]
 
     @staticmethod

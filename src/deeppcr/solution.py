@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .runtime import is_capturing
 from .tolerance import Tolerance
 
 #: Where files of this library and of PyTorch lie.
@@ -205,16 +207,16 @@ class Solution:
         kept = pytree.tree_map(lambda leaf: leaf[every - 1 :: every].clone(), self.states)
         return replace(self, states=kept, dropped=dropped)
 
-    def without_states(self) -> Solution:
+    def without_states(self, dropped: Dropped | None = None) -> Solution:
         """What is told of a solve, for who keeps that longer than the states and what they are differentiated by."""
-        return replace(self, states=None, z0=None)
+        return replace(self, states=None, z0=None, dropped=dropped or self.dropped)
 
     def in_short(self) -> Solution:
         """The same, with what is known of the digits of states, which is looked at here."""
         if self.tolerance is None or self.dropped is not None:
             return self.without_states()
         length = len(pytree.tree_leaves(self.states)[0])
-        return replace(self.without_states(), dropped=Dropped(length, length, None, self.known_steps))
+        return self.without_states(Dropped(length, length, None, self.known_steps))
 
     @cached_property
     def known_steps(self) -> Tensor:
@@ -236,25 +238,37 @@ class Solution:
         """[*batch], after how many steps states are as large as the tolerance asks for."""
         if self.tolerance is None or self.states is None:
             return self.exact_steps
-        batch, leaves = self.iterations.shape, pytree.tree_leaves(self.states)
-        known = torch.full_like(self.iterations.flatten(), len(leaves[0]))
+        batch, leaves, known = self._batch_shape, pytree.tree_leaves(self.states), None
+        length = len(leaves[0])
         for states, initial in zip(leaves, pytree.tree_leaves(self.z0), strict=True):
             if states.is_complex():
                 states, initial = (torch.view_as_real(each.resolve_conj()) for each in (states, initial))
-            rows = states.detach().reshape(len(states), len(known), -1)
-            if rows.numel():
-                numbers = torch.arange(1, len(rows) + 1, device=rows.device)
-                scale = self._scale(rows, initial.detach().reshape(len(known), -1))
-                known = torch.minimum(known, self.tolerance.known_steps(rows, scale, numbers))
+            rows = states.detach().reshape(length, batch.numel(), -1)
+            if not rows.numel():
+                continue
+            scale = self._scale(rows, initial.detach().reshape(batch.numel(), -1))
+            # As a rule the last state has some, and then none after it lacks any.
+            last = scale[-1] if self.tolerance.local else scale
+            if not is_capturing(rows.device) and self.tolerance.has_digits(rows[-1], last).all():
+                continue
+            numbers = torch.arange(1, length + 1, device=rows.device)
+            of_leaf = self.tolerance.known_steps(rows, scale, numbers)
+            known = of_leaf if known is None else torch.minimum(known, of_leaf)
+        if known is None:
+            return torch.full(batch, length, device=leaves[0].device)
         known = known.reshape(batch)
-        return known if self.local is None else torch.where(self.local, len(leaves[0]), known)
+        return known if self.local is None else torch.where(self.local, length, known)
+
+    @property
+    def _batch_shape(self) -> torch.Size:
+        return self.iterations.shape
 
     def _scale(self, states: Tensor, initial: Tensor) -> Tensor:
         """As of ``Tolerance.scale``, of the last states that died out: after a state that has not, nothing is larger than what came before."""
         assert self.tolerance is not None
         if self.tolerance.local:
             return self.tolerance.scale(states, initial)
-        return torch.maximum(states.abs().amax(0), initial.abs())
+        return torch.maximum(torch.linalg.vector_norm(states, math.inf, 0), initial.abs())
 
     @cached_property
     def message(self) -> str:

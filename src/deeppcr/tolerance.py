@@ -81,10 +81,18 @@ class Tolerance:
     def last_of(self, states: Tensor, scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """[B] each: the numbers [n] of the last of the states [n, B, D] of such a scale of which anything has digits that the tolerance
         vouches for, and of the last one of which nothing has. What is zero needs none; 0 where there is no such state."""
-        size = (states.abs() / (self.atol / self.faint + scale)).nan_to_num(0.0).amax(-1)
+        size = self._part_of(states, scale)
         known, lost = size > self.faint, (size > 0) & (size <= self.faint)
         of_known, of_lost = (torch.where(each, numbers.unsqueeze(1), 0).amax(0) for each in (known, lost))
         return of_known, of_lost
+
+    def has_digits(self, states: Tensor, scale: Tensor) -> Tensor:
+        """[..., B]: whether any number of states [..., B, D] of such a scale has digits that the tolerance vouches for."""
+        return self._part_of(states, scale) > self.faint
+
+    def _part_of(self, states: Tensor, scale: Tensor) -> Tensor:
+        """Of their scale, the largest: [..., B, D] to [..., B]."""
+        return (states.abs() / (self.atol / self.faint + scale)).nan_to_num(0.0).amax(-1)
 
     @property
     def faint(self) -> float:

@@ -58,9 +58,7 @@ class Fused:
         run, bases = self.run(), self.bases()
         found = self.solve(chunk, **options)
         return self.layout.nest(
-            Apply.apply(
-                (found.states, chunk_of(run, found.chunk)), run, self.layout, *pytree.tree_leaves(self.z0), *bases
-            )
+            Apply.of(run, self.layout, (found.states, chunk_of(run, found.chunk)), pytree.tree_leaves(self.z0), bases)
         )
 
     def of_step(self, l, adjoint=None):

@@ -80,6 +80,33 @@ def test_cells_have_kernels(kind, hidden, way, device):
     agree(found, right, module, plain, x)
 
 
+@pytest.mark.parametrize("wanted", ["all", "input", "weight_ih", "weight_hh", "start"])
+def test_a_layer_is_one_node_of_autograd(wanted, device):
+    """Its projection, too; whichever gradients are asked for."""
+    module, plain = made("DiagonalGRU", 3, device, batch_first=True)
+    x = torch.randn(2, 9, 2, dtype=torch.float64, device=device, requires_grad=wanted in ("all", "input"))
+    start = torch.randn(1, 2, 3, dtype=torch.float64, device=device, requires_grad=wanted in ("all", "start"))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(wanted == "all" or name.startswith(wanted))
+    leaves = [each for each in (x, start, *module.parameters()) if each.requires_grad]
+    for _ in range(2):  # kernels come with the second solve of a kind
+        outputs, _ = module(x, start, mode="parallel")
+    assert module.solutions[0].plan.evaluation.startswith("fused kernels")
+    seeds = torch.randn_like(outputs)
+    right = torch.autograd.grad(plain(x, start, mode="sequential")[0], leaves, seeds)
+    for _ in range(2):
+        found = torch.autograd.grad(outputs, leaves, seeds, retain_graph=True)
+        assert all(error(one, other) < 1e-9 for one, other in zip(found, right, strict=True))
+    nodes, todo = [], [outputs.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.append(node)
+            todo += [each for each, _ in node.next_functions]
+    assert sum("Apply" in node.name() for node in nodes) == 1
+    assert not any("Product" in node.name() or "Mm" in node.name() for node in nodes)
+
+
 @pytest.mark.parametrize(
     ("kind", "hidden", "mode"),
     [

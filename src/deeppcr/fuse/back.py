@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..launch import aligned, kinds, launch
 from ..launch import compile_ahead as launch_ahead
-from ..runtime import check_backward
+from ..runtime import apply_directly, check_backward
 from ..sequence.layout import Layout
+from ..sequence.product import origin_of, pulled_back
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import Notes
@@ -29,11 +30,14 @@ _PASSES = 3
 _TOLERANCE = {torch.float32: 3e-5, torch.float64: 3e-10}
 
 
-def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tensor, list[Tensor | None]]:
+def pull_back(
+    run: Run, states: Tensor, given: Tensor, chunk: int, *, of_start: bool = True
+) -> tuple[Tensor | None, list[Tensor | None]]:
     """The cotangents of the initial state [B, D], and of every floating base, in its shape; None for others.
 
     Args:
         states, given: [L, B, D], the states and their cotangents
+        of_start: whether those of the initial state are wanted
     """
     program, rows = run.program, run.rows
     run.kernels.sweep  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
@@ -41,14 +45,17 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
     if given.is_neg() or not given.is_contiguous():
         given = given.resolve_neg().contiguous()
     given = aligned(given)
-    outputs = Outputs.of(run)
-    memory = outputs.memory(run, chunks)
-    of_initial, tiles = torch.empty_like(run.initial), run.shape.tiled
-    notes = Notes(_PASSES, rows, run.device)
-    workspace = torch.empty(size, dtype=program.dtype, device=run.device)
+    outputs, tiles = Outputs.of(run), run.shape.tiled
+    kept = outputs.kept(run, chunks)
+    of_initial = torch.empty_like(run.initial) if of_start else None
     tolerance = (0.0, _TOLERANCE[program.dtype], 0.0, 0, 1)  # of linear equations nothing is rough
 
     def all_of_it() -> None:
+        # What nobody reads afterwards is made here: where launches are made again, it is one piece of memory.
+        notes = Notes(_PASSES, rows, run.device)
+        workspace = torch.empty(size, dtype=program.dtype, device=run.device)
+        memory = outputs.memory(run, chunks, kept)
+        into = torch.empty_like(run.initial) if of_initial is None else of_initial
         starts, ends, sizes, products, *maps = workspace.split(parts)
         of_chunks = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *(maps[-1:] if tiles else ()))
         place, join = (tiled.sweep, tiled.join) if tiles else (_sweep_lanes, join_lanes)
@@ -59,7 +66,7 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
                 states,
                 given,
                 of_chunks,
-                of_initial,
+                into,
                 outputs,
                 memory,
                 (chunk, chunks, passes, _PASSES),
@@ -74,8 +81,9 @@ def pull_back(run: Run, states: Tensor, given: Tensor, chunk: int) -> tuple[Tens
         sweep(_PASSES if chunks > 1 else 0, False, True)
         outputs.sum_up(memory)
 
-    run.repeat(("back", chunk, tolerance), (states, given, workspace, notes.memory, of_initial, *memory), all_of_it)
-    return of_initial, outputs.of_bases(run, memory)
+    tensors = [each for each in (of_initial, *kept, states) if each is not None]
+    run.repeat(("back", chunk, tolerance, of_start), (given, *tensors), all_of_it)
+    return of_initial, outputs.of_bases(run, kept)
 
 
 def compile_ahead(run: Run, kind: Kind, tolerance: Tolerance, *, gradients: bool) -> None:
@@ -127,19 +135,52 @@ def chunk_of(run: Run, forwards: int) -> int:
 
 
 class Apply(torch.autograd.Function):
-    """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases."""
+    """The leaves of the states of a run, [L, *batch, *state] each, as functions of those of the initial state and of the bases.
+
+    Bases that are products stand for their factors: these are given behind all others, which takes fewer nodes of autograd.
+    """
 
     @staticmethod
-    def forward(ctx: Any, found: tuple[Tensor, int], run: Run, layout: Layout, *given: Tensor) -> Any:
-        """``found``: the states [L, B, D], and steps of a chunk backwards."""
+    def of(run: Run, layout: Layout, found: tuple[Tensor, int], starts: list[Tensor], bases: list[Tensor]) -> Any:
+        """
+        Args:
+            found: the states [L, B, D], and steps of a chunk backwards
+            starts: the leaves of the initial state
+            bases: as they were given to the run
+        """
+        given, products, factors = [*starts], [], []
+        for index, base in enumerate(bases):
+            origin = origin_of(base)
+            if origin is None:
+                given.append(base)
+            else:
+                products.append(index)
+                factors += origin
+        return apply_directly(Apply, found, run, layout, products, *given, *factors)
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: tuple[Tensor, int], run: Run, layout: Layout, products: list[int], *given: Tensor
+    ) -> Any:
+        """``products``: which of the bases are."""
         states, ctx.chunk = found
-        ctx.run, ctx.layout = run, layout
+        ctx.run, ctx.layout, ctx.products = run, layout, products
         ctx.save_for_backward(states, *given)  # so that who changes them before a backward pass is told
         return tuple(layout.leaves(states))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         check_backward(grad_outputs[0])
-        layout, (states, *_) = ctx.layout, ctx.saved_tensors
-        of_initial, of_bases = pull_back(ctx.run, states, layout.pack_leaves(grad_outputs, 1), ctx.chunk)
-        return None, None, None, *layout.leaves(of_initial), *of_bases
+        run, layout, (states, *given) = ctx.run, ctx.layout, ctx.saved_tensors
+        leaves, wanted = len(layout.shapes), ctx.needs_input_grad[4:]
+        grads = layout.pack_leaves(grad_outputs, 1)
+        of_start, of_bases = pull_back(run, states, grads, ctx.chunk, of_start=any(wanted[:leaves]))
+        of_leaves = [None] * leaves if of_start is None else layout.leaves(of_start)
+        of_factors: list[Tensor | None] = []
+        for number, index in enumerate(ctx.products):
+            at = len(given) + 2 * (number - len(ctx.products))
+            of_product = of_bases[index]
+            assert of_product is not None, "factors are floating"
+            of_factors += pulled_back(of_product, given[at], given[at + 1], wanted[at : at + 2])
+        of_others = [each for index, each in enumerate(of_bases) if index not in ctx.products]
+        return None, None, None, None, *of_leaves, *of_others, *of_factors

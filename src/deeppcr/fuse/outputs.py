@@ -5,6 +5,8 @@ Shapes: L steps in N chunks, B rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,19 +88,34 @@ class Outputs:
             shape.outputs = Outputs(run)
         return shape.outputs
 
-    def memory(self, run: BoundKernels, chunks: int) -> list[Tensor]:
-        """Tensors to be written: of bases, [steps or chunks, rows, numbers] to be summed, and the sum of what is the same for all."""
-        found = []
+    def kept(self, run: BoundKernels, chunks: int) -> list[Tensor | None]:
+        """Tensors to be written: of bases, [steps or chunks, rows, numbers] to be summed, and the sum of what is the same for all. None
+        for what is summed up by a kernel, and nobody else reads."""
+        found: list[Tensor | None] = []
         for index, whole in self._direct.items():
             base = run.bases[index]
             found.append((torch.empty if whole else torch.zeros)(base.shape, dtype=base.dtype, device=run.device))
-        for (per_step, _), size in self._summed.items():
-            parts = self._length if per_step else chunks
-            new = torch.zeros if self._added and run.shape.tiled else torch.empty
-            found.append(new(parts, self._batch, size, dtype=run.program.dtype, device=run.device))
+        zeroed = bool(self._added) and run.shape.tiled
+        for kind in self._summed:
+            new = torch.zeros if zeroed else torch.empty
+            made = kind != _OF_ALL or zeroed
+            found.append(new(self._parts(kind, chunks), dtype=run.program.dtype, device=run.device) if made else None)
         if _OF_ALL in self._summed:
             found.append(torch.empty(self._summed[_OF_ALL], dtype=run.program.dtype, device=run.device))
         return found
+
+    def memory(self, run: BoundKernels, chunks: int, kept: list[Tensor | None]) -> list[Tensor]:
+        """The same, all of it."""
+        return [
+            torch.empty(self._parts(_OF_ALL, chunks), dtype=run.program.dtype, device=run.device)
+            if each is None
+            else each
+            for each in kept
+        ]
+
+    def _parts(self, kind: tuple[bool, bool], chunks: int) -> tuple[int, int, int]:
+        """The shape of what is summed."""
+        return self._length if kind[0] else chunks, self._batch, self._summed[kind]
 
     def pointers(self, run: BoundKernels, memory: list[Tensor]) -> list[Tensor]:
         """Of every leaf the tensor that it is written to."""
@@ -120,13 +137,13 @@ class Outputs:
                 support.sum_parts, cdiv(size, _COLUMNS), arguments, (_PARTS, _COLUMNS), warps=_WARPS, integers=integers
             )
 
-    def of_bases(self, run: BoundKernels, memory: list[Tensor]) -> list[Tensor | None]:
+    def of_bases(self, run: BoundKernels, kept: list[Any]) -> list[Tensor | None]:
         """One for each base, in its shape."""
-        found: dict[int, Tensor] = dict(zip(self._direct, memory, strict=False))
+        found: dict[int, Tensor] = dict(zip(self._direct, kept, strict=False))
         sums = {}
-        for kind, written in zip(self._summed, memory[len(self._direct) :], strict=False):
+        for kind, written in zip(self._summed, kept[len(self._direct) :], strict=False):
             over = [dim for dim, each in enumerate(kind) if not each]
-            sums[kind] = memory[-1] if kind == _OF_ALL else written.sum(over) if over else written
+            sums[kind] = kept[-1] if kind == _OF_ALL else written.sum(over) if over else written
         for index, (kind, begin) in self._places.items():
             base = run.bases[index]
             if index in self._views:  # in one view instead of two

@@ -6,7 +6,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,66 +17,19 @@ from ..launch import compiles_ahead, launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
+from .found import Found, Others
 from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
 from .transients import can_look, look
 
+#: From states and the steps of a chunk, what is to be made of them.
+Meanwhile = Callable[[Tensor, int], Any]
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
 #: Where no more than this part of all lanes is left, larger chunks go on from their states.
 _CLOSE = 1 / 4
 #: So many tolerances rounding may add up to in a chunk; what misses by more is not called that.
 _TOLERANCES = 4
-
-
-@dataclass(eq=False)
-class Found:
-    """What a run came to.
-
-    Attributes:
-        length: L
-        states: [L, B, D]; fewer where not all were written
-        notes: what the kernels wrote of each lane
-        passes: how many there were; 0 where all was one loop
-        chunk: steps of a chunk
-        left: lanes that had to be taken one step after the other
-        floored: lanes of which rounding is all that is left
-        unsettled: lanes that no correction has settled: those that are left, and those all of whose chunks came one after the
-            other in the end. What is not finite is among them
-        others: what is known of states that were not written; None where all were
-        suspected: [N, B, D], the largest size of each number in each chunk, where something large may hide what came after it; else None
-    """
-
-    length: int
-    states: Tensor
-    notes: Notes
-    passes: int
-    chunk: int
-    left: int
-    floored: int
-    unsettled: int
-    others: Others | None = None
-    suspected: Tensor | None = None
-
-    def without_states(self) -> Found:
-        made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__, states=self.states.new_empty(0))
-        return made
-
-
-@dataclass(frozen=True)
-class Others:
-    """What is known where the states after every so many steps alone were written.
-
-    Attributes:
-        every: so many
-        final: [B, D], the last state
-        sizes: [N, B, D], the largest size of each number in each chunk
-    """
-
-    every: int
-    final: Tensor
-    sizes: Tensor
 
 
 class Run(BoundKernels):
@@ -152,6 +105,7 @@ class Run(BoundKernels):
         every: int = 1,
         *,
         closer: bool = False,
+        meanwhile: Meanwhile | None = None,
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -161,6 +115,7 @@ class Run(BoundKernels):
             most: so many passes and no look, as inside a CUDA graph
             every: the states after every so many steps are written; others than 1 for kinds that need no more
             closer: the sizes of chunks are asked for, whatever is suspected
+            meanwhile: what the host makes of the states and of the steps of a chunk before it waits for the device
         """
         rows, chunk = self.rows, kind.chunk
         chunks, limit, parts, size = self._cut(chunk, most)
@@ -169,16 +124,24 @@ class Run(BoundKernels):
         states, notes = room(every), Notes(limit, rows, self.device)
         if chunks == 1:
             return self._in_one(states, notes, every)
-        workspace = torch.empty(size, dtype=self.program.dtype, device=self.device)
+        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
+        assert every == 1 or not rolls, "chunks are rolled out from states, all of which have to be there"
+        beside = (
+            rolls and states.dtype == self.program.dtype
+        )  # then a second piece of memory for states is a part of the first
+        spare = aligned_size(states.numel()) if beside else 0
+        workspace = torch.empty(size + spare, dtype=self.program.dtype, device=self.device)
+        other = room() if rolls and not beside else states
         how = (float(tolerance.atol), float(tolerance.rtol), self._roughest(chunk, tolerance), int(tolerance.local), 0)
 
         def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, *maps = workspace.split(parts)
+            starts, ends, sizes, products, *maps = workspace[:size].split(parts)
             worst = maps[-1:] if self.shape.tiled else ()
             memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
             guessed = guess
+            elsewhere = workspace[size:][: states.numel()].view_as(states) if beside else other
             for left in range(rolls, 0, -1):  # the last of them is not where the passes write
-                into = other if left % 2 else states
+                into = elsewhere if left % 2 else states
                 self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
                 guessed = into
             for passes in range(first, last):
@@ -189,16 +152,16 @@ class Run(BoundKernels):
                 used = chunks * self.initial.numel()
                 look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, tolerance)
 
-        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
-        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
-        other = room() if rolls else states
-        given = (workspace, notes.memory, *([] if guess is None else [guess]), *([other] if rolls else []), states)
-        done, wanted = 0, limit if most is not None else min(limit, kind.passes)
+        aside = [] if other is states else [other]
+        given = (workspace, notes.memory, *([] if guess is None else [guess]), *aside, states)
+        done, made, wanted = 0, None, limit if most is not None else min(limit, kind.passes)
         guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
         while True:
             key = (chunk, limit, done, wanted, rolls, guessed_from, how, every, looks)
             self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
             done = wanted
+            if made is None and meanwhile is not None:
+                made = meanwhile(states, chunk)
             *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else notes.counts()
             left = left[:done]
             # After as many passes as there are chunks, each has started from where the one before it ended.
@@ -209,13 +172,13 @@ class Run(BoundKernels):
                 unsettled = 0 if 0 in left else left[-1]
                 others = of_chunks = None
                 if every > 1 or suspected:
-                    _, ends, sizes, *_ = workspace.split(parts)
+                    _, ends, sizes, *_ = workspace[:size].split(parts)
                     ends, sizes = (each[: chunks * self.initial.numel()] for each in (ends, sizes))
                     others = self.others(every, ends, sizes) if every > 1 else None
                     of_chunks = self.of_states(sizes).clone() if suspected else None
                 left_over = 0 if over else unsettled
                 return Found(
-                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks
+                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks, made
                 )
             wanted = min(limit, done + 2)
 
@@ -346,7 +309,14 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
+def solve(
+    run: Run,
+    kind: Kind,
+    tolerance: Tolerance,
+    guess: Tensor | None = None,
+    every: int = 1,
+    meanwhile: Meanwhile | None = None,
+) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
 
     No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
@@ -362,7 +332,8 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
             kind.sufficed(found.passes)
             return found
     while True:
-        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+        start = run.from_smaller_chunks(kind, tolerance, guess)
+        found = run.in_parallel(kind, tolerance, start, meanwhile=meanwhile)
         kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)

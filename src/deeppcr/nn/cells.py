@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..runtime import has_kernels, is_transformed
 from ..sequence.fingerprint import Told
+from ..sequence.product import product
 
 State = Tensor | tuple[Tensor, Tensor]
 #: A layer's parameters in one direction by their names without the layer: "weight_ih", "weight_hh", "bias_ih", ...
@@ -49,7 +51,9 @@ class Cell(Told):
     @staticmethod
     def project(x: Tensor, weights: Weights) -> Tensor:
         """What gates get of the inputs."""
-        return linear(x, weights["weight_ih"])
+        # Of other devices, transforms and precisions that differ PyTorch's own product knows what is to be known.
+        alone = has_kernels(x.device) and not (is_transformed() or torch.is_autocast_enabled(x.device.type))
+        return (product if alone else linear)(x, weights["weight_ih"])
 
 
 class ElmanCell(Cell):

@@ -221,11 +221,11 @@ class Recurrent(OperatedRecurrent):
         """Of the tensors of a state."""
         return (self.hidden_size,)
 
-    def _starts(self, hx: Any, rows: int, like: Tensor) -> tuple[Tensor, ...]:
-        """The initial states as a tuple, [K, B, H] each."""
+    def _starts(self, hx: Any, rows: int, like: Tensor) -> tuple[Any, ...]:
+        """The initial states as a tuple, [K, B, H] each, or K of [B, H]."""
         if hx is None:
             count = len(self._all_weights)
-            return tuple([self._nothing((count, rows, width), like) for width in self._widths()])
+            return tuple([[self._nothing((rows, width), like)] * count for width in self._widths()])
         return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
     def _nothing(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class Recurrent(OperatedRecurrent):
     def _layers(
         self,
         x: Tensor,
-        starts: tuple[Tensor, ...],
+        starts: tuple[Any, ...],
         reset: Tensor | None,
         lengths: Tensor | None,
         run: Callable[..., Any],
@@ -262,7 +262,7 @@ class Recurrent(OperatedRecurrent):
         """
         Args:
             x: [T, B, F]
-            starts: [K, B, H] each
+            starts: [K, B, H] each, or K of [B, H]
             reset: [T, B]
             lengths: [B]
             run: as ``_by_layers`` is given it
@@ -271,7 +271,7 @@ class Recurrent(OperatedRecurrent):
             the outputs of the last layer [T, B, directions * H], and the last states [K, B, H]
         """
         directions = 2 if self.bidirectional else 1
-        dtype, last = self._dtype_of_outputs(x, starts), []
+        dtype, last = self._dtype_of_outputs(x, starts[0][0]), []
         resets = [reset, None if reset is None or directions == 1 else begins_backwards(reset)]
         for layer in range(self.num_layers):
             outputs = []
@@ -292,7 +292,7 @@ class Recurrent(OperatedRecurrent):
         ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
         return x, tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in ends])
 
-    def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
+    def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:
         """That which PyTorch's own kernels give under autocast."""
         return dtype_of_autocast(x.device) or x.dtype
 

@@ -315,9 +315,9 @@ class GRU(TorchLike, nn.GRU):
     def _cell_type(self) -> type[GRUCell]:
         return GRUCell
 
-    def _dtype_of_outputs(self, x: Tensor, starts: tuple[Tensor, ...]) -> torch.dtype:
+    def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:
         # On a CPU, PyTorch's GRU adds gates in half precision to a state that stays as it was.
-        return starts[0].dtype if x.device.type == "cpu" else super()._dtype_of_outputs(x, starts)
+        return start.dtype if x.device.type == "cpu" else super()._dtype_of_outputs(x, start)
 
 
 @operated

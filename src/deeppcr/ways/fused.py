@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
-from ..runtime import apply_directly, has_kernels, is_transformed
+from ..runtime import has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
@@ -252,7 +252,8 @@ def solve_fused(
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
-    starts, bases = [leaf.detach() for leaf in call.states], fused.bases(call.inputs, call.reached)
+    starts = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
+    bases = fused.bases(call.inputs, call.reached)
     differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
@@ -260,6 +261,11 @@ def solve_fused(
     # A gradient asks for the digits of every state, also of one that dies out.
     wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
     run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
+
+    def attach(states: Tensor, chunk: int) -> tuple[Tensor, ...]:
+        return back.Apply.of(run, layout, (states, back.chunk_of(run, chunk)), call.states, bases)
+
+    meanwhile = attach if differentiated else None
     key, known = fused.kind(length, newton.chunk, wanted, guess is None)
     kind = fuse_run.Kind(length, length) if loop else known.copy()
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
@@ -273,13 +279,13 @@ def solve_fused(
         else:
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)
-            found = fuse_run.solve(run, kind, wanted, guess, every)
+            found = fuse_run.solve(run, kind, wanted, guess, every, meanwhile)
             if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
                 key, known = fused.kind(length, newton.chunk, wanted, guess is None)
                 kind, hidden = known.copy(), True
-                found = fuse_run.solve(run, kind, wanted, guess)
+                found = fuse_run.solve(run, kind, wanted, guess, meanwhile=meanwhile)
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
@@ -298,11 +304,7 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    leaves = (
-        apply_directly(back.Apply, (found.states, back.chunk_of(run, found.chunk)), run, layout, *call.states, *bases)
-        if differentiated
-        else layout.leaves(found.states)
-    )
+    leaves = layout.leaves(found.states) if not differentiated else found.made or attach(found.states, found.chunk)
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
     solution = solution_of(
@@ -335,7 +337,7 @@ def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
             return attach_fused(call, states)
     run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
     found = back.aligned(states.contiguous()), back.chunk_of(run, length)
-    return apply_directly(back.Apply, found, run, layout, *call.states, *bases)
+    return back.Apply.of(run, layout, found, call.states, bases)
 
 
 def _is_trusted(

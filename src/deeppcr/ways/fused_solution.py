@@ -98,13 +98,17 @@ class FusedSolution(Solution):
         found, layout, _ = self._late
         return FusedSolution((found, layout, [0] * layout.rows), **known)
 
-    def without_states(self) -> FusedSolution:
+    @property
+    def _batch_shape(self) -> torch.Size:
+        return torch.Size(self._late[1].batch_shape) if self._late is not None else super()._batch_shape
+
+    def without_states(self, dropped: Dropped | None = None) -> FusedSolution:
         late = self._late
         if late is not None:
             found, layout, exact = late
             late = found.without_states(), layout, exact
         made = FusedSolution()
-        made.__dict__.update(self.__dict__, states=None, z0=None, _late=late)
+        made.__dict__.update(self.__dict__, states=None, z0=None, dropped=dropped or self.dropped, _late=late)
         return made
 
     def __getattr__(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from kernel_support import Compiled, Launches, error, misaligned, strided, thorough
+from kernel_support import Compiled, Launcher, Launches, error, misaligned, strided, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -116,6 +116,42 @@ class TestLaunch:
         assert launch.is_watched()
         launch.knobs.runtime.launch_enter_hook.remove(hook)
         assert not launch.is_watched()
+
+
+class _Flat(Launcher):
+    """Of older versions of Triton."""
+
+    def __call__(self, *arguments):
+        self.launch(*arguments[:5], False, *arguments[5:])
+
+
+class _Nested(Launcher):
+    """One whose arguments nobody could tell apart any more."""
+
+    def __call__(self, *arguments):
+        self.launch((arguments[0], 1), arguments[1:])
+
+
+def test_launches_go_past_the_launcher_of_triton():
+    given, calls = tuple(range(12)), []
+    for launcher, outer, inner in ((Launcher, 10, 3), (_Flat, 13, None)):
+        past = launch._Past.of(launcher(lambda *handed: calls.append(handed)), len(given))
+        assert past is not None
+        assert not calls, "it was asked, not launched"
+        assert (len(past.outer), past.inner and len(past.inner)) == (outer, inner)
+        handed = [given[each.number] if type(each) is launch._Mark else each for each in past.outer]
+        tail = [] if past.inner is None else [tuple(given[each.number] for each in past.inner)]
+        past.function(*handed, *tail)
+        launcher(lambda *handed: calls.append(handed))(*given)
+        assert calls[0] == calls[1]
+        calls.clear()
+
+
+def test_launchers_that_do_more_are_left_alone():
+    needy = Launcher(print)
+    needy.global_scratch_size = 8  # which it allocates at every launch
+    for launcher in (needy, _Nested(print), print):
+        assert launch._Past.of(launcher, 12) is None
 
 
 def test_powers_of_two_and_quotients_are_those_of_triton():

@@ -8,7 +8,7 @@ Shapes: L samples in N chunks, K channels. The state is two numbers (the transpo
 """
 
 # Triton's kernels are called, indexed and looped over in ways that its annotations do not know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ...launch import aligned, cdiv, launch, next_power_of_2
 
 #: lanes that keep the device busy: chunks are as long as it takes, from so many samples on
 BUSY, SHORTEST = 2**17, 32
-#: channels of a program, its warps and the samples it reads ahead; and of the one that joins chunks
-LANES, WARPS, STAGES = 64, 2, 16
+#: channels of a program, its warps and the samples it reads before it needs the first of them; and of the one that joins chunks
+LANES, WARPS, AHEAD = 64, 2, 16
 JOIN_LANES, JOIN_STAGES = 32, 8
 #: so few chunks are joined one after the other
 FEW = 64
@@ -55,7 +55,7 @@ def run(coefficients: Tensor, x: Tensor, *, reverse: bool = False, chunk: int | 
 
     def walk(states: Tensor, writes: bool) -> None:
         given = (coefficients, *places[0], *places[1], states, *sizes)
-        constants = (writes, chunks > 1, LANES, STAGES)
+        constants = (writes, chunks > 1, LANES, min(AHEAD, chunk))
         launch(_walk, chunks * blocks, given, constants, warps=WARPS, integers=integers)
 
     if chunks > 1:
@@ -95,10 +95,11 @@ _SIZES = ["x_first", "x_step", "x_channel", "y_first", "y_step", "y_channel", "l
 def _walk(
     coefficients, x_ptr, x_first, x_step, x_channel, y_ptr, y_first, y_step, y_channel, states,
     length, channels, chunk, blocks,
-    WRITES: tl.constexpr, SEVERAL: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    WRITES: tl.constexpr, SEVERAL: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One chunk of some channels. WRITES: from its start in ``states`` [N, 2, K], and its outputs are written; else from rest, and
-    ``states`` gets its end. SEVERAL: it is not the only chunk, which starts from rest in any case."""
+    ``states`` gets its end, which of the last chunk nobody reads. SEVERAL: it is not the only chunk, which starts from rest in any case.
+    """
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     channel = (block * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = channel < channels
@@ -109,15 +110,22 @@ def _walk(
     if WRITES and SEVERAL:
         one = tl.load(place, mask=inside, other=0.0)
         two = tl.load(place + channels, mask=inside, other=0.0)
-    for time in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), num_stages=STAGES):
-        far = tl.cast(time, tl.int64)
-        given = tl.load(x_ptr + x_first + far * x_step + channel * x_channel, mask=inside, other=0.0)
-        x = given.to(tl.float64)
-        y = b0 * x + one
-        one = (b1 * x + two) - a1 * y
-        two = b2 * x - a2 * y
-        if WRITES:
-            tl.store(y_ptr + y_first + far * y_step + channel * y_channel, y.to(given.dtype), mask=inside)
+    for time in range(part * chunk, tl.minimum(part * chunk + chunk, length), AHEAD):
+        # Registers hold what is on its way: through shared memory, a step of many programs would wait for a barrier each.
+        given = ()
+        for ahead in tl.static_range(AHEAD):
+            now = tl.cast(time + ahead, tl.int64)
+            there = x_ptr + x_first + now * x_step + channel * x_channel
+            given += (tl.load(there, mask=inside & (channel * 0 + now < length), other=0.0),)
+        for ahead in tl.static_range(AHEAD):
+            x = given[ahead].to(tl.float64)
+            y = b0 * x + one
+            one = (b1 * x + two) - a1 * y
+            two = b2 * x - a2 * y
+            if WRITES:
+                now = tl.cast(time + ahead, tl.int64)
+                there = y_ptr + y_first + now * y_step + channel * y_channel
+                tl.store(there, y.to(given[ahead].dtype), mask=inside & (channel * 0 + now < length))
     if not WRITES:
         tl.store(place, one, mask=inside)
         tl.store(place + channels, two, mask=inside)
