@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The conformance suite is inherited, not collected: its assertions are to explain themselves all the same.
-pytest.register_assert_rewrite("linear.conformance", "linear.reference")
+# These are inherited or called, not collected: their assertions are to explain themselves all the same.
+pytest.register_assert_rewrite(
+    "fuse.compared", "linear.conformance", "linear.reference", "nn.kernels.modules", "nn.kernels.plain"
+)
 
 # A program by itself, whose Triton does not interpret: see test_compile.py.
 collect_ignore = ["tests/kernel_compiler.py"]
