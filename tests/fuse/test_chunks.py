@@ -12,7 +12,7 @@ from deeppcr.fuse.kinds import Kind, first_chunk
 from deeppcr.fuse.run import solve
 from fuse.compared import normal
 from fuse.loops import Fused, by_loop
-from kernel_support import error
+from kernel_support import error, thorough
 
 # Of the interpreter, where iterates stray, or nothing is divided by nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -71,8 +71,9 @@ def test_rounding_counts_for_what_it_moves(dtype, device):
     assert (found.states - right).abs().max() <= 300 * 100 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize(
+    ("size", "local"), [(1e3, False), (1e6, True), *thorough((1.0, False), (1.0, True), (1e3, True), (1e6, False))]
+)
 def test_a_large_number_that_is_exact_hides_no_signal(size, local, device):
     """A constant beside it rounds to nothing, whatever its size: what the other misses is not its rounding."""
 

@@ -125,10 +125,15 @@ def test_compiled_in_one_graph_where_there_are_no_kernels(width, rows, by_kernel
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("mlp", "parallel"), ("resnet", "parallel"), ("resnet", "sequential"), *thorough(("mlp", "auto"))],
+    ("kind", "mode", "every"),
+    [
+        ("mlp", "parallel", True),
+        ("resnet", "parallel", False),
+        ("resnet", "sequential", True),
+        *thorough(("mlp", "parallel", False), ("resnet", "parallel", True), ("resnet", "sequential", False)),
+        *thorough(("mlp", "auto", False), ("mlp", "auto", True)),
+    ],
 )
-@pytest.mark.parametrize("every", [False, True])
 def test_compiled_by_kernels(kind, mode, every, by_kernels, monkeypatch):
     """Forward and backward, in one graph for two numbers of rows: what the layers inside of a block gave is computed again."""
     net = build(kind, 12, by_kernels, mode=mode)
