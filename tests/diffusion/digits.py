@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from deeppcr.diffusion import GaussianPrior, Schedule
@@ -34,6 +33,8 @@ class Denoiser(nn.Module):
 @cache
 def data() -> tuple[Tensor, Tensor]:
     """Images [N, 1, 8, 8] in [-1, 1], and labels [N]."""
+    from sklearn.datasets import load_digits  # takes seconds, and not every process of the tests comes here
+
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels)
 

@@ -14,8 +14,8 @@ from deeppcr.diffusion.start import as_start
 from deeppcr.diffusion.window import prepared as preparing
 from deeppcr.diffusion.window import window
 from deeppcr.solution import Plan
+from diffusion.recorded import Recorded
 from diffusion.test_growth import SCHEDULE, by_loop, finished, two_narrow, undecided
-from diffusion.test_window import Recorded
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from deeppcr.diffusion.window import graphs
 from deeppcr.diffusion.window import prepared as window
 from deeppcr.graphs.cache import prepared_samplers
 from deeppcr.sequence.fingerprint import Same
-from diffusion.test_window import Recorded
+from diffusion.recorded import Recorded
 
 SCHEDULE = Schedule.linear(12)
 

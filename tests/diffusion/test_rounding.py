@@ -20,11 +20,6 @@ from diffusion.test_sample import noise_for
 from kernel_support import thorough
 
 
-@pytest.fixture(scope="module")
-def net(device):
-    return digits.trained().to(device)
-
-
 @pytest.mark.parametrize(
     ("step", "length"),
     [(DDPM(), 200), (DDIM(), 50), (DDPM(clip=1.0), 50), *thorough((DDPM(), 50), (DDIM(), 200), (DDPM(clip=1.0), 200))],

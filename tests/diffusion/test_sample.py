@@ -43,11 +43,6 @@ def noise_for(samples, length, dtype=torch.float32, seed=0, device="cpu"):
     return Noise(drawn.initial.to(device), drawn.steps.to(device))
 
 
-@pytest.fixture(scope="module")
-def net(device):
-    return digits.trained().to(device)
-
-
 def both(net, noise, length, step, conditional, device, solver=Window(), **settings):
     """By the loop, and in parallel: what is fastest for networks as small as this one, on a GPU, is another matter."""
     classes = torch.arange(noise.samples, device=device) % 10 if conditional else None

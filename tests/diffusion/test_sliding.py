@@ -21,11 +21,6 @@ class Slid(Prepared):
     kind = SlidingIteration
 
 
-@pytest.fixture(scope="module")
-def net(device):
-    return digits.trained().to(device)
-
-
 def run(kind, denoiser, steps, noise, window, prior=None, start=None):
     problem = Problem(denoiser, steps, noise)
     with torch.no_grad():

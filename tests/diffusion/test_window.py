@@ -1,9 +1,6 @@
-"""The window: what it evaluates, when steps leave it, what happens where it does not get there, and its graphs' keeping."""
+"""The window: what it evaluates, when steps leave it, what happens where it does not get there, and what it says of that."""
 
-import copy
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,19 +20,10 @@ from deeppcr.diffusion import (
     sample,
 )
 from deeppcr.diffusion.problem import Problem
-from deeppcr.diffusion.start import as_start
 from deeppcr.diffusion.window import prepared as window
 from deeppcr.diffusion.window.iteration import Iteration, _least_squares
-from deeppcr.graphs.cache import prepared_samplers
-from deeppcr.solution import Plan
 from diffusion import digits
-from diffusion.rough import Rough
 from diffusion.test_sample import noise_for
-
-
-@pytest.fixture(scope="module")
-def net(device):
-    return digits.trained().to(device)
 
 
 @pytest.mark.parametrize("size", [1, 7, 33, 100])
@@ -212,153 +200,6 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
     assert len(seen) < 40  # more than a step an iteration
 
 
-def test_early_steps_are_held_to_less_than_late_ones(net, device):
-    noise = noise_for(1, 60, device=device)
-    problem = Problem(net, DDPM().steps(digits.TRAINING.take(60)), noise)
-    thresholds = Window(tolerance=1e-2, freeze=0.5).thresholds_for(problem).to(device)
-    assert thresholds[-1].item() == pytest.approx(5e-3)
-    assert (thresholds[1:] > thresholds[:-1]).all()
-    assert 90 < (thresholds[-1] / thresholds[0]).item() < 100
-    with torch.no_grad():
-        iteration = window.Prepared(Window(tolerance=1e-2, freeze=0.5), problem, digits.prior()).iteration
-        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
-        iteration.hold(problem.initial, problem.shift)
-        iteration.load(states)
-        while iteration.prefix < 60:
-            before, finished = iteration.states.clone(), int(iteration.prefix)
-            iteration.run(problem.network, 60, True)
-            moved = (iteration.states - before)[1:, 0].abs().amax((-2, -1))
-            left = moved[finished + 1 : int(iteration.prefix)]  # the first of them leaves in any case
-            assert (left <= thresholds[finished + 1 : int(iteration.prefix)] + 1e-4).all()
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_what_leaves_was_last_seen_in_full_precision(net, samples, device, monkeypatch):
-    """Rough calls come first, on all rows, and end long before all steps are nearly right; then the steps leave."""
-    schedule, noise = digits.TRAINING.take(100), noise_for(samples, 100, device=device)
-    two, calls = Rough(net, monkeypatch), {}
-    with torch.no_grad():
-        loop = sample(net, schedule, noise, solver=deeppcr.Loop())
-        for tf32 in (None, 0.1, 1e-9):
-            two.calls = []
-            solver = Window(size=100, tf32=tf32, max_iterations=40)
-            found = sample(two.network, schedule, noise, jacobian=digits.prior(), solver=solver)
-            assert found.result is Result.CONVERGED
-            assert (found.final - loop.final).abs().max() <= 1e-3
-            checks = 1 if calls else 19  # whether rows influence each other
-            assert [rows for _, rows in two.calls[1 : 1 + checks]] == ([9] + [8] * 2 + [1] * 16)[:checks]
-            del two.calls[1 : 1 + checks]
-            rough = sum(rough for rough, _ in two.calls)
-            assert two.calls[:rough] == [(True, 100 * samples)] * rough
-            assert two.calls[rough] == (False, 100 * samples)
-            calls[tf32] = rough, len(two.calls)
-    assert calls[None][0] == 0
-    assert 0 < calls[0.1][0] < 5
-    assert calls[0.1][1] <= calls[None][1] + 2
-    assert calls[1e-9][0] == 3  # nothing settles: after that it is not waited for
-
-
-def test_a_start_that_may_be_good_is_never_rounded(net, device, monkeypatch):
-    """In TF32 it would move away from the solution, and no step might leave meanwhile."""
-    schedule, noise = digits.TRAINING.take(60), noise_for(3, 60, device=device)
-    two = Rough(net, monkeypatch)
-
-    def run(start, size=60):
-        two.calls = []
-        solver = Window(size=size, graphs=False)  # replayed, the network would not be called
-        found = sample(
-            two.network, schedule, noise, jacobian=digits.prior(), start=start, solver=solver, keep_states=True
-        )
-        return found, [rough for rough, _ in two.calls]
-
-    with torch.no_grad():
-        first, rough = run(None)
-        assert rough[0]
-        for start in (first, first.states):
-            found, rough = run(start)
-            assert not any(rough)
-            assert found.iterations.tolist() == [1, 1, 1]
-        mixed = first.states.clone()
-        mixed[:, [0, 2]] = 0
-        found, _ = run(mixed)
-        assert found.iterations[1] == 1
-        assert (found.final - first.final).abs().max() <= 1e-3
-        assert run(CoarseStart(stride=8))[1][0]
-        assert not any(run(CoarseStart(stride=8), size=30)[1])
-        assert run(MeanStart(torch.zeros(1, 8, 8)))[1][0]
-        found, rough = run(None, size=1)  # the plain loop, in effect
-        assert not any(rough)
-        assert found.iterations.tolist() == [60] * 3
-
-
-def test_a_rough_iteration_counts_the_steps_that_still_move(net, device):
-    noise = noise_for(2, 64, device=device)
-    problem = Problem(net, DDPM().steps(digits.TRAINING.take(64)), noise)
-    with torch.no_grad():
-        iteration = window.Prepared(Window(size=48, accelerate=False, tf32=0.4), problem, digits.prior()).iteration
-        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
-        iteration.hold(problem.initial, problem.shift)
-        iteration.load(states)
-        before = iteration.states.clone()
-        iteration.run(problem.network, 96, False)
-        moved = (iteration.states - before)[1:49].abs().amax((-2, -1))
-    assert iteration.unsettled.tolist() == (moved >= 0.4).sum(0).tolist()
-    assert iteration.unsettled.min() > 0
-    assert iteration.unsettled.max() < 48
-    assert iteration.prefix.tolist() == [0, 0]
-
-
-def test_a_rough_phase_that_does_not_pay_ends(net, device, monkeypatch):
-    """Where hardly any step more settles; samples that are lost do not count; and there must be iterations left."""
-    problem = Problem(net, DDPM().steps(digits.TRAINING.take(64)), noise_for(2, 64, device=device))
-    prepared = window.Prepared(Window(size=40), problem, digits.prior())
-
-    def goes_on(unsettled, diverged=(0, 0), before=80, number=5, most=200):
-        prepared.iteration.unsettled.copy_(torch.tensor(unsettled))
-        prepared.iteration.diverged.copy_(torch.tensor(diverged))
-        prepared.iteration.show()
-        return prepared.goes_on_roughly(before, number, most)
-
-    assert goes_on([30, 30]) == (True, 60)
-    assert goes_on([36, 37]) == (False, 73)
-    assert goes_on([40, 40], before=float("inf"), number=0) == (True, 80)
-    assert goes_on([40, 40], number=1) == (True, 80)
-    assert goes_on([10, 10]) == (False, 20)
-    assert goes_on([40, 10], diverged=(1, 0)) == (False, 10)
-    assert goes_on([40, 40], diverged=(1, 1)) == (False, 0)
-    assert goes_on([30, 30], most=14) == (True, 60)
-    assert goes_on([30, 30], most=13) == (False, 60)
-    two = Rough(net, monkeypatch)
-    given = (two.network, digits.TRAINING.take(60), noise_for(2, 60, device=device))
-    for most in (1, 2, 3):
-        two.calls = []
-        with torch.no_grad():
-            found = sample(*given, solver=Window(size=60, max_iterations=most), on_failure="return")
-        assert not any(rough for rough, _ in two.calls)
-        assert found.exact_steps.min() >= most
-
-
-def test_what_a_rough_network_taught_is_forgotten(net, device, monkeypatch):
-    """Its updates do not belong to those of the precise one: extrapolated together they would spoil its first iterations."""
-    schedule, noise = digits.TRAINING.take(100), noise_for(2, 100, device=device)
-    two, known = Rough(net, monkeypatch), []
-    run = Iteration.run
-
-    def watched(self, network, count, leave):
-        known.append((leave, bool((self.last_sizes > 0).any())))
-        run(self, network, count, leave)
-
-    monkeypatch.setattr(Iteration, "run", watched)
-    with torch.no_grad():
-        sample(two.network, schedule, noise, jacobian=digits.prior(), solver=Window(size=100, tf32=0.1))
-    rough = sum(not leave for leave, _ in known)
-    assert rough > 1
-    expected = (
-        [(False, False)] + [(False, True)] * (rough - 1) + [(True, False)] + [(True, True)] * (len(known) - rough - 1)
-    )
-    assert known == expected
-
-
 def test_small_windows_have_as_many_iterations_as_they_need():
     """About four times as many as there are windows, where a sampler decides late; a number that was given is kept."""
     schedule = Schedule.linear(220)
@@ -417,76 +258,6 @@ def test_extrapolation_solves_least_squares():
     assert (weights[:, 12] == 0).all()
 
 
-class Recorded:
-    """Stands for the CUDA graphs: calls the function, and remembers for which counts of rows."""
-
-    def __init__(self, device):
-        self.keys, self.refusal = [], None
-
-    def turn(self):
-        return nullcontext()
-
-    def knows(self, function, *key):
-        return (function.__name__, *key) in self.keys
-
-    def __call__(self, function, *key):
-        self.keys.append((function.__name__, *key))
-        function(*key)
-
-
-@pytest.mark.parametrize("start", [GaussianStart(), CoarseStart(stride=8)])
-def test_runs_on_kept_buffers_with_calls_filled_up(net, start, device, monkeypatch):
-    """What CUDA graphs replay, without them: the buffers of the first run, rows filled up, other noise and classes."""
-    monkeypatch.setattr(window, "Replayed", Recorded)
-    schedule, solver, prepared, earlier = digits.TRAINING.take(100), Window(size=48), None, []
-    for seed, classes in ((0, [1, 2, 3]), (1, [4, 4, 9]), (2, [0, 8, 7])):
-        noise, classes = noise_for(3, 100, seed=seed, device=device), torch.tensor(classes, device=device)
-        problem = Problem(net, DDPM().steps(schedule), noise, classes, 1.5, digits.NOTHING)
-        with torch.no_grad():
-            prepared = prepared or window.Prepared(solver, problem, digits.prior())
-            outcome = prepared.run(solver, problem, start, Plan())
-            loop = sample(net, schedule, noise, classes=classes, guidance=1.5, unconditional=10, solver=deeppcr.Loop())
-        assert outcome.results == [Result.CONVERGED] * 3
-        found = problem.unflatten(outcome.states[-1, ..., 0])
-        assert (found - loop.final).abs().max() <= 1e-3
-        assert problem.denoiser.classes is classes
-        tensors = {name: each for name, each in vars(outcome).items() if isinstance(each, torch.Tensor)}
-        earlier += [(name, each, each.clone()) for name, each in tensors.items()]
-    assert len(earlier) == 3 * 7
-    for name, each, was in earlier:  # which the next run is not to overwrite
-        assert torch.equal(each, was), name
-    assert prepared.runs == 3
-    keys = prepared.replayed.keys
-    assert keys[0] == ("begin", start, keys[1][2])
-    assert [key for key in keys if key[0] != "iterate"] == [keys[0], ("finish",)] * 2
-    counts = [key[1] for key in keys if key[0] == "iterate"]
-    assert counts[0] == 3 * 48
-    assert all(count % 5 == 0 for count in counts[1:] if count < 3 * 48)  # a 32nd of 3 x 48
-    assert len(set(counts)) > 1
-
-
-def test_a_start_that_was_given_is_not_replayed(net, device, monkeypatch):
-    """It lies somewhere else in every run; the rest is replayed."""
-    monkeypatch.setattr(window, "Replayed", Recorded)
-    schedule, solver = digits.TRAINING.take(20), Window()
-    problem = Problem(net, DDPM().steps(schedule), noise_for(2, 20, device=device))
-    with torch.no_grad():
-        prepared = window.Prepared(solver, problem, digits.prior())
-        for _ in range(2):
-            prepared.run(solver, problem, as_start(torch.zeros(20, 2, *problem.shape, device=device)), Plan())
-    assert {name for name, *_ in prepared.replayed.keys} == {"iterate", "finish"}
-
-
-def test_why_there_are_no_graphs(monkeypatch):
-    """Autocast is no reason: what it casts is cast in the graphs."""
-    at = {name: SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda")}
-    assert Window().no_graphs(at["cpu"]) == "the noise is on the cpu"
-    assert Window(graphs=False).no_graphs(at["cuda"]) == "graphs=False"
-    assert Window().no_graphs(at["cuda"]) is None
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    assert Window().no_graphs(at["cuda"]) is None
-
-
 def test_the_host_looks_only_where_a_window_may_not_be_full(net, device, monkeypatch):
     """An iteration finishes one window of steps at most; the result is that of looking every time."""
     looks, look = [], Iteration.look
@@ -540,23 +311,6 @@ def test_the_plan_says_what_was_chosen_and_why(net, device):
     assert "every 8th step" in said
 
 
-def test_the_plan_of_a_gpu_tells_about_its_graphs(net, device, monkeypatch):
-    """Without one: what is replayed stands in for the graphs."""
-    monkeypatch.setattr(window, "Replayed", Recorded)
-    monkeypatch.setattr(Window, "no_graphs", lambda self, problem: None)
-    solver, said = Window(), []
-    for refusal in (None, None, "a host waits"):
-        with torch.no_grad():
-            if refusal:
-                prepared_samplers.values()[0].replayed.refusal = refusal
-            said.append(
-                sample(net, digits.TRAINING.take(20), noise_for(1, 20, device=device), solver=solver).plan.notes
-            )
-    assert "no CUDA graphs: the first run of its kind; the next one is recorded" in said[0]
-    assert "CUDA graphs" in said[1]
-    assert "no CUDA graphs: a host waits" in said[2]
-
-
 def test_settings_are_checked():
     for settings, match in (
         ({"tolerance": -1.0}, "tolerance"),
@@ -573,27 +327,3 @@ def test_settings_are_checked():
         sample(*given, step=DDIM(), jacobian=deeppcr.DenseJacobian())
     with pytest.raises(ValueError, match="prior is of 4 numbers"):
         sample(*given, step=DDIM(), jacobian=GaussianPrior(torch.ones(4)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("tf32", [None, 0.05])
-@pytest.mark.parametrize("start", [None, CoarseStart(stride=16)])
-def test_graphs_replay_what_was_computed(tf32, start):
-    net = copy.deepcopy(digits.trained()).cuda()
-    solver = Window(tf32=tf32)
-    with torch.no_grad():
-        for round in range(5):
-            noise = noise_for(2, 200, seed=round, device="cuda")
-            classes = torch.tensor([round, 9 - round], device="cuda")
-            given = (net, digits.TRAINING, noise)
-            found = sample(*given, classes=classes, jacobian=digits.prior(), solver=solver, start=start)
-            loop = sample(*given, classes=classes, solver=deeppcr.Loop())
-            assert found.result is Result.CONVERGED
-            assert (found.final - loop.final).abs().max() <= 1e-3
-            assert (0 < round < 4) == ("CUDA graphs" in found.plan.notes)  # not on the first run of its kind
-            if round == 2:
-                net.leave.weight.mul_(1.02)  # in place: the graphs that there are see it
-            if round == 3:
-                net.leave.weight = torch.nn.Parameter(0.98 * net.leave.weight)  # elsewhere: they are made anew
-    assert len(prepared_samplers) == 2

@@ -10,9 +10,17 @@ from torch.export import Dim, export
 from compiling import compiled_and_counted, value_and_gradients
 from deeppcr import linear
 from deeppcr.linear.operator import linear_solve
+from kernel_support import thorough
 
 CORES = {"Dense": (4, 4), "Diagonal": (4,), "BlockDiagonal": (2, 2, 2), "Scalar": ()}
-every_structure = pytest.mark.parametrize("structure", CORES)
+#: Every structure once, and every direction; how a structure and a direction meet is no part of the operator.
+structures_and_directions = pytest.mark.parametrize(
+    ("structure", "reverse"),
+    [
+        *(("Dense", False), ("Diagonal", True), ("BlockDiagonal", False), ("Scalar", True)),
+        *thorough(("Dense", True), ("Diagonal", False), ("BlockDiagonal", True), ("Scalar", False)),
+    ],
+)
 
 
 def system(length, batch=(2,), structure="Dense", dtype=torch.float64):
@@ -30,8 +38,7 @@ def operands(length, structure="Dense", batch=(2,), solver="Auto", chunk=0, reve
     return data[1:].clone().requires_grad_(), rhs.requires_grad_(), structure, solver, chunk, reverse, True
 
 
-@every_structure
-@pytest.mark.parametrize("reverse", [False, True])
+@structures_and_directions
 def test_pytorch_finds_nothing_wrong_with_the_operator(structure, reverse):
     batch, solver = ((1,), ("Hierarchical", 2)) if reverse else ((2,), ("Auto", 0))
     torch.library.opcheck(linear_solve, operands(5, structure, batch, *solver, reverse))
@@ -43,8 +50,7 @@ def test_the_operator_of_one_step_returns_no_argument():
         torch.library.opcheck(linear_solve, operands(length), test_utils=("test_schema", "test_faketensor"))
 
 
-@every_structure
-@pytest.mark.parametrize("reverse", [False, True])
+@structures_and_directions
 def test_the_operator_is_differentiable_twice(structure, reverse):
     data, rhs, *settings = operands(3, structure, reverse=reverse)
     assert gradcheck(lambda *tensors: linear_solve(*tensors, *settings), (data, rhs))

@@ -36,12 +36,12 @@ DEPTHS += [("resnet", depth, skip) for depth, skip in ((1, 1), (5, 5), (64, 4), 
 CASES = [
     (*depth, rows, activation) for depth in DEPTHS for rows in (1, 8) for activation in ("relu", "tanh", "sigmoid")
 ]
-#: Each kind, activation, and number of rows; one layer, a ragged chunk, several chunks. Deep ones for fewer steps.
+#: Each kind, activation, and number of rows; one layer, a ragged chunk, several chunks. For few steps.
 USUAL = [
-    ("mlp", 1, 1, 8, "sigmoid", 60),
-    ("mlp", 64, 1, 1, "tanh", 30),
-    ("resnet", 5, 5, 8, "relu", 200),
-    ("resnet", 64, 4, 8, "tanh", 30),
+    ("mlp", 1, 1, 8, "sigmoid", 20),
+    ("mlp", 64, 1, 1, "tanh", 15),
+    ("resnet", 5, 5, 8, "relu", 60),
+    ("resnet", 64, 4, 8, "tanh", 12),
 ]
 EVERY = [(*case, 200) for case in CASES]
 
@@ -63,8 +63,10 @@ def test_the_loss_is_the_same_at_every_step(kind, depth, skip, rows, activation,
         with torch.no_grad():
             before = nn.functional.cross_entropy(net(images, mode="sequential"), labels)
         found[mode], after = losses(net, digits, rows, rate=0.05, steps=steps)
-    assert (found["parallel"] - found["sequential"]).abs().max() < 1e-3
+    # On a CPU few steps leave 2.4e-7, and gradients of layers that are 2% too large 4.4e-5 or more.
+    few = steps < 200 and device.type == "cpu"
+    assert (found["parallel"] - found["sequential"]).abs().max() < (1e-5 if few else 1e-3)
     # The layers of a deep perceptron forget their input: it learns no more than how frequent each digit is.
     assert after < before - 1e-4 * steps
     if kind == "resnet" and depth <= 5 and activation != "sigmoid":
-        assert after < 1.7
+        assert after < (1.7 if steps == 200 else before - 0.15)

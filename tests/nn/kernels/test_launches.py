@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
@@ -17,17 +16,8 @@ pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.nn import adjoint, forward
-from deeppcr.nn.base import Network
 from deeppcr.nn.layers import Layers
-from nn.kernels.test_forward import assert_states_and_gradients, loop, network
-
-
-@pytest.fixture
-def by_kernels(device, monkeypatch):
-    if device.type == "cpu":
-        monkeypatch.setattr(Network, "_may_use_kernels", lambda self, hidden: True)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-
+from nn.kernels.plain import assert_states_and_gradients, loop, network
 
 CASES = [  # blocks, width, rows, skip, residual, activation, chunk
     (1, 3, 2, 3, True, "tanh", None),
