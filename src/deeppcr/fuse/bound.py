@@ -39,21 +39,24 @@ class Notes:
 
     def __init__(self, limit: int, rows: int, device: torch.device):
         self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
-        self._copied: Notes | None = None
+        self._copied: Tensor | None = None
         self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
-        if self._copied is None:
-            self._copied = copy(self)
-            self._copied.memory = self.memory.cpu()
-        return self._copied
+        copied = copy(self)
+        copied.memory = self._copied = self.memory.cpu() if self._copied is None else self._copied
+        return copied
 
     def counts(self) -> list[int]:
         """``unsettled``, waited for; and all else that is little, since somebody may ask for it."""
-        self._copied = None
-        return (self if self.memory.numel() > _FEW else self.on_host()).unsettled.tolist()
+        if self.memory.numel() > _FEW:
+            self._copied = None
+            return self.unsettled.tolist()
+        self._copied = self.memory.cpu()
+        # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
+        return self._copied.numpy()[self._places[2] :].view("int32").tolist()
 
     @property
     def corrections(self) -> Tensor:

@@ -27,7 +27,7 @@ from ..tolerance import Tolerance, bears_out
 from .fused_solution import LATE, FusedSolution, dropped_from, solution_of, spoil_failed
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from ..fuse.run import Found
+    from ..fuse.found import Found
     from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.

@@ -17,7 +17,7 @@ from ..solution import Dropped, Plan, Result, Solution, first_not_finite, worst_
 from ..tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from ..fuse.run import Found, Others
+    from ..fuse.found import Found, Others
     from ..fuse.step import FusedStep
 
 #: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
