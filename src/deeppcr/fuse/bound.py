@@ -6,6 +6,7 @@ Shapes: L steps, B rows of D numbers, R lanes of K numbers (R * K = B * D).
 from __future__ import annotations
 
 from copy import copy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Notes:
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
-        self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
+        self._limit, self._rows = limit, rows
         self._copied: Tensor | None = None
-        self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+        self._places = _places(limit, rows)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
@@ -75,6 +76,13 @@ class Notes:
         return self.memory[self._places[2] :].view(torch.int32)
 
 
+@lru_cache(maxsize=1024)
+def _places(limit: int, rows: int) -> tuple[int, int, int]:
+    """Where residuals, passes and what is not settled begin."""
+    every = aligned_size(limit * rows)
+    return every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+
+
 class Shape:
     """What runs on tensors that lie alike have in common.
 
@@ -85,6 +93,7 @@ class Shape:
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
         ready: whether all kernels of a run were compiled, without those of gradients, and with them
+        eps: of the numbers that the kernels compute with
         fits: whether the kernels of gradients are known to fit the device
         outputs: where a backward pass writes; None before the first
     """
@@ -113,6 +122,7 @@ class Shape:
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides: tuple[int, ...] = tuple(strides)
         self.kinds: tuple[Any, ...] = _kinds(initial, bases)
+        self.eps: float = torch.finfo(program.dtype).eps
         self.cuts: dict[tuple[Any, ...], Any] = {}
         self.outputs: Any = None
         self.fits: bool = False

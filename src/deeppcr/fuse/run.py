@@ -93,19 +93,6 @@ class Run(BoundKernels):
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
         launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
 
-    def begin(
-        self, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
-    ) -> Passes:
-        """Launch the passes that are expected to suffice, and wait for nothing.
-
-        Args:
-            kind: how large chunks are, and how many passes may be made before anybody looks
-            guess: states to start from, [L, B, D]; None: the initial one everywhere
-            most: so many passes and no look, as inside a CUDA graph
-            every: the states after every so many steps are written; others than 1 for kinds that need no more
-        """
-        return Passes(self, kind, tolerance, guess, most, every)
-
     def in_parallel(
         self,
         kind: Kind,
@@ -116,12 +103,16 @@ class Run(BoundKernels):
         *,
         closer: bool = False,
     ) -> Found:
-        """Passes until all lanes are settled, as many as are worth it: see ``begin``.
+        """Passes until all lanes are settled, as many as are worth it.
 
         Args:
+            kind: how large chunks are, and how many passes may be made before anybody looks
+            guess: states to start from, [L, B, D]; None: the initial one everywhere
+            most: so many passes and no look, as inside a CUDA graph
+            every: the states after every so many steps are written; others than 1 for kinds that need no more
             closer: the sizes of chunks are asked for, whatever is suspected
         """
-        return self.begin(kind, tolerance, guess, most, every).found(closer=closer)
+        return Passes(self, kind, tolerance, guess, most, every).found(closer=closer)
 
     def from_smaller_chunks(self, kind: Kind, tolerance: Tolerance, guess: Tensor | None) -> Tensor | None:
         """The states that the chunks of a kind start from: the guess, or what smaller ones make of it. Nobody looks."""
@@ -211,7 +202,7 @@ class Run(BoundKernels):
 
     def roughest(self, chunk: int, tolerance: Tolerance) -> float:
         """Misses of so many units of rounding may be what adds up in a chunk: one in each step, but hardly more than the tolerance."""
-        return min(float(chunk), _TOLERANCES * tolerance.rtol / torch.finfo(self.program.dtype).eps)
+        return min(float(chunk), _TOLERANCES * tolerance.rtol / self.shape.eps)
 
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
@@ -228,9 +219,15 @@ class Passes:
     """
 
     def __init__(
-        self, run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None, most: int | None, every: int
-    ) -> None:
-        """See ``Run.begin``."""
+        self,
+        run: Run,
+        kind: Kind,
+        tolerance: Tolerance,
+        guess: Tensor | None = None,
+        most: int | None = None,
+        every: int = 1,
+    ):
+        """See ``Run.in_parallel``."""
         self._run, self._kind, self._tolerance, self._guess, self._most, self._every = (
             run, kind, tolerance, guess, most, every
         )  # fmt: skip
@@ -350,23 +347,37 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [aligned_size(size) for size in sizes]
 
 
-def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Found:
-    """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+def begin(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Passes:
+    """The first passes of ``solve``, launched and not waited for.
 
-    No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
-    or not finite), all of them are, in a run from the start.
-
-    What worked is noted in ``kind``, for the next time.
+    No more than the states after ``every`` so many steps are written where that is known to do.
     """
     kind.begin()
-    best: tuple[int, int, tuple[Stage, ...]] | None = None
     if every > 1 and kind.goes_on_from_ends:
-        found = run.in_parallel(kind, tolerance, guess, every=every)
+        return Passes(run, kind, tolerance, guess, every=every)
+    return Passes(run, kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+
+
+def solve(
+    run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1, begun: Passes | None = None
+) -> Found:
+    """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
+
+    Where it did not do to write some of the states (lanes are left, or not finite), all of them are, in a run from the start.
+
+    What worked is noted in ``kind``, for the next time.
+
+    Args:
+        begun: what ``begin`` gave for the same
+    """
+    found = (begin(run, kind, tolerance, guess, every) if begun is None else begun).found()
+    if found.others is not None:
         if not found.unsettled:
             kind.sufficed(found.passes)
             return found
-    while True:
         found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+    best: tuple[int, int, tuple[Stage, ...]] | None = None
+    while True:
         kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)
@@ -379,6 +390,7 @@ def solve(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = Non
         if not harder:
             run.loop(found.states, found)
             return found
+        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
 
 
 def _worth_of(run: Run, kind: Kind, found: Found) -> tuple[int, int, tuple[Stage, ...]]:

@@ -33,23 +33,20 @@ def solution_of(
         looped: it was the loop, because it was asked for, or nothing else is known to work
         exact_steps: [B], of a fixed number of passes; None where all are
     """
-    layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, found.length
+    layout, rows = fused.layout, fused.layout.rows
     result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
-    results = (result,) * rows
-    if fixed is None and (found.left or found.floored):
-        results, exact_steps = _of_rows(found, rows, length)
-    if fixed is None and found.unsettled:
-        results, exact_steps = _not_finite(call, results, exact_steps, found.states)
-    result = worst_of(results)
-    description = result.value
-    if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
-        description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
-    way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
-    plan = Plan(
-        f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
-        "groups of chunks" if found.passes else "none", found.chunk,
-    )  # fmt: skip
+    results, description = (result,) * rows, result.value
+    if fixed is None and (found.left or found.floored or found.unsettled):
+        if found.left or found.floored:
+            results, exact_steps = _of_rows(found, rows, found.length)
+        if found.unsettled:
+            results, exact_steps = _not_finite(call, results, exact_steps, found.states)
+        result = worst_of(results)
+        description = result.value
+        if result.severity > Result.PRECISION_FLOOR.severity:
+            description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
+    derivative, linear = ("forward, in the kernels", "groups of chunks") if found.passes else ("none", "none")
+    plan = Plan(f"fused kernels ({fused.placement})", derivative, linear, found.chunk)
     return FusedSolution(
         (found, layout, exact_steps), result=result, results=results, plan=plan, description=description, **known
     )  # fmt: skip
