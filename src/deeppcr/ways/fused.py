@@ -25,10 +25,11 @@ from ..sequence.stack import as_one_step
 from ..solution import Result
 from ..tolerance import Tolerance, bears_out
 from .begun import Ready, begin, forget_expected, taken
-from .fused_solution import LATE, FusedSolution, dropped_from, solution_of, spoil_failed
+from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from ..fuse.found import Found
+    from ..fuse.run import Passes
     from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -273,13 +274,16 @@ def solve_fused(
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
 
-    def leaves_of(states: Tensor, chunk: int) -> Any:
-        if not differentiated:
-            return layout.leaves(states)
-        found = states, back.chunk_of(run, chunk)
-        return apply_directly(back.Apply, found, run, layout, *call.states, *ready.bases)
+    def with_states(found: Passes | Found) -> FusedSolution:
+        """All that is known of a solution before anybody looks whether it is one."""
+        states, leaves = found.states, None
+        if differentiated:
+            attached = states, back.chunk_of(run, found.chunk)
+            leaves = apply_directly(back.Apply, attached, run, layout, *call.states, *ready.bases)
+        states = layout.nest(leaves or layout.leaves(states))
+        return FusedSolution(states=states, z0=layout.nest(ready.starts), plan=plan_of(fused, found.chunk, length))
 
-    exact_steps, hidden, leaves, passes = None, False, None, None
+    exact_steps, hidden, solution = None, False, None
     try:
         if fixed is not None:
             found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
@@ -288,14 +292,16 @@ def solve_fused(
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)
             passes = ready.begin(guess, every)
-            leaves = leaves_of(passes.states, passes.chunk)  # while the device is at work
+            solution = with_states(passes)  # while the device is at work
             found = fuse_run.solve(run, kind, wanted, guess, every, passes)
+            if found.states is not passes.states:
+                solution = None
             if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
                 ready.key, ready.known = fused.kind(length, newton.chunk, wanted, guess is None)
                 kind, hidden = ready.known.copy(), True
-                found = fuse_run.solve(run, kind, wanted, guess)
+                found, solution = fuse_run.solve(run, kind, wanted, guess), None
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
@@ -314,14 +320,12 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    if passes is None or found.states is not passes.states:
-        leaves = leaves_of(found.states, found.chunk)
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
-    solution = solution_of(
-        call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(ready.starts), tolerance=promised,
-        dropped=dropped_from(found, layout, promised),
-    )  # fmt: skip
+    solution = solution or with_states(found)
+    solution.tell(
+        call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped_from(found, layout, promised)
+    )
     if hidden:
         solution.plan.note(
             'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'

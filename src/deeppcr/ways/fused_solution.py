@@ -24,32 +24,10 @@ if TYPE_CHECKING:
 _VARIED = 1.05
 
 
-def solution_of(
-    call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
-) -> FusedSolution:
-    """
-    Args:
-        call: a ``fused.Call``
-        looped: it was the loop, because it was asked for, or nothing else is known to work
-        exact_steps: [B], of a fixed number of passes; None where all are
-    """
-    layout, rows = fused.layout, fused.layout.rows
-    result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
-    results, description = (result,) * rows, result.value
-    if fixed is None and (found.left or found.floored or found.unsettled):
-        if found.left or found.floored:
-            results, exact_steps = _of_rows(found, rows, found.length)
-        if found.unsettled:
-            results, exact_steps = _not_finite(call, results, exact_steps, found.states)
-        result = worst_of(results)
-        description = result.value
-        if result.severity > Result.PRECISION_FLOOR.severity:
-            description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
-    derivative, linear = ("forward, in the kernels", "groups of chunks") if found.passes else ("none", "none")
-    plan = Plan(f"fused kernels ({fused.placement})", derivative, linear, found.chunk)
-    return FusedSolution(
-        (found, layout, exact_steps), result=result, results=results, plan=plan, description=description, **known
-    )  # fmt: skip
+def plan_of(fused: FusedStep, chunk: int, length: int) -> Plan:
+    parallel = chunk < length
+    derivative, linear = ("forward, in the kernels", "groups of chunks") if parallel else ("none", "none")
+    return Plan(f"fused kernels ({fused.placement})", derivative, linear, chunk)
 
 
 def dropped_from(found: Found, layout: Layout, tolerance: Tolerance | None) -> Dropped | None:
@@ -82,6 +60,31 @@ class FusedSolution(Solution):
 
     def __init__(self, late: tuple[Found, Layout, list[int] | None] | None = None, **known: Any):
         self.__dict__.update(known, _late=late)
+
+    def tell(
+        self, call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
+    ) -> None:
+        """What is known once the device is done.
+
+        Args:
+            call: a ``fused.Call``
+            looped: it was the loop, because it was asked for, or nothing else is known to work
+            exact_steps: [B], of a fixed number of passes; None where all are
+        """
+        layout, rows = fused.layout, fused.layout.rows
+        result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
+        results, description = (result,) * rows, result.value
+        if fixed is None and (found.left or found.floored or found.unsettled):
+            if found.left or found.floored:
+                results, exact_steps = _of_rows(found, rows, found.length)
+            if found.unsettled:
+                results, exact_steps = _not_finite(call, results, exact_steps, found.states)
+            result = worst_of(results)
+            description = result.value
+            if result.severity > Result.PRECISION_FLOOR.severity:
+                description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
+        late = found, layout, exact_steps
+        self.__dict__.update(known, _late=late, result=result, results=results, description=description)
 
     def told_as(self, result: Result) -> FusedSolution:
         """The same, where all rows ended so and no state was exact before."""
