@@ -80,6 +80,8 @@ def test_a_step_that_came_before_is_launched_before_it_is_walked_through(gradien
     assert error(found.states, by_loop(step, z0, xs)) < 1e-9
 
 
+#: Tensors that outlive their step's use of them.
+KEPT = []
 #: What each changes: of a step, its state and its inputs, the last two returned; and whether kernels may still be launched first.
 CHANGES = {
     "values": (lambda s, z, x: (s.weight.mul_(-0.5), (z + 1, x - 1))[1], True),
@@ -87,6 +89,10 @@ CHANGES = {
     "other strides": (lambda s, z, x: (z, x.mT.contiguous().mT), False),
     "other places": (lambda s, z, x: (misaligned(z), misaligned(x)), False),
     "another tensor": (lambda s, z, x: (setattr(s, "weight", normal(3, device=s.device)), (z, x))[1], False),
+    "another tensor beside the first": (
+        lambda s, z, x: (KEPT.append(s.weight), setattr(s, "weight", normal(3, device=s.device)), (z, x))[-1],
+        True,
+    ),
     "a tensor of another shape": (lambda s, z, x: (s.weight.set_(s.weight[:1].clone()), (z, x))[1], False),
     "a number": (lambda s, z, x: (setattr(s, "number", 0.9), (z, x))[1], True),
     "a parameter": (

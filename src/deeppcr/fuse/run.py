@@ -313,7 +313,8 @@ class Passes:
             return None, None
         _, ends, sizes, *_ = self._workspace.split(self._parts)
         ends, sizes = (each[: self._chunks * run.initial.numel()] for each in (ends, sizes))
-        return run.others(every, ends, sizes) if every > 1 else None, run.of_states(sizes).clone() if suspected else None
+        others = run.others(every, ends, sizes) if every > 1 else None
+        return others, run.of_states(sizes).clone() if suspected else None
 
 
 def join_lanes(

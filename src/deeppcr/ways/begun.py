@@ -57,7 +57,7 @@ class Ready:
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
         self.starts: list[Tensor] = [leaf.detach() for leaf in call.states]
         self.differentiated: bool = torch.is_grad_enabled() and any(
-            [leaf.requires_grad for leaf in (*call.states, *self.bases)]
+            leaf.requires_grad for leaf in (*call.states, *self.bases)
         )
         self.tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
         # A gradient asks for the digits of every state, also of one that dies out.

@@ -323,9 +323,8 @@ def solve_fused(
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
     solution = solution or with_states(found)
-    solution.tell(
-        call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped_from(found, layout, promised)
-    )
+    dropped = dropped_from(found, layout, promised)
+    solution.tell(call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped)
     if hidden:
         solution.plan.note(
             'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
