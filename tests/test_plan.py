@@ -527,3 +527,25 @@ class TestWhatOnlyTheLoopDoesRight:
     def test_rows_that_do_not(self, device):
         z0, xs = torch.zeros(3, 4, device=device), torch.randn(300, 3, 4, device=device, requires_grad=True)
         assert deeppcr.solve(lambda z, x: torch.tanh(0.5 * z + x), z0, xs).result is deeppcr.Result.CONVERGED
+
+
+def test_a_trial_in_vain_ends_after_as_many_iterations_as_a_loop_is_worth(device):
+    """By sizes, not by the clock: twice the same."""
+    short, long = (plan.Record("cpu", (length, 4, 2)) for length in (1_000, 8_000))
+    assert 1 <= short.most_iterations(100) < long.most_iterations(100) < 100
+    assert plan.Record("cuda", (8_000, 4, 2)).most_iterations(100) == 100
+    # A backward pass through the loop costs more than one through a parallel solve, so that more may be tried.
+    assert plan.Record("cpu", (8_000, 4, 2), True).most_iterations(100) > long.most_iterations(100)
+
+
+def test_a_first_call_of_a_marginal_loop_is_left_to_the_loop_in_time(device, monkeypatch):
+    monkeypatch.setattr(plan, "_WORTH_NEWTON", {device.type: 0.0})
+    monkeypatch.setattr(plan, "_PAYS", 1e9)
+    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 1.0, 0.0))
+    z0, length = torch.full((1, 1), 0.3, dtype=torch.float64, device=device), 400
+    step = lambda z: 3.7 * z * (1 - z)  # noqa: E731 - chaotic
+    found = deeppcr.solve(step, z0, length=length)
+    record = plan._records.values()[-1]
+    assert record.tries == {"newton": 1}
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert found.iterations.max() <= record.most_iterations(100) < 100

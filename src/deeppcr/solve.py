@@ -152,6 +152,8 @@ def _solve(
         return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
     call = Call(step, z0, xs, length, batch_dims, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
+    if plain:
+        call.begin(USUAL)
     if not plain or not can_be_planned(call):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
         return solve_by(step, z0, xs, length, batch_dims, USUAL, guess, gradient, on_failure, every).keeping(every)
@@ -161,8 +163,10 @@ def _solve(
 def solve_call(call: Call, solver: Newton | None) -> Solution:
     """``solve`` of a call that is known to be right, with all other settings as they are by default."""
     refuse_transforms("deeppcr.solve")
-    if solver is None and can_be_planned(call):
-        return Planned(call, None).solve()
+    if solver is None:
+        call.begin(USUAL)
+        if can_be_planned(call):
+            return Planned(call, None).solve()
     return ways.solve_call(call, USUAL if solver is None else solver, _FROM_INITIAL, _IMPLICIT, "loop")
 
 

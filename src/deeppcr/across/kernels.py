@@ -41,7 +41,7 @@ class Kernels:
         layout, program = fused.layout, fused.kernels.program
         with torch.no_grad():
             starts = [leaf.detach() for leaf in call.states]
-            bases = [base.detach() for base in fused.bases(call.inputs, call.reached)]
+            bases = [base.detach() for base in fused.bases(call.inputs, fused.closures(call.reached))]
             self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, call.length)
         self.refusal: str | None = None
         if not self.run.has_one_matrix or program.dtype != layout.dtype:

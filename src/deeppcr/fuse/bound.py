@@ -5,6 +5,7 @@ Shapes: L steps, B rows of D numbers, R lanes of K numbers (R * K = B * D).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,22 +38,26 @@ class Notes:
     """
 
     def __init__(self, limit: int, rows: int, device: torch.device):
-        self._limit, self._rows, every = limit, rows, aligned_size(limit * rows)
-        self._copied: Notes | None = None
-        self._places = every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+        self._limit, self._rows = limit, rows
+        self._copied: Tensor | None = None
+        self._places = _places(limit, rows)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
-        if self._copied is None:
-            self._copied = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
-            self._copied.__dict__.update(self.__dict__, memory=self.memory.cpu())
-        return self._copied
+        self._copied = self.memory.cpu() if self._copied is None else self._copied
+        made = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
+        made.__dict__.update(self.__dict__, memory=self._copied)
+        return made
 
     def counts(self) -> list[int]:
         """``unsettled``, waited for; and all else that is little, since somebody may ask for it."""
-        self._copied = None
-        return (self if self.memory.numel() > _FEW else self.on_host()).unsettled.tolist()
+        if self.memory.numel() > _FEW:
+            self._copied = None
+            return self.unsettled.tolist()
+        self._copied = self.memory.cpu()
+        # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
+        return self._copied.numpy()[self._places[2] :].view("int32").tolist()
 
     @property
     def corrections(self) -> Tensor:
@@ -71,6 +76,13 @@ class Notes:
         return self.memory[self._places[2] :].view(torch.int32)
 
 
+@lru_cache(maxsize=1024)
+def _places(limit: int, rows: int) -> tuple[int, int, int]:
+    """Where residuals, passes and what is not settled begin."""
+    every = aligned_size(limit * rows)
+    return every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+
+
 class Shape:
     """What runs on tensors that lie alike have in common.
 
@@ -81,6 +93,7 @@ class Shape:
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
         ready: whether all kernels of a run were compiled, without those of gradients, and with them
+        eps: of the numbers that the kernels compute with
         fits: whether the kernels of gradients are known to fit the device
         outputs: where a backward pass writes; None before the first
     """
@@ -109,6 +122,7 @@ class Shape:
             strides += (step, row, leaf.spacing, leaf.offset)
         self.strides: tuple[int, ...] = tuple(strides)
         self.kinds: tuple[Any, ...] = _kinds(initial, bases)
+        self.eps: float = torch.finfo(program.dtype).eps
         self.cuts: dict[tuple[Any, ...], Any] = {}
         self.outputs: Any = None
         self.fits: bool = False
@@ -127,12 +141,9 @@ class Shape:
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
         """
         Args:
-            bases: as they were given
+            bases: as they were given. Their dtypes are what the kernels were made for, and their shapes follow from it, L and B
         """
-        key = (
-            length, initial.shape, initial.device, _kinds(initial, bases),
-            *[(base.stride(), base.shape, base.is_neg()) for base in bases],
-        )  # fmt: skip
+        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0, base.is_neg()) for base in bases])
         found = kernels.shapes.get(key)
         if found is None:
             if len(kernels.shapes) >= _MOST_SHAPES:

@@ -1,23 +1,15 @@
-"""What a run by the kernels of a step came to.
+"""What a run of the kernels came to.
 
-Shapes: L steps in N chunks of C, B rows of D numbers.
+Shapes: L steps in N chunks, B rows of D numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .bound import Notes
-
-
-@cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 @dataclass(eq=False)
@@ -36,7 +28,6 @@ class Found:
             other in the end. What is not finite is among them
         others: what is known of states that were not written; None where all were
         suspected: [N, B, D], the largest size of each number in each chunk, where something large may hide what came after it; else None
-        made: what was made of the states while the device computed them; None where nobody waited for it
     """
 
     length: int
@@ -49,11 +40,10 @@ class Found:
     unsettled: int
     others: Others | None = None
     suspected: Tensor | None = None
-    made: Any = None
 
     def without_states(self) -> Found:
         made = object.__new__(Found)  # by ``replace`` it takes as long as a launch
-        made.__dict__.update(self.__dict__, states=_nothing(self.states.dtype, self.states.device), made=None)
+        made.__dict__.update(self.__dict__, states=self.states.new_empty(0))
         return made
 
 

@@ -92,6 +92,11 @@ class Parts:
             return [holders.index(base.node) for base in self.bases]
         return None
 
+    @property
+    def are_given(self) -> bool:
+        """Whether the bases are inputs and closures as they are."""
+        return self._places is not None and self.row.batch_dims <= 1
+
     def values(self, inputs: list[Tensor], closures: list[Tensor], device: torch.device) -> list[Tensor]:
         """The bases: [L, rows, ...], without L or rows where they are the same for all.
 

@@ -6,7 +6,6 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,6 @@ from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
 from .transients import can_look, look
 
-#: From states and the steps of a chunk, what is to be made of them.
-Meanwhile = Callable[[Tensor, int], Any]
 #: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
 _MOST_PASSES = 16
 #: Where no more than this part of all lanes is left, larger chunks go on from their states.
@@ -69,7 +66,7 @@ class Run(BoundKernels):
         numbers = (0, first, self.length, 1, self.length - first, passes, 0)
         self._launch_roll(start, start, states, memory, numbers, False, True, every)
 
-    def _roll(
+    def roll(
         self, guess: Tensor | None, states: Tensor, memory: tuple[Tensor, ...], chunk: int, chunks: int, passes: int, limit: int, *,
         product: bool, every: int,
     ) -> None:  # fmt: skip
@@ -105,7 +102,6 @@ class Run(BoundKernels):
         every: int = 1,
         *,
         closer: bool = False,
-        meanwhile: Meanwhile | None = None,
     ) -> Found:
         """Passes until all lanes are settled, as many as are worth it.
 
@@ -115,72 +111,8 @@ class Run(BoundKernels):
             most: so many passes and no look, as inside a CUDA graph
             every: the states after every so many steps are written; others than 1 for kinds that need no more
             closer: the sizes of chunks are asked for, whatever is suspected
-            meanwhile: what the host makes of the states and of the steps of a chunk before it waits for the device
         """
-        rows, chunk = self.rows, kind.chunk
-        chunks, limit, parts, size = self._cut(chunk, most)
-        # Where nothing is launched, nothing is written.
-        room = (lambda *_: self.initial) if compiles_ahead() else self.new_states
-        states, notes = room(every), Notes(limit, rows, self.device)
-        if chunks == 1:
-            return self._in_one(states, notes, every)
-        rolls, looks = kind.rolls, kind.looks and most is None and can_look(chunks) and not tolerance.local
-        assert every == 1 or not rolls, "chunks are rolled out from states, all of which have to be there"
-        beside = (
-            rolls and states.dtype == self.program.dtype
-        )  # then a second piece of memory for states is a part of the first
-        spare = aligned_size(states.numel()) if beside else 0
-        workspace = torch.empty(size + spare, dtype=self.program.dtype, device=self.device)
-        other = room() if rolls and not beside else states
-        how = (float(tolerance.atol), float(tolerance.rtol), self._roughest(chunk, tolerance), int(tolerance.local), 0)
-
-        def some_passes(first: int, last: int, rolls: int) -> None:
-            starts, ends, sizes, products, *maps = workspace[:size].split(parts)
-            worst = maps[-1:] if self.shape.tiled else ()
-            memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
-            guessed = guess
-            elsewhere = workspace[size:][: states.numel()].view_as(states) if beside else other
-            for left in range(rolls, 0, -1):  # the last of them is not where the passes write
-                into = elsewhere if left % 2 else states
-                self._roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
-                guessed = into
-            for passes in range(first, last):
-                self._roll(guessed, states, memory, chunk, chunks, passes, limit, product=True, every=every)
-                join = tiled.join if self.shape.tiled else join_lanes
-                join(self, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, how)
-            if looks:
-                used = chunks * self.initial.numel()
-                look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, tolerance)
-
-        aside = [] if other is states else [other]
-        given = (workspace, notes.memory, *([] if guess is None else [guess]), *aside, states)
-        done, made, wanted = 0, None, limit if most is not None else min(limit, kind.passes)
-        guessed_from = None if guess is None else (guess.dtype, guess.data_ptr() % 16 == 0)
-        while True:
-            key = (chunk, limit, done, wanted, rolls, guessed_from, how, every, looks)
-            self.repeat(key, given, partial(some_passes, done, wanted, rolls if done == 0 else 0))
-            done = wanted
-            if made is None and meanwhile is not None:
-                made = meanwhile(states, chunk)
-            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else notes.counts()
-            left = left[:done]
-            # After as many passes as there are chunks, each has started from where the one before it ended.
-            over = 0 in left or done >= chunks
-            if over or done >= limit:
-                passes = left.index(0) + 1 if 0 in left and most is None else done
-                kind.looks, suspected = bool(suspected), suspected and (hidden or not looks)
-                unsettled = 0 if 0 in left else left[-1]
-                others = of_chunks = None
-                if every > 1 or suspected:
-                    _, ends, sizes, *_ = workspace[:size].split(parts)
-                    ends, sizes = (each[: chunks * self.initial.numel()] for each in (ends, sizes))
-                    others = self.others(every, ends, sizes) if every > 1 else None
-                    of_chunks = self.of_states(sizes).clone() if suspected else None
-                left_over = 0 if over else unsettled
-                return Found(
-                    self.length, states, notes, passes, chunk, left_over, floored, unsettled, others, of_chunks, made
-                )
-            wanted = min(limit, done + 2)
+        return Passes(self, kind, tolerance, guess, most, every).found(closer=closer)
 
     def from_smaller_chunks(self, kind: Kind, tolerance: Tolerance, guess: Tensor | None) -> Tensor | None:
         """The states that the chunks of a kind start from: the guess, or what smaller ones make of it. Nobody looks."""
@@ -236,7 +168,7 @@ class Run(BoundKernels):
         """Whether the Jacobian of a row is one matrix, or a diagonal: not several small ones."""
         return self.shape.tiled or self.program.width == 1 or self.program.channels == 1
 
-    def _cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
+    def cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
         """Of chunks of a size: how many, the most passes, and the parts of a workspace and its size."""
         found = self.shape.cuts.get((chunk, most))
         if found is None:
@@ -253,7 +185,7 @@ class Run(BoundKernels):
             return [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
         return parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
 
-    def _in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
+    def in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
         """All steps as one chunk: the loop in one kernel."""
         others, unsettled = None, self.rows
         if every == 1:
@@ -268,14 +200,121 @@ class Run(BoundKernels):
         notes.memory.zero_()
         return Found(self.length, states, notes, 0, self.length, 0, 0, unsettled, others)
 
-    def _roughest(self, chunk: int, tolerance: Tolerance) -> float:
+    def roughest(self, chunk: int, tolerance: Tolerance) -> float:
         """Misses of so many units of rounding may be what adds up in a chunk: one in each step, but hardly more than the tolerance."""
-        return min(float(chunk), _TOLERANCES * tolerance.rtol / torch.finfo(self.program.dtype).eps)
+        return min(float(chunk), _TOLERANCES * tolerance.rtol / self.shape.eps)
 
     def limit(self, chunk: int) -> int:
         """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
         turns = chunk * (1 + self.program.width)
         return max(FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
+
+
+class Passes:
+    """Passes of all chunks of a run at once: the first of them are launched when this is made, and waited for by ``found``.
+
+    Attributes:
+        states: [L, B, D], or fewer, where they are being written
+        chunk: steps of a chunk
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        kind: Kind,
+        tolerance: Tolerance,
+        guess: Tensor | None = None,
+        most: int | None = None,
+        every: int = 1,
+    ):
+        """See ``Run.in_parallel``."""
+        self._run, self._kind, self._tolerance, self._guess, self._most, self._every = (
+            run, kind, tolerance, guess, most, every
+        )  # fmt: skip
+        self.chunk: int = kind.chunk
+        self._chunks, self._limit, self._parts, size = run.cut(kind.chunk, most)
+        # Where nothing is launched, nothing is written.
+        ahead = compiles_ahead()
+        self.states: Tensor = run.initial if ahead else run.new_states(every)
+        self._notes = Notes(self._limit, run.rows, run.device)
+        self._in_one: Found | None = None
+        if self._chunks == 1:
+            self._in_one = run.in_one(self.states, self._notes, every)
+            return
+        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
+        self._workspace = torch.empty(size, dtype=run.program.dtype, device=run.device)
+        local = tolerance.local
+        self._how = (float(tolerance.atol), float(tolerance.rtol), run.roughest(kind.chunk, tolerance), int(local), 0)
+        self._rolls, self._other = kind.rolls, self.states
+        self._looks = kind.looks and most is None and can_look(self._chunks) and not local
+        if kind.rolls and not ahead:
+            self._other = run.new_states()
+        self._done = 0
+        self._launch(self._limit if most is not None else min(self._limit, kind.passes))
+
+    def _launch(self, wanted: int) -> None:
+        """Passes from those that were made up to so many."""
+        run, guess, done, rolls = self._run, self._guess, self._done, self._rolls
+        given = [self._workspace, self._notes.memory]
+        guessed_from = None
+        if guess is not None:
+            given.append(guess)
+            guessed_from = guess.dtype, guess.data_ptr() % 16 == 0
+        if rolls:
+            given.append(self._other)
+        key = (self.chunk, self._limit, done, wanted, rolls, guessed_from, self._how, self._every, self._looks)
+        run.repeat(key, (*given, self.states), partial(self._make, done, wanted))
+        self._done = wanted
+
+    def _make(self, first: int, last: int) -> None:
+        run, chunk, chunks, limit, notes = self._run, self.chunk, self._chunks, self._limit, self._notes
+        starts, ends, sizes, products, *maps = self._workspace.split(self._parts)
+        worst = maps[-1:] if run.shape.tiled else ()
+        memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
+        guessed = self._guess
+        for left in range(self._rolls if first == 0 else 0, 0, -1):  # the last of them is not where the passes write
+            into = self._other if left % 2 else self.states
+            run.roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
+            guessed = into
+        for passes in range(first, last):
+            run.roll(guessed, self.states, memory, chunk, chunks, passes, limit, product=True, every=self._every)
+            join = tiled.join if run.shape.tiled else join_lanes
+            join(run, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, self._how)
+        if self._looks:
+            used = chunks * run.initial.numel()
+            look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, self._tolerance)
+
+    def found(self, *, closer: bool = False) -> Found:
+        """What they came to, once all lanes are settled, or as many passes were made as are worth it: see ``Run.in_parallel``."""
+        if self._in_one is not None:
+            return self._in_one
+        limit, most = self._limit, self._most
+        while True:
+            done = self._done
+            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else self._notes.counts()
+            left = left[:done]
+            # After as many passes as there are chunks, each has started from where the one before it ended.
+            over = 0 in left or done >= self._chunks
+            if over or done >= limit:
+                passes = left.index(0) + 1 if 0 in left and most is None else done
+                self._kind.looks, suspected = bool(suspected), suspected and (hidden or not self._looks)
+                unsettled = 0 if 0 in left else left[-1]
+                others, of_chunks = self._of_chunks(bool(suspected))
+                return Found(
+                    self._run.length, self.states, self._notes, passes, self.chunk, 0 if over else unsettled, floored,
+                    unsettled, others, of_chunks,
+                )  # fmt: skip
+            self._launch(min(limit, done + 2))
+
+    def _of_chunks(self, suspected: bool) -> tuple[Others | None, Tensor | None]:
+        """What is known of states that were not written; and the sizes of chunks, where something is suspected."""
+        run, every = self._run, self._every
+        if every == 1 and not suspected:
+            return None, None
+        _, ends, sizes, *_ = self._workspace.split(self._parts)
+        ends, sizes = (each[: self._chunks * run.initial.numel()] for each in (ends, sizes))
+        others = run.others(every, ends, sizes) if every > 1 else None
+        return others, run.of_states(sizes).clone() if suspected else None
 
 
 def join_lanes(
@@ -309,31 +348,37 @@ def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors:
     return [aligned_size(size) for size in sizes]
 
 
+def begin(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Passes:
+    """The first passes of ``solve``, launched and not waited for.
+
+    No more than the states after ``every`` so many steps are written where that is known to do.
+    """
+    kind.begin()
+    if every > 1 and kind.goes_on_from_ends:
+        return Passes(run, kind, tolerance, guess, every=every)
+    return Passes(run, kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+
+
 def solve(
-    run: Run,
-    kind: Kind,
-    tolerance: Tolerance,
-    guess: Tensor | None = None,
-    every: int = 1,
-    meanwhile: Meanwhile | None = None,
+    run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1, begun: Passes | None = None
 ) -> Found:
     """In parallel, with chunks as large as it takes; where even large ones do not join, the loop finishes the rest.
 
-    No more than the states after ``every`` so many steps are written where that is known to do. Where it then did not (lanes are left,
-    or not finite), all of them are, in a run from the start.
+    Where it did not do to write some of the states (lanes are left, or not finite), all of them are, in a run from the start.
 
     What worked is noted in ``kind``, for the next time.
+
+    Args:
+        begun: what ``begin`` gave for the same
     """
-    kind.begin()
-    best: tuple[int, int, tuple[Stage, ...]] | None = None
-    if every > 1 and kind.goes_on_from_ends:
-        found = run.in_parallel(kind, tolerance, guess, every=every)
+    found = (begin(run, kind, tolerance, guess, every) if begun is None else begun).found()
+    if found.others is not None:
         if not found.unsettled:
             kind.sufficed(found.passes)
             return found
+        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
+    best: tuple[int, int, tuple[Stage, ...]] | None = None
     while True:
-        start = run.from_smaller_chunks(kind, tolerance, guess)
-        found = run.in_parallel(kind, tolerance, start, meanwhile=meanwhile)
         kind.joined = not found.unsettled
         if not found.left:
             kind.sufficed(found.passes)
@@ -346,6 +391,7 @@ def solve(
         if not harder:
             run.loop(found.states, found)
             return found
+        found = run.in_parallel(kind, tolerance, run.from_smaller_chunks(kind, tolerance, guess))
 
 
 def _worth_of(run: Run, kind: Kind, found: Found) -> tuple[int, int, tuple[Stage, ...]]:

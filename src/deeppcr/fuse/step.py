@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class FusedStep:
 
     def has_gradients_of(self, step: Callable[..., Any], z0: Any, inputs: Any, reached: list[Tensor]) -> bool:
         """Whether rows of the step have the gradients that they have by themselves: ``x - x.mean(0) + x.mean(0).detach()`` has others."""
-        row, closures = self.kernels.program.parts.row, [reached[place] for place in self.places]
+        row, closures = self.kernels.program.parts.row, self.closures(reached)
         return rows_agree(step, row, self.layout, z0, inputs, closures, gradients=True)
 
     def kind(self, length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[tuple[Any, ...], Kind]:
@@ -100,10 +101,24 @@ class FusedStep:
             )  # a roll-out without tangents is a guess that costs little
         return key, found
 
-    def bases(self, inputs: list[Tensor], reached: list[Tensor]) -> list[Tensor]:
+    def closures(self, reached: list[Tensor]) -> list[Tensor]:
+        """Of all tensors that the step reaches, those that it closes over."""
+        return [reached[place] for place in self.places]
+
+    @cached_property
+    def placement(self) -> str:
+        """Where the numbers of a state are while the kernels work."""
+        program = self.kernels.program
+        return "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
+
+    @cached_property
+    def reads_as_given(self) -> bool:
+        """Whether the kernels read inputs and closures themselves: nothing has to be computed from them first."""
+        return not self.elsewhere and self.kernels.program.parts.are_given
+
+    def bases(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
         """What the kernels read from, differentiable in xs and in what the step closes over."""
         device = self.layout.device
-        closures = [reached[place] for place in self.places]
         if self.elsewhere:
             closures = [tensor.to(device) for tensor in closures]
         return self.kernels.program.parts.values(inputs, closures, device)

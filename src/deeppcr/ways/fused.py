@@ -7,7 +7,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +24,12 @@ from ..sequence.layout import Layout
 from ..sequence.stack import as_one_step
 from ..solution import Result
 from ..tolerance import Tolerance, bears_out
-from .fused_solution import LATE, FusedSolution, dropped_from, solution_of, spoil_failed
+from .begun import Ready, begin, forget_expected, taken
+from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from ..fuse.run import Found
+    from ..fuse.found import Found
+    from ..fuse.run import Passes
     from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -49,6 +51,7 @@ class Call:
         every: the states after every so many steps are to be kept
         reached: the tensors that the step reaches
         refusal: why there can be no kernels, as far as can be said before the step is looked at
+        begun: what was launched before the step was looked at, if anything was
     """
 
     states: list[Any]
@@ -79,18 +82,28 @@ class Call:
         self.refusal: str | None = self._find_refusal(step)
         self._key: _Key | None = None
         self._fused: FusedStep | str | None = None
+        self.begun: Ready | None = None
+
+    def begin(self, newton: Newton) -> None:
+        """Launch what a solve with these settings is expected to need; ``solve_fused`` goes on with it, if that was right."""
+        self.begun = begin(self, newton)
 
     @property
     def key(self) -> _Key:
         """What a kind of solve is known by, but for its length."""
         if self._key is None:
             structure, self.reached = structure_of(self.step)
-            self._key = _Key((
-                structure, self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
-                *[(leaf.shape, leaf.dtype, leaf.device) for leaf in self.states],
-                *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
-            ))  # fmt: skip
+            self._key = _Key((structure, self.signature))
         return self._key
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What a kind of solve is known by beside its step."""
+        return (
+            self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
+            *[(leaf.shape, leaf.dtype, leaf.device) for leaf in self.states],
+            *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
+        )  # fmt: skip
 
     @property
     def differentiated(self) -> bool:
@@ -252,26 +265,25 @@ def solve_fused(
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
-    starts = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
-    bases = fused.bases(call.inputs, call.reached)
-    differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
+    begun = taken(call, fused, newton) if guess is None and not loop and fixed is None else None
+    ready = begun or Ready(call, fused, fused.closures(call.reached), newton, guess, loop=loop)
+    run, kind, wanted, differentiated = ready.run, ready.kind, ready.wanted, ready.differentiated
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
-    tolerance = newton.tolerance(layout.dtype)
-    # A gradient asks for the digits of every state, also of one that dies out.
-    wanted = Tolerance(tolerance.atol, tolerance.rtol, local=True) if differentiated else tolerance
-    run = fuse_run.Run(fused.kernels, layout.pack_leaves(starts), bases, length)
-
-    def attach(states: Tensor, chunk: int) -> tuple[Tensor, ...]:
-        return back.Apply.of(run, layout, (states, back.chunk_of(run, chunk)), call.states, bases)
-
-    meanwhile = attach if differentiated else None
-    key, known = fused.kind(length, newton.chunk, wanted, guess is None)
-    kind = fuse_run.Kind(length, length) if loop else known.copy()
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
-    exact_steps, hidden = None, False
+
+    def with_states(found: Passes | Found) -> FusedSolution:
+        """All that is known of a solution before anybody looks whether it is one."""
+        states, leaves = found.states, None
+        if differentiated:
+            attached = states, back.chunk_of(run, found.chunk)
+            leaves = back.Apply.of(run, layout, attached, call.states, ready.bases)
+        states = layout.nest(leaves or layout.leaves(states))
+        return FusedSolution(states=states, z0=layout.nest(ready.starts), plan=plan_of(fused, found.chunk, length))
+
+    exact_steps, hidden, solution = None, False, None
     try:
         if fixed is not None:
             found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
@@ -279,13 +291,17 @@ def solve_fused(
         else:
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)
-            found = fuse_run.solve(run, kind, wanted, guess, every, meanwhile)
+            passes = ready.begin(guess, every)
+            solution = with_states(passes)  # while the device is at work
+            found = fuse_run.solve(run, kind, wanted, guess, every, passes)
+            if found.states is not passes.states:
+                solution = None
             if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
-                key, known = fused.kind(length, newton.chunk, wanted, guess is None)
-                kind, hidden = known.copy(), True
-                found = fuse_run.solve(run, kind, wanted, guess, meanwhile=meanwhile)
+                ready.key, ready.known = fused.kind(length, newton.chunk, wanted, guess is None)
+                kind, hidden = ready.known.copy(), True
+                found, solution = fuse_run.solve(run, kind, wanted, guess), None
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
@@ -300,17 +316,15 @@ def solve_fused(
                 return fused.kernels.no_gradients
             fused.gradients_fit.add(compiled_for)
         run.shape.fits = True
-    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
+    if fixed is None and not _is_trusted(call, fused, run.initial, found, ready.tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    leaves = layout.leaves(found.states) if not differentiated else found.made or attach(found.states, found.chunk)
     looped = loop or (kind.gave_up and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
-    solution = solution_of(
-        call, fused, found, fixed, looped, exact_steps, states=layout.nest(leaves), z0=layout.nest(starts), tolerance=promised,
-        dropped=dropped_from(found, layout, promised),
-    )  # fmt: skip
+    solution = solution or with_states(found)
+    dropped = dropped_from(found, layout, promised)
+    solution.tell(call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped)
     if hidden:
         solution.plan.note(
             'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
@@ -319,8 +333,8 @@ def solve_fused(
         for name in LATE:  # which a graph of the caller is to write anew each time
             getattr(solution, name)
     # Of numbers that are none, nothing is to be learned.
-    if not loop and kind != known and solution.result is not Result.NON_FINITE:
-        fused.kinds.put(key, kind)
+    if not loop and vars(kind) != vars(ready.known) and solution.result is not Result.NON_FINITE:
+        fused.kinds.put(ready.key, kind)
     return solution
 
 
@@ -331,7 +345,7 @@ def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     assert fused is not None
     assert not isinstance(fused, str)
     assert length is not None
-    layout, bases = fused.layout, fused.bases(call.inputs, call.reached)
+    layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
             return attach_fused(call, states)
@@ -379,3 +393,4 @@ def forget_kernels() -> None:
     """Let go of everything that is remembered of steps."""
     _steps.clear()
     _seen.clear()
+    forget_expected()

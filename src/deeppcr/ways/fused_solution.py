@@ -17,42 +17,17 @@ from ..solution import Dropped, Plan, Result, Solution, first_not_finite, worst_
 from ..tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from ..fuse.run import Found, Others
+    from ..fuse.found import Found, Others
     from ..fuse.step import FusedStep
 
 #: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
 _VARIED = 1.05
 
 
-def solution_of(
-    call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
-) -> FusedSolution:
-    """
-    Args:
-        call: a ``fused.Call``
-        looped: it was the loop, because it was asked for, or nothing else is known to work
-        exact_steps: [B], of a fixed number of passes; None where all are
-    """
-    layout, program = fused.layout, fused.kernels.program
-    rows, length = layout.rows, found.length
-    result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
-    results = (result,) * rows
-    if fixed is None and (found.left or found.floored):
-        results, exact_steps = _of_rows(found, rows, length)
-    if fixed is None and found.unsettled:
-        results, exact_steps = _not_finite(call, results, exact_steps, found.states)
-    result = worst_of(results)
-    description = result.value
-    if fixed is None and result.severity > Result.PRECISION_FLOOR.severity:
-        description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
-    way = "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
-    plan = Plan(
-        f"fused kernels ({way})", "forward, in the kernels" if found.passes else "none",
-        "groups of chunks" if found.passes else "none", found.chunk,
-    )  # fmt: skip
-    return FusedSolution(
-        (found, layout, exact_steps), result=result, results=results, plan=plan, description=description, **known
-    )  # fmt: skip
+def plan_of(fused: FusedStep, chunk: int, length: int) -> Plan:
+    parallel = chunk < length
+    derivative, linear = ("forward, in the kernels", "groups of chunks") if parallel else ("none", "none")
+    return Plan(f"fused kernels ({fused.placement})", derivative, linear, chunk)
 
 
 def dropped_from(found: Found, layout: Layout, tolerance: Tolerance | None) -> Dropped | None:
@@ -85,6 +60,31 @@ class FusedSolution(Solution):
 
     def __init__(self, late: tuple[Found, Layout, list[int] | None] | None = None, **known: Any):
         self.__dict__.update(known, _late=late)
+
+    def tell(
+        self, call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
+    ) -> None:
+        """What is known once the device is done.
+
+        Args:
+            call: a ``fused.Call``
+            looped: it was the loop, because it was asked for, or nothing else is known to work
+            exact_steps: [B], of a fixed number of passes; None where all are
+        """
+        layout, rows = fused.layout, fused.layout.rows
+        result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
+        results, description = (result,) * rows, result.value
+        if fixed is None and (found.left or found.floored or found.unsettled):
+            if found.left or found.floored:
+                results, exact_steps = _of_rows(found, rows, found.length)
+            if found.unsettled:
+                results, exact_steps = _not_finite(call, results, exact_steps, found.states)
+            result = worst_of(results)
+            description = result.value
+            if result.severity > Result.PRECISION_FLOOR.severity:
+                description = in_words(results, torch.tensor(exact_steps), call.given_inputs, layout)
+        late = found, layout, exact_steps
+        self.__dict__.update(known, _late=late, result=result, results=results, description=description)
 
     def told_as(self, result: Result) -> FusedSolution:
         """The same, where all rows ended so and no state was exact before."""

@@ -168,6 +168,8 @@ def _by_kernels(
     fixed = newton.stop.fixed if capturing else None
     if not covers(newton if fixed is None else replace(newton, stop=UpdateTest())):
         return None
+    if not capturing:
+        call.begin(newton)
     fused = call.fused
     if fused is None and not capturing:
         fused = call.make() if call.comes_again() else "the first of its kind"

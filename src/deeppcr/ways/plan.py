@@ -35,6 +35,9 @@ _BACKWARD = {"cuda": (2.5, 0.6), "cpu": (1.0, 0.4)}
 _PAYS = 0.7
 #: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
 _EXPECTED, _EVALUATIONS = 6, 32
+#: Each takes so many times as long as that (1.6 to 2.7 on a CPU, over eleven of the loops of ``benchmarks/loop_steps.py``; those that
+#: converged took 2 to 5, so that the estimate of a whole solve holds).
+_ITERATION = 2.0
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
 _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
 #: A way is tried so often before it is judged by its time: the first time what it needs is imported, and on a GPU the first solves record
@@ -150,6 +153,16 @@ class Record:
         numbers = length * rows * width * (1 + width) / 16
         evaluations = min(_EVALUATIONS, length**0.5)  # chunks of short loops are shorter
         return loop * iterations * evaluations * (at_once + numbers * each_number) / (length * in_loop)
+
+    def most_iterations(self, most: int) -> int:
+        """Of a parallel solve that nobody asked for: as many as take as long as the loop, if no more than ``most``. What has not converged
+        by then is left to the loop, so that a trial that was in vain takes about two loops and not ten.
+
+        By sizes alone: what comes out does not depend on how busy a machine is.
+        """
+        one = _ITERATION * self.expected_newton(1.0, 1)
+        one, loop = one + self._backward("newton", one), 1.0 + self._backward("loop", 1.0)
+        return most if one * most <= loop else max(1, int(loop / one))
 
     def is_worth_kernels(self, again: bool) -> bool:
         """Whether to make kernels for a kind that has come ``again``, or for the first time."""

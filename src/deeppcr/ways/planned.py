@@ -143,7 +143,9 @@ class Planned:
             # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
             warnings.simplefilter("ignore", ConvergenceWarning)
             try:
-                found = self.record.timed("newton", lambda: self._by(USUAL))
+                most = self.record.most_iterations(USUAL.max_iterations)
+                newton = USUAL if most == USUAL.max_iterations else replace(USUAL, max_iterations=most)
+                found = self.record.timed("newton", lambda: self._by(newton))
             except CoarseStep as error:
                 self.record.bar("newton", str(error))
                 return self._by_python()

@@ -1,0 +1,175 @@
+"""Kernels are launched before it is known that they are the right ones; where they are not, nobody sees anything of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import deeppcr
+from deeppcr.fuse import run as fuse_run
+from deeppcr.ways import begun, fused
+from fuse.loops import by_loop
+from fuse.solving import NEWTON, by_kernels, normal
+from kernel_support import error, misaligned
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+class Seen:
+    """What happens in a call: "launch" and "walk", in their order."""
+
+    def __init__(self, monkeypatch):
+        self.order = []
+        walk, launch = fused.structure_of, fuse_run.Passes.__init__
+
+        def walked(step):
+            self.order.append("walk")
+            return walk(step)
+
+        def launched(*arguments, **options):
+            self.order.append("launch")
+            launch(*arguments, **options)
+
+        monkeypatch.setattr(fused, "structure_of", walked)
+        monkeypatch.setattr(fuse_run.Passes, "__init__", launched)
+
+    def of(self, call):
+        self.order.clear()
+        found = call()
+        return found, self.order
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return Seen(monkeypatch)
+
+
+class Step:
+    """A step with something of everything to be changed."""
+
+    def __init__(self, device):
+        self.device, self.weight, self.number = device, 0.5 * normal(3, device=device), 0.5
+        self.layer = nn.Linear(3, 3, dtype=torch.float64, device=device)
+
+    def __call__(self, z, x):
+        return 0.3 * torch.tanh(self.layer(z)) + self.weight * z * self.number + x
+
+
+def solved(step, z0, xs):
+    return deeppcr.solve(step, z0, xs, solver=NEWTON)
+
+
+def warm(step, z0, xs):
+    for _ in range(4):
+        found = solved(step, z0, xs)
+    assert by_kernels(found)
+    return found
+
+
+def problem(device):
+    return Step(device), normal(2, 3, device=device), normal(9, 2, 3, device=device)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_step_that_came_before_is_launched_before_it_is_walked_through(gradients, seen, device):
+    step, z0, xs = problem(device)
+    with torch.set_grad_enabled(gradients):
+        warm(step, z0, xs)
+        found, order = seen.of(lambda: solved(step, z0, xs))
+    assert order == ["launch", "walk"]
+    assert found.states.requires_grad is gradients
+    assert error(found.states, by_loop(step, z0, xs)) < 1e-9
+
+
+#: Tensors that outlive their step's use of them.
+KEPT = []
+#: What each changes: of a step, its state and its inputs, the last two returned; and whether kernels may still be launched first.
+CHANGES = {
+    "values": (lambda s, z, x: (s.weight.mul_(-0.5), (z + 1, x - 1))[1], True),
+    "another length": (lambda s, z, x: (z, x[:7]), False),
+    "other strides": (lambda s, z, x: (z, x.mT.contiguous().mT), False),
+    "other places": (lambda s, z, x: (misaligned(z), misaligned(x)), False),
+    "another tensor": (lambda s, z, x: (setattr(s, "weight", normal(3, device=s.device)), (z, x))[1], False),
+    "another tensor beside the first": (
+        lambda s, z, x: (KEPT.append(s.weight), setattr(s, "weight", normal(3, device=s.device)), (z, x))[-1],
+        True,
+    ),
+    "a tensor of another shape": (lambda s, z, x: (s.weight.set_(s.weight[:1].clone()), (z, x))[1], False),
+    "a number": (lambda s, z, x: (setattr(s, "number", 0.9), (z, x))[1], True),
+    "a parameter": (
+        lambda s, z, x: (setattr(s.layer, "weight", nn.Parameter(normal(3, 3, device=s.device))), (z, x))[1],
+        False,
+    ),
+    "a hook": (lambda s, z, x: (s.layer.register_forward_hook(lambda *it: 2 * it[-1]), (z, x))[1], True),
+    "other rows": (lambda s, z, x: (z[:1], x[:, :1]), False),
+    "another dtype": (lambda s, z, x: (z.float(), x.float()), False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_has_changed_is_seen(name, seen, device):
+    change, first = CHANGES[name]
+    step, z0, xs = problem(device)
+    with torch.no_grad():
+        warm(step, z0, xs)
+        z0, xs = change(step, z0, xs)
+        if name == "another dtype":
+            step.layer.float()
+            step.weight = step.weight.float()
+        for again in range(3):
+            found, order = seen.of(lambda: solved(step, z0, xs))
+            assert error(found.states, by_loop(step, z0, xs)) < (1e-9 if xs.dtype is torch.float64 else 1e-4)
+            assert again or (order[0] == "launch") is first
+
+
+def test_gradients_are_those_of_the_tensors_that_are_there(seen, device):
+    step, z0, xs = problem(device)
+    warm(step, z0, xs)
+    for change in ("nothing", "another tensor", "a number", "a parameter"):
+        with torch.no_grad():
+            CHANGES.get(change, CHANGES["values"])[0](step, z0, xs)
+        sources = [step.layer.weight, step.layer.bias]
+        for _ in range(2):
+            ours, theirs = (
+                torch.autograd.grad(states.square().sum(), sources)
+                for states in (solved(step, z0, xs).states, by_loop(step, z0, xs))
+            )
+            for one, other in zip(ours, theirs, strict=True):
+                assert error(one, other) < 1e-9, change
+
+
+def test_modes_count(seen, device):
+    step, z0, xs = problem(device)
+    step.layer.requires_grad_(False)
+    warm(step, z0, xs)
+    z0.requires_grad_()
+    assert solved(step, z0, xs).states.requires_grad
+    with torch.no_grad():
+        assert not solved(step, z0, xs).states.requires_grad
+    with torch.inference_mode():
+        assert solved(step, z0, xs).states.is_inference()
+    with torch.autocast(device.type, torch.bfloat16):
+        _, order = seen.of(lambda: solved(step, z0, xs))
+        assert "launch" not in order
+
+
+def test_a_step_that_never_is_what_it_was_is_no_longer_expected_to_be(seen, device):
+    step, z0, xs = problem(device)
+    with torch.no_grad():
+        warm(step, z0, xs)
+        first = []
+        for _ in range(begun._MOST_MISSED + 2):
+            step.number += 0.01
+            solved(step, z0, xs)  # kernels of another number, which come with the second solve of a kind
+            found, order = seen.of(lambda: solved(step, z0, xs))
+            assert error(found.states, by_loop(step, z0, xs)) < 1e-9
+            first.append(order[0])
+    assert first[-1] == "walk"
+
+
+def test_nothing_is_kept_alive(device):
+    step, z0, xs = problem(device)
+    with torch.no_grad():
+        warm(step, z0, xs)
+    assert len(begun._expected) == 1
+    del step
+    assert len(begun._expected) == 0
