@@ -51,7 +51,7 @@ class Step:
         self.layer = nn.Linear(3, 3, dtype=torch.float64, device=device)
 
     def __call__(self, z, x):
-        return 0.3 * torch.tanh(self.layer(z)) + self.weight * z * self.number + x
+        return 0.3 * torch.sin(self.layer(z)) + self.weight * z * self.number + x
 
 
 def solved(step, z0, xs):
@@ -59,10 +59,10 @@ def solved(step, z0, xs):
 
 
 def warm(step, z0, xs):
-    for _ in range(4):
+    """As often as it takes for the next solve not to be held against the step itself, as the fourth is, and the eighth."""
+    for _ in range(6):
         found = solved(step, z0, xs)
     assert by_kernels(found)
-    return found
 
 
 def problem(device):
@@ -89,7 +89,7 @@ CHANGES = {
     "other strides": (lambda s, z, x: (z, x.mT.contiguous().mT), False),
     "other places": (lambda s, z, x: (misaligned(z), misaligned(x)), False),
     "another tensor": (lambda s, z, x: (setattr(s, "weight", normal(3, device=s.device)), (z, x))[1], False),
-    "another tensor beside the first": (
+    "another tensor beside the first": (  # which is still there to be read
         lambda s, z, x: (KEPT.append(s.weight), setattr(s, "weight", normal(3, device=s.device)), (z, x))[-1],
         True,
     ),

@@ -219,14 +219,8 @@ class Passes:
     """
 
     def __init__(
-        self,
-        run: Run,
-        kind: Kind,
-        tolerance: Tolerance,
-        guess: Tensor | None = None,
-        most: int | None = None,
-        every: int = 1,
-    ):
+        self, run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
+    ):  # fmt: skip
         """See ``Run.in_parallel``."""
         self._run, self._kind, self._tolerance, self._guess, self._most, self._every = (
             run, kind, tolerance, guess, most, every
