@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered, Value
-from .operations import is_pointwise, name_of, pointwise
-from .tiles import MOST_SUMMED, Combination, Shape, Tile, Tiles, has_lead, has_padding, padded
+from .operations import interpreted, is_pointwise, name_of, pointwise
+from .tangents import Combination, combined, has_lead, solid
+from .tiles import MOST_SUMMED, Shape, Tile, Tiles, has_padding, padded
 
 #: Numbers of the largest tile.
 _MOST = 2**16
@@ -272,19 +274,12 @@ def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Ti
     Raises:
         NotCovered: an operation has no rule, or a tile is too large
     """
-    known: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(remaining)
-        elif node.op == "output":
-            return [tiles.tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
-        elif node.op == "get_attr":
-            known[node] = getattr(graph, str(node.target))
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-            known[node] = _called(node, args, kwargs, tiles)
-    raise ValueError("the graph has no output")
+
+    def called(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _called(node, args, kwargs, tiles)
+
+    found = interpreted(graph.graph, inputs, partial(getattr, graph), called)
+    return [tiles.tile(solid(tiles, each)) for each in found]
 
 
 def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> Any:
@@ -306,7 +301,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     rule = _RULES.get(name)
     if rule is None:
         raise NotCovered(f"{name_of(node.target)} is not covered")
-    args = pytree.tree_map(tiles.solid, args)
+    args = pytree.tree_map(partial(solid, tiles), args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
     converted = pytree.tree_map_only(Tensor, lambda each: tiles.tile(each) if each.is_floating_point() else each, args)
     return rule(tiles, node, *converted, **options)
@@ -324,10 +319,10 @@ _LIKE: dict[str, Callable[..., Any]] = {
 def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:
     shape = _shape_of(node)
     if any(map(has_lead, args)) and "alpha" not in node.kwargs:
-        combined = tiles.combined(name, shape, list(args))
-        if combined is not None:
-            return combined
-    given = [tiles.tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
+        together = combined(tiles, name, shape, list(args))
+        if together is not None:
+            return together
+    given = [tiles.tile(each) if isinstance(each, Tile | Tensor) else each for each in map(partial(solid, tiles), args)]
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]
