@@ -137,22 +137,6 @@ def _added(rule: Callable) -> Callable:
     return added
 
 
-def _view(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.reshaped(a, _shape_of(node))
-
-
-def _permute(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
-    return tiles.permuted(a, dims)
-
-
-def _expand(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.expanded(a, _shape_of(node))
-
-
-def _select(tiles: Tiles, node: fx.Node, a: Tile, dim: int, index: int) -> Tile:
-    return tiles.picked(a, dim, index, _shape_of(node))
-
-
 def _slice(
     tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tile:
@@ -210,10 +194,6 @@ def _flip(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return a
 
 
-def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
-    return tiles.joined(parts, dim, _shape_of(node))
-
-
 def _slice_scatter(
     tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int = 0, start=None, end=None, step: int = 1
 ) -> Tile:
@@ -234,15 +214,17 @@ def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float 
 
 #: What tracing leaves of PyTorch's operations, beside those that go number by number.
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
+    **dict.fromkeys(
+        ("view", "squeeze", "unsqueeze"), lambda tiles, node, a, *_, **__: tiles.reshaped(a, _shape_of(node))
+    ),
     "addmm": _added(_mm),
     "addmv": _added(_mv),
     "amax": _extreme("max", -math.inf),
     "amin": _extreme("min", math.inf),
     "bmm": _bmm,
-    "cat": _cat,
+    "cat": lambda tiles, node, parts, dim=0: tiles.joined(parts, dim, _shape_of(node)),
     "constant_pad_nd": _pad,
-    "expand": _expand,
+    "expand": lambda tiles, node, a, *_, **__: tiles.expanded(a, _shape_of(node)),
     "flip": _flip,
     "index": _index,
     "index_put": _index_put,
@@ -250,8 +232,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mean": _mean,
     "mm": _mm,
-    "permute": _permute,
-    "select": _select,
+    "permute": lambda tiles, node, a, dims: tiles.permuted(a, dims),
+    "select": lambda tiles, node, a, dim, index: tiles.picked(a, dim, index, _shape_of(node)),
     "slice": _slice,
     "slice_scatter": _slice_scatter,
     "split_with_sizes": _split,
