@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .expressions import Scalar, Value
 from .program import Program, Read
-from .text import Lines, for_each, for_pairs, kernel_text
+from .text import RESETS, Lines, for_each, for_pairs, kernel_text
 
 
 def _load(program: Program, read: Read, mask: str) -> str:
@@ -77,12 +77,7 @@ def _begin(width: int) -> list[str]:
         "c = r % channels",
         f"at = b * ({width} * channels) + c  # of its first number among those of all lanes",
         "live = inside & ~settled(found, passes, r, rows, inside)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    tl.store(unsettled + limit + 2, 0)",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
+        *RESETS,
         "if tl.sum(live.to(tl.int32), 0) > 0:",
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from .expressions import Scalar, Value
-from .text import Lines, kernel_text
+from .text import RESETS, Lines, kernel_text
 from .tile_program import Read, TileProgram, state_strides
 from .tiles import Tile
 
@@ -118,12 +118,7 @@ def _program_lines() -> list[str]:
         "block = tl.program_id(0) % BLOCKS",
         "n = (pair // rows).to(tl.int64)",
         "b = (pair % rows).to(tl.int64)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    tl.store(unsettled + limit + 2, 0)",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
+        *RESETS,
         "if (block == 0) & (n == 0) & (not WHOLE):",
         "    tl.store(worst + b, 0.0)",
         "    tl.store(worst + rows + b, 0.0)",
