@@ -8,13 +8,12 @@ is printed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from report_page import report
 
 OURS = ("call", "captured")
 #: No baselines: a training step in the mode that "auto" chooses (a call is in parallel), and with nothing in the layers' place.
@@ -293,35 +292,13 @@ def _baselines(row: Row) -> list[str]:
     return cells
 
 
-def put(page: str, table: str, first: str = BEGIN, last: str = END) -> str:
-    """The page with the table between its marks."""
-    before, begin, rest = page.partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"the page has no place for the table: {first} and {last}")
-    return f"{before}{first}\n\n{table}\n\n{last}{after}"
-
-
-def newest(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
-    """The file of the last run, and what is in it."""
-    records = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    return max(records, key=lambda each: each[1]["date"])
+def _shown(record: Mapping[str, Any]) -> str:
+    found = rows(record["cases"])
+    return f"{text(found)}\n{text_of_claims(found)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of kernels.py")
-    parser.add_argument("--page", type=Path, help="the page to write the table into")
-    options = parser.parse_args(arguments)
-    path, record = newest(options.results)
-    if options.page is None:
-        found = rows(record["cases"])
-        print(text(found), text_of_claims(found), sep="\n")
-    else:
-        options.page.write_text(
-            put(options.page.read_text(encoding="utf-8"), markdown(record, path.name)), encoding="utf-8"
-        )
-    return 0
+    return report(arguments, __doc__, "kernels", markdown, (BEGIN, END), shown=_shown)
 
 
 if __name__ == "__main__":

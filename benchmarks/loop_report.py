@@ -7,13 +7,12 @@ Of several files the newest counts. With --page the table is written into the pa
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kernel_report import newest, number, put
+from kernel_report import number
+from report_page import report
 
 BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
 END = "<!-- the table of loops ends -->"
@@ -95,18 +94,7 @@ def _ms(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of loops.py")
-    parser.add_argument("--page", type=Path, help="the page to write the table into")
-    options = parser.parse_args(arguments)
-    path, record = newest(options.results)
-    table = markdown(record, path.name)
-    if options.page is None:
-        print(table)
-    else:
-        page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(put(page, table, BEGIN, END), encoding="utf-8")
-    return 0
+    return report(arguments, __doc__, "loops", markdown, (BEGIN, END))
 
 
 if __name__ == "__main__":

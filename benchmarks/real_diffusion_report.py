@@ -7,13 +7,12 @@ Of several files the newest counts. With --page the tables are written into the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kernel_report import newest, number, put
+from kernel_report import number
+from report_page import report
 
 BEGIN = "<!-- the tables of real networks begin: written by benchmarks/real_diffusion_report.py -->"
 END = "<!-- the tables of real networks end -->"
@@ -76,17 +75,7 @@ def _error(value: float | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of real_diffusion.py")
-    parser.add_argument("--page", type=Path, help="the page to write the tables into")
-    options = parser.parse_args(arguments)
-    path, record = newest(options.results)
-    tables = markdown(record, path.name)
-    if options.page is None:
-        print(tables)
-    else:
-        options.page.write_text(put(options.page.read_text(encoding="utf-8"), tables, BEGIN, END), encoding="utf-8")
-    return 0
+    return report(arguments, __doc__, "real_diffusion", markdown, (BEGIN, END))
 
 
 if __name__ == "__main__":

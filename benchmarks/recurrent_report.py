@@ -8,30 +8,24 @@ and the picture into figures/ beside it; otherwise the tables are printed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kernel_report import newest, number, put
+from kernel_report import number
 from recurrent import FACTOR, OVERHEAD
 from recurrent_map import NAME, Place, draw, places
 from recurrent_methods import AUTO, CAPTURED, PARALLEL, TORCH
+from report_page import report
 
 BEGIN = "<!-- the tables of recurrent layers begin: written by benchmarks/recurrent_report.py -->"
 END = "<!-- the tables of recurrent layers end -->"
 NOTHING_YET = "No measurements are stored yet: `python benchmarks/recurrent.py` on a GPU makes them."
-RESULTS = Path(__file__).parent.parent / "results"
 OURS, PEER = "DiagonalGRU", "pararnn-torch"
 
 Record = Mapping[str, Any]
-
-
-def stored(folder: Path = RESULTS) -> list[Path]:
-    """Result files of whole runs."""
-    return sorted(path for path in folder.glob("recurrent-*.json") if "quick" not in path.name.split("-"))
 
 
 def markdown(record: Record, file_name: str) -> str:
@@ -154,23 +148,15 @@ def picture(record: Record) -> str:
     return draw(places(record), about(record)).figure().file()
 
 
+def _draw_beside(record: Record, folder: Path) -> None:
+    if places(record):
+        (folder / "figures").mkdir(exist_ok=True)
+        (folder / "figures" / f"{NAME}.svg").write_text(picture(record), encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="*", help="files of recurrent.py (default: those of results/)")
-    parser.add_argument("--page", type=Path, help="the page to write the tables into")
-    options = parser.parse_args(arguments)
-    files = options.results or stored()
-    path, record = newest(files) if files else (None, None)
-    text = NOTHING_YET if path is None or record is None else markdown(record, path.name)
-    if options.page is None:
-        print(text)
-        return 0
-    page = options.page.read_text(encoding="utf-8")
-    options.page.write_text(put(page, text, BEGIN, END), encoding="utf-8")
-    if record is not None and places(record):
-        (options.page.parent / "figures").mkdir(exist_ok=True)
-        (options.page.parent / "figures" / f"{NAME}.svg").write_text(picture(record), encoding="utf-8")
-    return 0
+    marks = BEGIN, END
+    return report(arguments, __doc__, "recurrent", markdown, marks, nothing_yet=NOTHING_YET, beside=_draw_beside)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,18 @@ otherwise they are printed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kernel_report import newest, number, put
+from kernel_report import number
+from report_page import report
 
 BEGIN = "<!-- the tables of the trainings begin: written by benchmarks/training_report.py -->"
 END = "<!-- the tables of the trainings end -->"
 NOTHING_YET = "No measurements are stored yet: `python benchmarks/trainings.py` on a GPU makes them."
-RESULTS = Path(__file__).parent.parent / "results"
 NAMES = {"mnist": "Sequential MNIST, GRU of 32", "amplifier": "Amplifier, LSTM of 16"}
 SIDES = {"torch": "`torch.nn`", "deeppcr": "`deeppcr.nn.convert`", "reordered": "`torch.nn`, another order"}
-
-
-def stored(folder: Path = RESULTS) -> list[Path]:
-    """Result files of whole runs."""
-    return sorted(path for path in folder.glob("trainings-*.json") if "quick" not in path.name.split("-"))
 
 
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
@@ -65,19 +58,7 @@ def _claims(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="*", help="files of trainings.py (default: those of results/)")
-    parser.add_argument("--page", type=Path, help="the page to write the tables into")
-    options = parser.parse_args(arguments)
-    files = options.results or stored()
-    path, record = newest(files) if files else (None, None)
-    text = NOTHING_YET if path is None or record is None else markdown(record, path.name)
-    if options.page is None:
-        print(text)
-        return 0
-    page = options.page.read_text(encoding="utf-8")
-    options.page.write_text(put(page, text, BEGIN, END), encoding="utf-8")
-    return 0
+    return report(arguments, __doc__, "trainings", markdown, (BEGIN, END), nothing_yet=NOTHING_YET)
 
 
 if __name__ == "__main__":

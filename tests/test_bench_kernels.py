@@ -19,6 +19,10 @@ def report(bench):
     return importlib.import_module("kernel_report")
 
 
+def pages():
+    return sys.modules["report_page"]
+
+
 @pytest.mark.thorough
 def test_a_dry_run_checks_times_and_writes_every_case(bench, tmp_path, capsys, monkeypatch):
     # What is captured on a GPU runs as it is here: all but the CUDA graph itself.
@@ -299,7 +303,7 @@ def test_the_table_goes_between_its_marks(report, tmp_path, capsys):
     assert report.main([str(results), "--page", str(page)]) == 0
     assert page.read_text().replace("\u00a0", " ") == written
     with pytest.raises(ValueError, match="no place for the table"):
-        report.put("nothing here", "table")
+        pages().put("nothing here", "table", report.BEGIN, report.END)
     older = tmp_path / "kernels-b.json"
     older.write_text(json.dumps({**record, "date": "2026-01-01T03:04:05+00:00", "cases": []}))
     assert report.main([str(older), str(results)]) == 0
@@ -315,6 +319,8 @@ def test_the_page_has_the_table_of_the_newest_results(report):
     ]
     table = report.NOTHING_YET
     if files:
-        path, record = report.newest(files)
+        path, record = pages().newest(files)
         table = report.markdown(record, path.name)
-    assert page == report.put(page, table), "python benchmarks/kernel_report.py FILE --page docs/performance.md"
+    assert page == pages().put(page, table, report.BEGIN, report.END), (
+        "python benchmarks/kernel_report.py FILE --page docs/performance.md"
+    )

@@ -185,9 +185,9 @@ def test_bad_arguments(bench, capsys):
 
 
 def test_the_page_has_the_table_of_the_newest_results(bench):
-    report = importlib.import_module("loop_report")
+    report, pages = map(importlib.import_module, ("loop_report", "report_page"))
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    path, record = report.newest(list((ROOT / "results").glob("loops-nvidia-*.json")))
+    path, record = pages.newest(list((ROOT / "results").glob("loops-nvidia-*.json")))
     table = report.markdown(record, path.name)
     assert "| GRU | 16,384, 1, 16 |" in table
-    assert page == report.put(page, table, report.BEGIN, report.END), "make paper"
+    assert page == pages.put(page, table, report.BEGIN, report.END), "make paper"

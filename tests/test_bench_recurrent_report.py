@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -99,7 +100,7 @@ def test_a_page_is_written(report, record, tmp_path, capsys):
     old.write_text(json.dumps({**record, "date": "2025-01-01T00:00:00+00:00", "commit": "old"}))
     new.write_text(json.dumps(record))
     (tmp_path / "recurrent-quick-a.json").write_text("{}")
-    assert report.stored(tmp_path) == [old, new]
+    assert sys.modules["report_page"].stored("recurrent", tmp_path) == [old, new]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     assert report.main([str(old), str(new), "--page", str(page)]) == 0
@@ -114,12 +115,13 @@ def test_a_page_is_written(report, record, tmp_path, capsys):
 
 
 def test_the_page_has_the_tables_of_the_newest_results(report):
-    page, files = (ROOT / "docs" / "recurrent.md").read_text(encoding="utf-8"), report.stored()
+    pages = sys.modules["report_page"]
+    page, files = (ROOT / "docs" / "recurrent.md").read_text(encoding="utf-8"), pages.stored("recurrent")
     text = report.NOTHING_YET
     if files:
-        path, record = report.newest(files)
+        path, record = pages.newest(files)
         text = report.markdown(record, path.name)
         drawn = (ROOT / "docs" / "figures" / "recurrent-map.svg").read_text(encoding="utf-8")
         if f"drawn by matplotlib {matplotlib.__version__} " in drawn:  # another one may put things elsewhere by a hair
             assert drawn == report.picture(record), "make paper"
-    assert page == report.put(page, text, report.BEGIN, report.END), "make paper"
+    assert page == pages.put(page, text, report.BEGIN, report.END), "make paper"

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def test_tables(report, tmp_path):
 
 
 def test_the_page_tells_the_newest_measurements(report):
-    page, files = (ROOT / "docs" / "recurrent.md").read_text(encoding="utf-8"), report.stored()
-    path, record = report.newest(files) if files else (Path(), None)
+    pages = sys.modules["report_page"]
+    page, files = (ROOT / "docs" / "recurrent.md").read_text(encoding="utf-8"), pages.stored("trainings")
+    path, record = pages.newest(files) if files else (Path(), None)
     text = report.NOTHING_YET if record is None else report.markdown(record, path.name)
     assert f"{report.BEGIN}\n\n{text}\n\n{report.END}" in page

@@ -18,7 +18,10 @@ SMALL = 99 * 1024
 
 #: By family: the width up to which a kernel must run on any device, and the kernels.
 FAMILIES = {
-    "dense": (128, {"_reduce", "_substitute", "_miss", "_add", "repair", "reduce_wide", "substitute_wide"}),
+    "dense": (
+        128,
+        {"reduce_narrow", "substitute_narrow", "miss_narrow", "_add", "repair", "reduce_wide", "substitute_wide"},
+    ),
     "scans": (0, {"_reduce", "_sweep", "_clear", "_solve", "_repair"}),
     "filters": (0, {"_walk", "_join"}),
     "networks": (

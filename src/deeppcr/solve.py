@@ -22,7 +22,7 @@ from .sequence.words import what_does_not_fit
 from .solution import ConvergenceError, Solution, check_on_failure, of_no_rows
 from .ways import given as ways
 from .ways.fused import Call
-from .ways.given import solve_by
+from .ways.given import Given, solve_by
 from .ways.planned import Planned, can_be_planned
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
@@ -106,38 +106,33 @@ def solve(
     run: Any = _explained
     if torch.compiler.is_compiling():
         run = outside_of_graph(run, "deeppcr.solve looks at values to decide when to stop")
-    return run(step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure, mesh)
+    return run((step, z0, xs, length, batch_dims), lengths, keep, solver, guess, gradient, on_failure, mesh)
 
 
-def _explained(step: Any, z0: Any, xs: Any, length: Any, batch_dims: int | None, *others: Any) -> Solution:
+def _explained(given: tuple[Any, ...], *others: Any) -> Solution:
     """``_solve``; what a step raises that does not fit its arguments says so."""
+    loop = Given(*given)
     try:
-        return _solve(step, z0, xs, length, batch_dims, *others)
+        return _solve(loop, *others)
     except (ConvergenceError, torch.OutOfMemoryError):
         raise
     except (TypeError, RuntimeError) as error:
-        for note in what_does_not_fit(step, z0, xs, batch_dims):
+        for note in what_does_not_fit(loop.step, loop.z0, loop.xs, loop.batch_dims):
             error.add_note(note)
         raise
 
 
 def _solve(
-    step: Any,
-    z0: Any,
-    xs: Any,
-    length: int | None,
-    batch_dims: int | None,
-    lengths: Tensor | Sequence[int] | None,
-    keep: str | int,
-    solver: Newton | Loop | None,
-    guess: Any,
-    gradient: Gradient,
-    on_failure: str,
-    mesh: Any,
-) -> Solution:
+    loop: Given, lengths: Tensor | Sequence[int] | None, keep: str | int, solver: Newton | Loop | None,
+    guess: Any, gradient: Gradient, on_failure: str, mesh: Any,
+) -> Solution:  # fmt: skip
     _check_arguments(solver, gradient, on_failure)
     if mesh is not None:
-        return _over_ranks(mesh, step, z0, xs, length, batch_dims, lengths, keep, solver, guess, gradient, on_failure)
+        for name, given, only in (("keep", keep, "all"), ("lengths", lengths, None)):
+            if given is not only and given != only:
+                raise ValueError(f"{name}: with a mesh there is {only!r} alone, got {given!r}")
+        return solve_over(Ranks.of(mesh), loop, USUAL if solver is None else solver, guess, gradient, on_failure)
+    step, z0, xs, length, batch_dims = loop
     if _has_no_rows(z0, batch_dims):
         every = _every(keep, step, xs, length)
         steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
@@ -147,17 +142,18 @@ def _solve(
             refuse_given(solver.jacobian)
         guess = as_guess(guess, z0, xs)  # which may be a function of xs as they are given
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
+        loop = Given(step, z0, xs, length, batch_dims)
     every = _every(keep, step, xs, length)
     if solver is not None:
-        return solve_by(step, z0, xs, length, batch_dims, solver, guess, gradient, on_failure, every).keeping(every)
-    call = Call(step, z0, xs, length, batch_dims, every)
+        return solve_by(loop, solver, guess, gradient, on_failure, every).keeping(every)
+    call = Call(*loop, every)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
     if plain:
         call.begin(USUAL)
     if not plain or not can_be_planned(call):
         # Who has wishes about the iteration wants one; and what is wrong is named there.
-        return solve_by(step, z0, xs, length, batch_dims, USUAL, guess, gradient, on_failure, every).keeping(every)
-    return Planned(call, length).solve().keeping(every)
+        return solve_by(loop, USUAL, guess, gradient, on_failure, every).keeping(every)
+    return Planned(call).solve().keeping(every)
 
 
 def solve_call(call: Call, solver: Newton | None) -> Solution:
@@ -166,31 +162,8 @@ def solve_call(call: Call, solver: Newton | None) -> Solution:
     if solver is None:
         call.begin(USUAL)
         if can_be_planned(call):
-            return Planned(call, None).solve()
+            return Planned(call).solve()
     return ways.solve_call(call, USUAL if solver is None else solver, _FROM_INITIAL, _IMPLICIT, "loop")
-
-
-def _over_ranks(
-    mesh: Any,
-    step: Any,
-    z0: Any,
-    xs: Any,
-    length: int | None,
-    batch_dims: int | None,
-    lengths: Any,
-    keep: str | int,
-    solver: Newton | Loop | None,
-    guess: Any,
-    gradient: Gradient,
-    on_failure: str,
-) -> Solution:
-    ranks = Ranks.of(mesh)
-    for name, given, only in (("keep", keep, "all"), ("lengths", lengths, None)):
-        if given is not only and given != only:
-            raise ValueError(f"{name}: with a mesh there is {only!r} alone, got {given!r}")
-    return solve_over(
-        ranks, step, z0, xs, length, batch_dims, USUAL if solver is None else solver, guess, gradient, on_failure
-    )
 
 
 def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deeppcr.fuse import tile_rules
+from deeppcr.fuse.derivatives import traced as trace
 from deeppcr.fuse.expressions import FUNCTIONS, Code, Value
-from deeppcr.fuse.parts import _made as trace
 from deeppcr.fuse.tiles import Tile, Tiles, padded
 from fuse.emitted import NumPyLanguage
 

@@ -12,7 +12,6 @@ from deeppcr.fuse.back import pull_back
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.tile_program import TileProgram
 from deeppcr.fuse.tiled import groups_of
-from deeppcr.fuse.tiles import Tiles
 from fuse.loops import Fused, by_loop
 from fuse.tile_steps import STEPS, Draw, gru, mlp
 from kernel_support import error, misaligned, offset, strided, thorough
@@ -217,7 +216,7 @@ def test_factors_before_tangents_change_nothing(device, monkeypatch):
     """With tangents as sums of products, and with every operation for itself."""
     fused = Fused(*gru(12)(Draw(torch.float32, device, length=3, rows=1)))
     with_them = fused.solve(1).states
-    monkeypatch.setattr(Tiles, "combined", lambda *_: None)
+    monkeypatch.setattr(tile_rules, "combined", lambda *_: None)
     plain = Fused(fused.step, fused.z0, fused.xs)
     assert len(plain.kernels.forward_source) != len(fused.kernels.forward_source)
     assert error(plain.solve(1).states, with_them) < 1e-6

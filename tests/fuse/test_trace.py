@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from deeppcr.fuse import parts
+from deeppcr.fuse import derivatives
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.parts import take_apart
 from deeppcr.fuse.step import FusedStep
@@ -351,7 +351,7 @@ def test_derivatives_are_traced_outside_of_inference_mode(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(parts, "make_fx", watched)
+    monkeypatch.setattr(derivatives, "make_fx", watched)
     with torch.inference_mode():
         fused = Fused(lambda z: torch.sin(z[..., [1, 0]]) * torch.tensor([0.3, 0.7]), torch.randn(3, 2), length=5)
         assert not any(constant.is_inference() for constant in fused.row.graph.buffers())

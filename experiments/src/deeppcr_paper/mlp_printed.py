@@ -5,7 +5,6 @@ Columns: ``loop`` (eager), ``printed`` (eager, as the paper's) and on a GPU ``pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,41 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deeppcr.nn.base import ACTIVATIONS
-
-from . import lean
+from . import lean, mlp_timing
 from .experiment import Cell, Context, Experiment
 from .mlp import Network
 from .mlp_gradients import Adjoints
 from .mlp_summary import lines, summarise
 from .mlp_timing import Column, time_columns
-from .room import OUT_OF_MEMORY, within_memory
-from .settings import setting
 from .timing import clocked, relative_error
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Sizes, and how long a cell is timed; see ``mlp-timing``.
-
-    Attributes:
-        other_widths: of all activations but the first
-        budget: seconds of timing for each direction of a cell; every column is timed as often as the others
-        fewest, most: repeats, whatever the budget
-        patience: a pass that takes more seconds than this is not repeated
-    """
+class Settings(mlp_timing.Settings):
+    """Those of ``mlp-timing``, with fewer sizes and repeats."""
 
     depths: tuple[int, ...] = (2, 16, 64, 128, 256, 1024, 4096, 16384)
     widths: tuple[int, ...] = (2, 4, 16, 64, 256)
     other_widths: tuple[int, ...] = (4, 16, 64)
-    activations: tuple[str, ...] = setting(("relu", "tanh", "sigmoid"), choices=ACTIVATIONS)
     budget: float = 0.1
-    fewest: int = 5
     most: int = 50
-    patience: float = 2.0
-    forward_tolerance: float = 1e-3
-    backward_tolerance: float = 1e-2
-    seed: int = 0
 
 
 FULL = Settings()
@@ -58,23 +40,10 @@ def columns(device: torch.device) -> tuple[str, ...]:
     return ("loop", "printed") if device.type == "cpu" else ("loop", "printed", "printed graph")
 
 
-def cells(settings: Settings, context: Context) -> Iterator[Cell]:
-    for number, activation in enumerate(settings.activations):
-        for width in settings.other_widths if number else settings.widths:
-            for depth in settings.depths:
-                yield {"activation": activation, "L": depth, "w": width}
-
-
 def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
-    names = columns(context.device)
-
-    def network_and_states() -> tuple[Network, Tensor]:
-        network = Network.make(cell["L"], cell["w"], context.device, settings.seed, cell["activation"])
-        return network, network.exact_states()
-
-    made = within_memory(network_and_states, context.device)
+    names, made = columns(context.device), mlp_timing.network_and_states(cell, settings, context)
     if made is None:
-        return {way: dict.fromkeys(names, OUT_OF_MEMORY) for way in ("forward", "backward")}
+        return mlp_timing.out_of_memory(names)
     prepare = {"forward": partial(forward, *made), "backward": Backward(*made)}
     tolerances = {"forward": settings.forward_tolerance, "backward": settings.backward_tolerance}
     return {
@@ -121,7 +90,7 @@ EXPERIMENT = Experiment(
     what="the paper's method in plain PyTorch, eager and in a CUDA graph, against the eager loop: forward and backward",
     full=FULL,
     quick=QUICK,
-    cells=cells,
+    cells=mlp_timing.cells,
     measure=measure_cell,
     summarise=summarise,
     lines=lines,

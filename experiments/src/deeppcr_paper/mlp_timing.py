@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from deeppcr.nn.base import ACTIVATIONS, WIDEST, Mode
+from deeppcr.nn.base import ACTIVATIONS, Mode
+from deeppcr.nn.kernel_way import WIDEST
 
 from .experiment import Cell, Context, Experiment, is_out_of_memory
 from .mlp import Network
@@ -91,17 +92,27 @@ def cells(settings: Settings, context: Context) -> Iterator[Cell]:
                 yield {"activation": activation, "L": depth, "w": width}
 
 
+def network_and_states(cell: Cell, settings: Settings, context: Context) -> tuple[Network, Tensor] | None:
+    """None where there is no room for them."""
+
+    def make() -> tuple[Network, Tensor]:
+        network = Network.make(cell["L"], cell["w"], context.device, settings.seed, cell["activation"])
+        return network, network.exact_states()
+
+    return within_memory(make, context.device)
+
+
+def out_of_memory(names: Sequence[str]) -> dict[str, Any]:
+    """The record of a cell that was not measured."""
+    return {way: dict.fromkeys(names, OUT_OF_MEMORY) for way in DIRECTIONS}
+
+
 def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     """For both directions and every column: whether its results hold, and the seconds of every repeat."""
     depth, width, device, names = cell["L"], cell["w"], context.device, columns(context.device, cell["w"])
-
-    def network_and_states() -> tuple[Network, Tensor]:
-        network = Network.make(depth, width, device, settings.seed, cell["activation"])
-        return network, network.exact_states()
-
-    made = within_memory(network_and_states, device)
+    made = network_and_states(cell, settings, context)
     if made is None:
-        return {way: dict.fromkeys(names, OUT_OF_MEMORY) for way in DIRECTIONS}
+        return out_of_memory(names)
     found, place = {}, ("mlp-timing", cell["activation"], width)
     tolerances = {"forward": settings.forward_tolerance, "backward": settings.backward_tolerance}
     for way, tolerance in tolerances.items():

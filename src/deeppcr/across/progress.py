@@ -35,17 +35,8 @@ class Shared(Progress):
 
     def __init__(self, part: Part, newton: Newton, chunk: int):
         counts, before = part.cut(chunk)
-        super().__init__(
-            part.layout,
-            part.total,
-            chunk,
-            tolerance=newton.tolerance(part.layout.dtype),
-            quadratic=newton.quadratic,
-            stop=newton.stop,
-            max_iterations=newton.max_iterations,
-            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
-            chunks=before[-1],
-        )
+        settings = newton.of_progress(part.layout.dtype)
+        super().__init__(part.layout, part.total, chunk, chunks=before[-1], **settings)
         self.part, self.before = part, before[part.ranks.rank]
         own = torch.arange(counts[part.ranks.rank], device=part.layout.device)
         self.index = own.unsqueeze(1) + self.before

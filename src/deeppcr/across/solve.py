@@ -24,6 +24,7 @@ from ..runtime import is_capturing
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..tolerance import misses
+from ..ways.given import Given
 from ..ways.judged import without_claim
 from .adjoint import AdjointOver
 from .iteration import Iteration
@@ -32,22 +33,13 @@ from .part import Part
 
 
 def solve_over(
-    ranks: Ranks,
-    step: Any,
-    z0: Any,
-    xs: Any,
-    length: int | None,
-    batch_dims: int | None,
-    solver: Newton | Loop,
-    guess: Any,
-    gradient: Gradient,
-    on_failure: str,
+    ranks: Ranks, loop: Given, solver: Newton | Loop, guess: Any, gradient: Gradient, on_failure: str
 ) -> Solution:
     """The solution of the whole, with the states of this rank. Arguments as of ``deeppcr.solve``; xs, length and guess are this rank's."""
-    part, plan = Part(ranks, step, z0, xs, length, batch_dims), Plan()
+    part, plan = Part(ranks, *loop), Plan()
     with part.trouble.kept():
         _refuse(part, solver, gradient)
-        start = as_guess(guess, z0, xs) if part.sequence is not None else None
+        start = as_guess(guess, loop.z0, loop.xs) if part.sequence is not None else None
     told = ranks.agree(part.trouble.take(), _settings_of(solver, on_failure))
     if len(set(told)) > 1:
         raise ValueError("solver, on_failure: must be the same on every rank, and they differ")
@@ -60,7 +52,7 @@ def solve_over(
         kernels: Kernels | str = "no steps"
         with part.trouble.kept():
             if part.sequence is not None:
-                kernels = Kernels.of(solver, step, z0, xs, length, batch_dims)
+                kernels = Kernels.of(solver, *loop)
         return _Solve(part, solver, plan).in_parallel(start, on_failure, kernels)
 
 

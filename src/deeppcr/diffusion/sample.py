@@ -183,13 +183,10 @@ def _by_graph(problem: Problem, keep_states: bool) -> Samples:
     """The loop in CUDA graphs, recorded at the first run of a kind; gradients are those of a parallel solve."""
     plan = Plan()
     outcome = loop_by_graph(problem, plan)
-    message, states = _describe(problem, outcome), outcome.states
+    message = _describe(problem, outcome)
     if worst_of(outcome.results).failed:
         warn(message)
-    if torch.is_grad_enabled() and problem.needs_gradients:
-        coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
-        states = _differentiable(problem, coupling, outcome, message)
-    return _samples(problem, outcome, states, keep_states, plan, message)
+    return _samples(problem, outcome, UNIT, keep_states, plan, message)
 
 
 def _by_window(
@@ -215,16 +212,15 @@ def _by_window(
     message = _describe(problem, outcome)
     if any(result not in (Result.CONVERGED, Result.LOOP) for result in outcome.results):
         plan.note(message)
+    return _samples(problem, outcome, prior, keep_states, plan, message)
+
+
+def _samples(problem: Problem, outcome: Outcome, prior: Prior, keep_states: bool, plan: Plan, message: str) -> Samples:
+    """``prior``: by which gradients are found."""
     states = outcome.states
     if torch.is_grad_enabled() and problem.needs_gradients:
         coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
-    return _samples(problem, outcome, states, keep_states, plan, message)
-
-
-def _samples(
-    problem: Problem, outcome: Outcome, states: Tensor, keep_states: bool, plan: Plan, message: str
-) -> Samples:
     return Samples(
         **_kept(problem, states[..., 0], keep_states),
         iterations=outcome.iterations,

@@ -38,10 +38,6 @@ def constant_indices(indices: np.ndarray) -> np.ndarray:
     return indices.astype(bool if masks else int)
 
 
-def _reshape(code: Code, shape: Shape, a: np.ndarray, *_: object, **__: object) -> np.ndarray:
-    return a.reshape(shape)
-
-
 def _broadcast_in_dim(code: Code, shape: Shape, a: np.ndarray, _: Shape, dimensions: Sequence[int]) -> np.ndarray:
     sizes = [1] * len(shape)
     for dim, size in zip(dimensions, a.shape, strict=True):
@@ -78,18 +74,6 @@ def _split(
 
 def _chunk(code: Code, shapes: list[Shape], a: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
     return _split(code, shapes, a, -(-a.shape[dim] // chunks), dim)
-
-
-def _unbind(code: Code, shapes: list[Shape], a: np.ndarray, dim: int = 0) -> list[np.ndarray]:
-    return [_select(code, (), a, dim, index) for index in range(a.shape[dim])]
-
-
-def _roll(code: Code, shape: Shape, a: np.ndarray, shifts, dims: Axes = ()) -> np.ndarray:
-    return np.roll(a, shifts, dims or None)
-
-
-def _index(code: Code, shape: Shape, a: np.ndarray, indices: list[np.ndarray | None]) -> np.ndarray:
-    return a[_places(indices)].reshape(shape)
 
 
 def _places(indices: list[np.ndarray | None]) -> tuple:
@@ -131,16 +115,8 @@ def _replaced(a: np.ndarray, source: np.ndarray, view: Callable[[np.ndarray], np
     return result
 
 
-def _select_scatter(code: Code, shape: Shape, a: np.ndarray, source: np.ndarray, dim: int, index: int) -> np.ndarray:
-    return _replaced(a, source, lambda x: x[_at(x.ndim, dim, index)])
-
-
 def _slice_scatter(code: Code, shape: Shape, a, source, dim: int = 0, start=None, end=None, step: int = 1):
     return _replaced(a, source, lambda x: x[_at(x.ndim, dim, slice(start, end, step))])
-
-
-def _diagonal_scatter(code: Code, shape: Shape, a, source, offset: int = 0, dim1: int = 0, dim2: int = 1):
-    return _replaced(a, source, lambda x: np.diagonal(x, offset, dim1, dim2))
 
 
 def _pad(code: Code, shape: Shape, a: np.ndarray, pad: Sequence[int], value: Scalar = 0) -> np.ndarray:
@@ -172,10 +148,6 @@ def _full(value: Scalar | None, at: int) -> Callable:
         return np.full(shape, filled(arguments[at]).item() if value is None else value, dtype=object)
 
     return rule
-
-
-def _eye(code: Code, shape: Shape, *_: object, **__: object) -> np.ndarray:
-    return np.eye(*shape, dtype=int).astype(object)
 
 
 def _arange(code: Code, shape: Shape, *bounds: float, **_: object) -> np.ndarray:
@@ -304,8 +276,8 @@ _SAME_NUMBERS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "col
 
 #: by the name of the operation, without its overload; of a name that has another meaning in prims, with "prims."
 ARRAYS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_SAME_NUMBERS, _reshape),
-    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(_SAME_NUMBERS, lambda code, shape, a, *_, **__: a.reshape(shape)),
+    **dict.fromkeys(("index", "_unsafe_index"), lambda code, shape, a, indices: a[_places(indices)].reshape(shape)),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_ADDED_PRODUCTS, _added_product),
@@ -328,9 +300,11 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "cumprod": _running(Code.mul),
     "cumsum": _running(Code.add),
     "diagonal": lambda code, shape, a, offset=0, dim1=0, dim2=1: np.diagonal(a, offset, dim1, dim2),
-    "diagonal_scatter": _diagonal_scatter,
+    "diagonal_scatter": lambda code, shape, a, source, offset=0, dim1=0, dim2=1: _replaced(
+        a, source, lambda x: np.diagonal(x, offset, dim1, dim2)
+    ),
     "expand": lambda code, shape, a, *_, **__: np.broadcast_to(a, shape),
-    "eye": _eye,
+    "eye": lambda code, shape, *_, **__: np.eye(*shape, dtype=int).astype(object),
     "flip": lambda code, shape, a, dims: np.flip(a, dims),
     "full": _full(None, 1),
     "full_like": _full(None, 1),
@@ -346,12 +320,14 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "prims.transpose": lambda code, shape, a, permutation: a.transpose(permutation),
     "prod": _reduction(lambda code, terms: reduce(code.mul, terms, 1)),
     "repeat": lambda code, shape, a, repeats: np.tile(a, repeats),
-    "roll": _roll,
+    "roll": lambda code, shape, a, shifts, dims=(): np.roll(a, shifts, dims or None),
     "scalar_tensor": lambda code, shape, value, **_: filled(value),
     "scatter": _scatter,
     "scatter_add": lambda code, shape, a, dim, index, source: _scatter(code, shape, a, dim, index, source, add=True),
     "select": _select,
-    "select_scatter": _select_scatter,
+    "select_scatter": lambda code, shape, a, source, dim, index: _replaced(
+        a, source, lambda x: x[_at(x.ndim, dim, index)]
+    ),
     "slice": _slice,
     "slice_scatter": _slice_scatter,
     "stack": lambda code, shape, tensors, dim=0: np.stack(tensors, dim),
@@ -362,7 +338,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "transpose": lambda code, shape, a, dim0, dim1: a.swapaxes(dim0, dim1),
     "tril": _triangle(np.tril),
     "triu": _triangle(np.triu),
-    "unbind": _unbind,
+    "unbind": lambda code, shapes, a, dim=0: [_select(code, (), a, dim, index) for index in range(a.shape[dim])],
     "var": _reduction(_var),
     "var_mean": _both_results(_var, _mean),
 }

@@ -21,6 +21,7 @@ from . import templates, tile_templates
 from .expressions import NotCovered
 from .joints import joints_source
 from .program import Program, program_of
+from .text import module_text
 from .tile_program import TileProgram
 from .trace import TRACING, OneRow
 
@@ -41,18 +42,19 @@ class Kernels:
 
     def __init__(self, program: Program | TileProgram):
         self.program = program
+        self._frames: Any = tile_templates if program.parts.tiled else templates
         self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
         self.shapes: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def forward_source(self) -> str:
         with TRACING:
-            return (tile_templates if self.program.parts.tiled else templates).forward_source(self.program)  # pyright: ignore[reportArgumentType]
+            return module_text(self.program.dtype, self._frames.roll(self.program))
 
     @cached_property
     def backward_source(self) -> str:
         with TRACING:
-            return (tile_templates if self.program.parts.tiled else templates).backward_source(self.program)  # pyright: ignore[reportArgumentType]
+            return module_text(self.program.dtype, self._frames.sweep(self.program))
 
     def make_forward_source(self) -> None:
         """Make it now.

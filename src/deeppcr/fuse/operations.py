@@ -10,7 +10,7 @@ rounds to fewer digits in between (autocast). A step that computes in float64 an
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -135,15 +135,33 @@ def evaluate(
     Raises:
         NotCovered: an operation has no rule
     """
+    needed = _needed(graph)
+
+    def call(node: torch.fx.Node, arguments: Any, options: dict[str, Any]) -> Any:
+        return _call(node, arguments, options, code) if node in needed else None
+
+    return [filled(each) for each in interpreted(graph, inputs, constants, call)]
+
+
+def interpreted(
+    graph: torch.fx.Graph,
+    inputs: Iterable[Any],
+    constants: Callable[[str], Any],
+    call: Callable[[torch.fx.Node, Any, dict[str, Any]], Any],
+) -> list[Any]:
+    """The outputs of a graph, where an operation with its arguments, positional and by name, means what ``call`` says."""
     known: dict[torch.fx.Node, Any] = {}
-    remaining, needed = iter(inputs), _needed(graph)
+    remaining = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
             known[node] = next(remaining)
         elif node.op == "output":
-            return [filled(known[each]) for each in pytree.tree_leaves(node.args)]
-        elif node in needed:
-            known[node] = constants(str(node.target)) if node.op == "get_attr" else _call(node, known, code)
+            return [known[each] if isinstance(each, torch.fx.Node) else each for each in pytree.tree_leaves(node.args)]
+        elif node.op == "get_attr":
+            known[node] = constants(str(node.target))
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda each: known[each])
+            known[node] = call(node, args, kwargs)
     raise ValueError("the graph has no output")
 
 
@@ -169,8 +187,7 @@ def _changes_what_others_see(node: torch.fx.Node) -> bool:
     return is_view or len(changed.users) > 1
 
 
-def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> Any:
-    arguments: Any = map_arg(node.args, lambda argument: known[argument])
+def _call(node: torch.fx.Node, arguments: Any, named: dict[str, Any], code: Code) -> Any:
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]
     name, result = name_of(node.target), node.meta["val"]
@@ -179,7 +196,7 @@ def _call(node: torch.fx.Node, known: dict[torch.fx.Node, Any], code: Code) -> A
     rule = _rule(ARRAYS, node)
     if rule is None:
         raise NotCovered(f"{name} is not covered")
-    options: Any = map_arg(_options(node), lambda argument: known[argument])
+    options = {name: named[name] for name in _options(node)}
     if isinstance(result, torch.Tensor):
         array = rule(code, tuple(result.shape), *arguments, **options)
         return each(lambda scalar: _cast(scalar, result.dtype, code), array)

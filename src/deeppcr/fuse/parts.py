@@ -1,4 +1,4 @@
-"""A step on one row, taken apart: what kernels compute, what they read, what is computed before them; and derivatives of the first."""
+"""A step on one row, taken apart: what kernels compute, what they read, what is computed before them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered
-from .operations import DECOMPOSITIONS, is_pointwise
+from .hoisted import ancestors, compute, hoisted, reached
+from .operations import is_pointwise
 from .slices import pushed
 from .trace import OneRow
 
@@ -87,7 +87,7 @@ class Parts:
     @cached_property
     def _places(self) -> list[int] | None:
         """Which of the inputs and closures the bases are; None where one has to be computed."""
-        holders = [node for node in self.row.graph.graph.nodes if node.op == "placeholder"][self.row.states :]
+        holders = self.row.outside_nodes
         if all(base.node in holders for base in self.bases):
             return [holders.index(base.node) for base in self.bases]
         return None
@@ -113,8 +113,7 @@ class Parts:
             ]
         if self._places is not None:
             return [outside[place] for place in self._places]
-        nodes = [node for node in row.graph.graph.nodes if node.op == "placeholder"][row.states :]
-        return _evaluate_hoisted(row, self.bases, nodes, outside, device)
+        return hoisted(row, [base.node for base in self.bases], outside, device)
 
 
 def take_apart(row: OneRow, narrow: int, widest: int) -> Parts:
@@ -124,10 +123,9 @@ def take_apart(row: OneRow, narrow: int, widest: int) -> Parts:
         narrow: up to this width, numbers of a step that mixes them are those of a lane
         widest: up to this one they are tiles
     """
-    states = [node for node in row.graph.graph.nodes if node.op == "placeholder"][: row.states]
+    states = row.state_nodes
     width = sum(node.meta["val"].numel() for node in states)
-    depending = _reached(states, list(row.graph.graph.nodes))
-    elementwise = _is_elementwise(states, [node for node in row.graph.graph.nodes if node in depending])
+    elementwise = _is_elementwise(states, reached(states, row.nodes))
     if not elementwise and width > widest:
         raise NotCovered(f"a step that mixes {width} numbers is not covered (up to {widest})")
     tiled = not elementwise and width > narrow
@@ -135,14 +133,10 @@ def take_apart(row: OneRow, narrow: int, widest: int) -> Parts:
 
 
 def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
-    graph = row.graph.graph
-    nodes = list(graph.nodes)
-    holders = [node for node in nodes if node.op == "placeholder"]
-    depends = _reached(holders[: row.states], nodes)
-    by_step = _reached(holders[row.states : row.states + row.inputs], nodes)
-    have_rows = [node for node, rows in zip(holders[row.states :], row.has_rows, strict=True) if rows]
-    by_row = _reached(have_rows, nodes)
-    shape = tuple(holders[0].meta["val"].shape)
+    nodes, states = row.nodes, row.state_nodes
+    depends = reached(states, nodes)
+    by_step, by_row = (reached(sources, nodes) for sources in row.sources())
+    shape = tuple(states[0].meta["val"].shape)
 
     def inlined(node: fx.Node) -> bool:
         """Whether the kernels compute a node that does not depend on the state."""
@@ -156,7 +150,7 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
                 or _is_constant(node, row.graph)
                 or (node in by_step and is_pointwise(node) and _is_few(node, _FEW_IN_TILES))
             )
-        return all(_is_few(each) for each in _ancestors(node))
+        return all(_is_few(each) for each in ancestors(node))
 
     indices = _indices(node for node in nodes if node in depends)
     leaves: dict[fx.Node, None] = {}
@@ -187,28 +181,18 @@ def _taken_apart(row: OneRow, elementwise: bool, tiled: bool) -> Parts:
     found = []
     for node in sorted(leaves, key=nodes.index):
         source, offset, strides = node, 0, (0,)
-        if elementwise:
-            source, offset, strides = _seen_through(node, shape, flat=True)
-        elif tiled:
-            source, offset, strides = _seen_through(node, tuple(_values_of(node)[0].shape), flat=False)
+        whole = shape if elementwise else tuple(_values_of(node)[0].shape)
+        if elementwise or tiled:
+            source, offset, strides = _seen_through(node, whole, flat=elementwise)
         base = base_of(source)
         value = bases[base]
-        whole = shape if elementwise else tuple(_values_of(node)[0].shape)
-        found.append(
-            Leaf(
-                base,
-                node,
-                whole,
-                value.dtype,
-                value.per_step,
-                value.per_row,
-                offset,
-                strides[0] if strides else 0,
-                strides,
-            )
-        )
-    order = [node for node in nodes if node in inside]
-    core = _Core(row.graph, holders[: row.states], [leaf.node for leaf in found], order)
+        how = (value.dtype, value.per_step, value.per_row, offset, strides[0] if strides else 0, strides)
+        found.append(Leaf(base, node, whole, *how))
+    given, order = [*states, *(leaf.node for leaf in found)], [node for node in nodes if node in inside]
+
+    def core(*values: Tensor) -> list[Tensor]:
+        return compute(row.graph, order, dict(zip(given, values, strict=True)), torch.device("cpu"))
+
     return Parts(row, elementwise, tiled, tuple(bases), tuple(found), core)
 
 
@@ -251,120 +235,6 @@ def _is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
 
 
-class _Core:
-    """Runs some nodes of a graph, given the others."""
-
-    def __init__(self, graph: fx.GraphModule, states: list[fx.Node], leaves: list[fx.Node], order: list[fx.Node]):
-        self._graph, self._given, self._order = graph, [*states, *leaves], order
-
-    def __call__(self, *given: Tensor) -> list[Tensor]:
-        known: dict[fx.Node, Any] = dict(zip(self._given, given, strict=True))
-        return compute(self._graph, self._order, known, torch.device("cpu"))
-
-
-def compute(graph: fx.GraphModule, nodes: Iterable[fx.Node], known: dict[fx.Node, Any], device: torch.device) -> Any:
-    """Run nodes of a graph on a device, beside those that are known, to which they are added; returns what the graph's output is."""
-    for node in nodes:
-        if node in known:
-            continue
-        if node.op == "output":
-            return [known[each] for each in pytree.tree_leaves(node.args[0])]
-        if node.op == "get_attr":
-            known[node] = getattr(graph, str(node.target)).to(device)
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": device}
-        known[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    return None
-
-
-def values_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
-    """(state, leaves) to the next state."""
-    return _made(parts.core, *_examples(parts, dtype))
-
-
-def tangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
-    """(state, tangents of the state, leaves) to the next state's tangents."""
-    count = parts.row.states
-
-    def push(*given: Tensor) -> Any:
-        state, tangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
-        return torch.func.jvp(lambda *z: parts.core(*z, *leaves), state, tangents)[1]
-
-    given = _examples(parts, dtype)
-    return _made(push, *given[:count], *given)
-
-
-def adjoint_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
-    """(state, cotangents of the next state, leaves) to the cotangents of the state."""
-    count = parts.row.states
-
-    def pull(*given: Tensor) -> Any:
-        state, cotangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
-        return torch.func.vjp(lambda *z: parts.core(*z, *leaves), *state)[1](list(cotangents))
-
-    given = _examples(parts, dtype)
-    return _made(pull, *given[:count], *map(torch.clone, given[:count]), *given[count:])
-
-
-def cotangent_graph(parts: Parts, dtype: torch.dtype) -> fx.GraphModule:
-    """(state, cotangents of the next state, leaves) to the cotangents of the leaves that are floating."""
-    count = parts.row.states
-
-    def pull(*given: Tensor) -> Any:
-        state, cotangents, leaves = given[:count], given[count : 2 * count], given[2 * count :]
-        real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point()]
-
-        def of_leaves(*some: Tensor) -> list[Tensor]:
-            every = list(leaves)
-            for i, leaf in zip(real, some, strict=True):
-                every[i] = leaf
-            return parts.core(*state, *every)
-
-        return torch.func.vjp(of_leaves, *[leaves[i] for i in real])[1](list(cotangents))
-
-    given = _examples(parts, dtype)
-    return _made(pull, *given[:count], *given)
-
-
-def _made(function: Callable, *examples: Tensor) -> fx.GraphModule:
-    """Traced on real numbers: forward mode has tensors of zeros that stand-ins know nothing of."""
-    # In inference mode, or on tensors that were made there, some versions of PyTorch differentiate nothing.
-    with torch.inference_mode(False), torch.enable_grad():
-        made = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS,
-                       tracing_mode="real")(*map(torch.clone, examples))  # fmt: skip
-    made.graph.eliminate_dead_code()
-    return made
-
-
-def _examples(parts: Parts, dtype: torch.dtype) -> list[Tensor]:
-    """Small tensors with the shapes of one row, on the CPU. Their values matter to nobody."""
-    holders = [node for node in parts.row.graph.graph.nodes if node.op == "placeholder"][: parts.row.states]
-    state = [torch.full(tuple(node.meta["val"].shape), 0.5, dtype=dtype) for node in holders]
-    return [*state, *(torch.full(leaf.shape, 0.5, dtype=dtype) if leaf.dtype.is_floating_point
-                      else torch.ones(leaf.shape, dtype=leaf.dtype) for leaf in parts.leaves)]  # fmt: skip
-
-
-def _reached(sources: Iterable[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
-    found = set(sources)
-    for node in nodes:
-        if node.op != "output" and any(each in found for each in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {node: None}
-    waiting = [node]
-    while waiting:
-        for each in waiting.pop().all_input_nodes:
-            if each not in found:
-                found[each] = None
-                waiting.append(each)
-    return list(found)
-
-
 def _values_of(node: fx.Node) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
 
@@ -381,7 +251,7 @@ def _is_number(node: fx.Node) -> bool:
 def _indices(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """What gives the places of numbers that are picked, where a step holds these itself."""
     picking = [node for node in nodes if getattr(node.target, "overloadpacket", None) in _PICKING]
-    given = [_ancestors(each) for node in picking for each in node.all_input_nodes]
+    given = [ancestors(each) for node in picking for each in node.all_input_nodes]
     return {each for every in given if all(one.op != "placeholder" for one in every) for each in every}
 
 
@@ -390,83 +260,19 @@ _PICKING = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.in
 
 def _is_constant(node: fx.Node, graph: fx.GraphModule) -> bool:
     """Whether a node is known while the code is written: indices, or one number."""
-    if any(each.op in ("placeholder", "get_attr") for each in _ancestors(node)):
+    needed = ancestors(node)
+    if any(each.op in ("placeholder", "get_attr") for each in needed):
         return False
     if not _values_of(node)[0].is_floating_point():
         return True
     known: dict[fx.Node, Any] = {}
-    for each in graph.graph.nodes:
-        if each in _ancestors(node):
-            args, kwargs = fx.map_arg((each.args, each.kwargs), lambda one: known[one])
-            known[each] = each.target(*args, **kwargs)
+    compute(graph, [each for each in graph.graph.nodes if each in needed], known, torch.device("cpu"))
     return len(set(known[node].reshape(-1).tolist())) <= 1
 
 
-def _is_elementwise(states: list[fx.Node], depending: list[fx.Node]) -> bool:
+def _is_elementwise(states: list[fx.Node], depending: Iterable[fx.Node]) -> bool:
     shape = states[0].meta["val"].shape
     return all(
         node.op == "placeholder" or (is_pointwise(node) and all(value.shape == shape for value in _values_of(node)))
         for node in depending
     ) and all(node.meta["val"].shape == shape for node in states)  # fmt: skip
-
-
-def _evaluate_hoisted(
-    row: OneRow, bases: tuple[Base, ...], nodes: list[fx.Node], outside: list[Tensor], device: torch.device
-) -> list[Tensor]:
-    """By vmap over steps and rows; what depends on neither is computed once."""
-    wanted = [base.node for base in bases]
-    needed = {each for node in wanted for each in _ancestors(node)}
-    order = [node for node in row.graph.graph.nodes if node in needed]
-    steps = set(nodes[: row.inputs])
-
-    have = dict(zip(nodes, outside, strict=True))
-    rows = {node for node, has in zip(nodes, row.has_rows, strict=True) if has}
-    changing = _reached([*steps, *rows], order)
-    fixed = {node: have[node] for node in order if node in have and node not in changing}
-    compute(row.graph, [node for node in order if node not in changing], fixed, device)
-    moving = [node for node in order if node in changing and node in have]
-    late = [node for node in wanted if node in changing and node not in have]
-
-    def of_one(*values: Tensor) -> list[Tensor]:
-        known = {**fixed, **dict(zip(moving, values, strict=True))}
-        compute(row.graph, order, known, device)
-        return [known[node] for node in late]
-
-    found = {**fixed, **{node: have[node] for node in moving}}
-    if late:
-        found.update(zip(late, _over_steps_and_rows(of_one, [have[n] for n in moving], [n in steps for n in moving],
-                                                    [n in rows for n in moving],
-                                                    [(n in _reached(steps, order), n in _reached(rows, order)) for n in late],
-                                                    row.batch_dims), strict=True))  # fmt: skip
-    return [found[base.node] for base in bases]
-
-
-def _over_steps_and_rows(
-    function: Callable,
-    tensors: list[Tensor],
-    by_step: list[bool],
-    by_row: list[bool],
-    wanted: list[tuple[bool, bool]],
-    ones: int,
-) -> list[Tensor]:
-    """``function`` of one row at one step, for all; results [L, rows, ...], without either where they do not depend on it."""
-    prepared = [
-        tensor.reshape(*tensor.shape[: step + 1], *(1,) * ones, *tensor.shape[step + 1 :]) if row else tensor
-        for tensor, step, row in zip(tensors, by_step, by_row, strict=True)  # one row has dimensions of its own
-    ]
-    results: list[Tensor | None] = [None] * len(wanted)
-    for steps, rows in dict.fromkeys(wanted):
-        at = [i for i, each in enumerate(wanted) if each == (steps, rows)]
-
-        def some(*values: Tensor, at: list[int] = at) -> list[Tensor]:
-            found = function(*values)
-            return [found[i] for i in at]
-
-        mapped, inner = some, prepared
-        if rows:
-            mapped = torch.vmap(mapped, tuple(0 if row else None for row in by_row))
-        if steps:
-            mapped = torch.vmap(mapped, tuple(0 if step else None for step in by_step))
-        for i, value in zip(at, mapped(*inner), strict=True):
-            results[i] = value
-    return [each for each in results if each is not None]

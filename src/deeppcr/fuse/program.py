@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..sequence.layout import Layout
+from .derivatives import cotangent_graph, tangent_graph, values_graph
 from .expressions import Code, NotCovered, Scalar, Value
-from .operations import evaluate, is_pointwise, kind_of_dtype, pointwise
-from .parts import Leaf, Parts, cotangent_graph, take_apart, tangent_graph, values_graph
+from .operations import evaluate, interpreted, is_pointwise, kind_of_dtype, pointwise
+from .parts import Leaf, Parts, take_apart
 from .tile_program import WIDEST, TileProgram
 from .trace import OneRow
 
@@ -131,9 +131,8 @@ class Program:
 
     def _arrays_of_state(self, scalars: list[Any]) -> list[np.ndarray]:
         """One array for each leaf of the state."""
-        holders = [node for node in self.parts.row.graph.graph.nodes if node.op == "placeholder"]
         arrays, at = [], 0
-        for node in holders[: self.parts.row.states]:
+        for node in self.parts.row.state_nodes:
             shape = () if self.elementwise else tuple(node.meta["val"].shape)
             count = int(np.prod(shape, dtype=int))
             array = np.empty(count, dtype=object)
@@ -172,19 +171,12 @@ class Program:
 
 def _evaluate_channel(graph: fx.GraphModule, inputs: list[Scalar], code: Code) -> list[np.ndarray]:
     """One channel of an elementwise graph: all tensors are one number."""
-    known: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(remaining)
-        elif node.op == "output":
-            return [np.array(known[each] if isinstance(each, fx.Node) else each, dtype=object)
-                    for each in pytree.tree_leaves(node.args)]  # fmt: skip
-        elif node.op == "get_attr":
-            known[node] = _only(getattr(graph, str(node.target)))
-        else:
-            known[node] = _channel_of(node, fx.map_arg(node.args, lambda each: known[each]), code)
-    raise AssertionError("a graph has an output")
+
+    def call(node: fx.Node, arguments: Any, _: Any) -> Scalar:
+        return _channel_of(node, arguments, code)
+
+    found = interpreted(graph.graph, inputs, lambda name: _only(getattr(graph, name)), call)
+    return [np.array(each, dtype=object) for each in found]
 
 
 def _channel_of(node: fx.Node, arguments: Any, code: Code) -> Scalar:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..runtime import full_precision
 from ..sequence.layout import Layout
 from ..sequence.rows import rounding_of, rows_that_differ, sizes_of
-from .parts import compute
+from .hoisted import compute
 from .trace import OneRow, StandIns, on_leaves
 
 #: By so much numbers are varied around those of the call.
@@ -39,8 +39,7 @@ def rows_agree(
     """
     call, given = on_leaves(step, layout, inputs)
     leaves, have_rows = [*pytree.tree_leaves(z0), *given], [True] * row.states + list(row.has_rows)
-    nodes, batch = list(row.graph.graph.nodes), len(layout.batch_shape)
-    holders = [node for node in nodes if node.op == "placeholder"]
+    nodes, holders, batch = row.nodes, row.given_nodes, len(layout.batch_shape)
     places = sorted({0, layout.rows // 2, layout.rows - 1})
     nudge = 1 + _NUDGED * torch.finfo(layout.dtype).eps
 

@@ -11,20 +11,12 @@ from collections.abc import Callable
 from .expressions import Code, NotCovered, Scalar, Value, is_number, kind_of
 
 
-def _same(code: Code, a: Scalar, *_: Scalar, **__: object) -> Scalar:
-    return a
-
-
 def _add(code: Code, a: Scalar, b: Scalar, *, alpha: float = 1) -> Scalar:
     return code.add(a, code.mul(alpha, b))
 
 
 def _sub(code: Code, a: Scalar, b: Scalar, *, alpha: float = 1) -> Scalar:
     return code.sub(a, code.mul(alpha, b))
-
-
-def _rsub(code: Code, a: Scalar, b: Scalar, alpha: float = 1) -> Scalar:
-    return _sub(code, b, a, alpha=alpha)
 
 
 def _div(code: Code, a: Scalar, b: Scalar, *, rounding_mode: str | None = None) -> Scalar:
@@ -129,10 +121,6 @@ def _clamp(code: Code, a: Scalar, min: Scalar | None = None, max: Scalar | None 
     return a if max is None else _minimum(code, a, max)
 
 
-def _hardtanh(code: Code, a: Scalar, min_val: Scalar = -1, max_val: Scalar = 1) -> Scalar:
-    return _clamp(code, a, min_val, max_val)
-
-
 def _isnan(code: Code, a: Scalar) -> Scalar:
     return code.compare("!=", a, a) if kind_of(a) == "real" else False
 
@@ -141,25 +129,9 @@ def _isinf(code: Code, a: Scalar) -> Scalar:
     return code.compare("==", code.abs(a), math.inf) if kind_of(a) == "real" else False
 
 
-def _isfinite(code: Code, a: Scalar) -> Scalar:
-    return code.compare("<", code.abs(a), math.inf) if kind_of(a) == "real" else True
-
-
 def _sign(code: Code, a: Scalar) -> Scalar:
     one, zero = code.promote(code.promote(1, a)[0], 0)
     return code.where(code.compare(">", a, 0), one, code.where(code.compare("<", a, 0), code.neg(one), zero))
-
-
-def _sigmoid(code: Code, a: Scalar) -> Scalar:
-    return code.div(1.0, code.add(1.0, code.call("exp", code.neg(code.cast(a, "real")))))
-
-
-def _relu(code: Code, a: Scalar) -> Scalar:
-    return _maximum(code, a, 0)
-
-
-def _leaky_relu(code: Code, a: Scalar, negative_slope: float = 0.01) -> Scalar:
-    return code.where(code.compare(">", a, 0), a, code.mul(a, negative_slope))
 
 
 def _elu(code: Code, a: Scalar, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Scalar:
@@ -180,10 +152,6 @@ def _softplus(code: Code, a: Scalar, beta: float = 1, threshold: float = 20) -> 
     scaled = code.mul(a, beta)
     bend = code.div(code.call("log1p", code.call("exp", scaled)), beta)
     return code.where(code.compare(">", scaled, threshold), a, bend)
-
-
-def _mish(code: Code, a: Scalar) -> Scalar:
-    return code.mul(a, code.call("tanh", code.call("log1p", code.call("exp", a))))
 
 
 def _logaddexp(code: Code, a: Scalar, b: Scalar) -> Scalar:
@@ -240,14 +208,6 @@ def _bitwise_not(code: Code, a: Scalar) -> Scalar:
     return code.emit(f"~{a.name}", "int", a) if isinstance(a, Value) else ~int(a)
 
 
-def _of_function(name: str) -> Callable:
-    return lambda code, *arguments: code.call(name, *arguments)
-
-
-def _of_comparison(sign: str) -> Callable:
-    return lambda code, a, b: code.compare(sign, a, b)
-
-
 #: which do nothing but, perhaps, change the dtype
 COPIES = (
     "alias",
@@ -267,9 +227,9 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 #: by the name of the operation, without its overload
 POINTWISE: dict[str, Callable[..., Scalar]] = {
-    **dict.fromkeys(COPIES, _same),
-    **{name: _of_function(name) for name in _SAME_NAME},
-    **{name: _of_comparison(sign) for name, sign in _COMPARISONS.items()},
+    **dict.fromkeys(COPIES, lambda code, a, *_, **__: a),
+    **{name: lambda code, *arguments, name=name: code.call(name, *arguments) for name in _SAME_NAME},
+    **{name: lambda code, a, b, sign=sign: code.compare(sign, a, b) for name, sign in _COMPARISONS.items()},
     **{name: _whole(name) for name in ("ceil", "floor", "trunc")},
     "abs": lambda code, a: code.abs(a),
     "add": _add,
@@ -285,11 +245,13 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "elu": _elu,
     "fmod": _fmod,
     "gelu": _gelu,
-    "hardtanh": _hardtanh,
-    "isfinite": _isfinite,
+    "hardtanh": lambda code, a, min_val=-1, max_val=1: _clamp(code, a, min_val, max_val),
+    "isfinite": lambda code, a: code.compare("<", code.abs(a), math.inf) if kind_of(a) == "real" else True,
     "isinf": _isinf,
     "isnan": _isnan,
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": lambda code, a, negative_slope=0.01: code.where(
+        code.compare(">", a, 0), a, code.mul(a, negative_slope)
+    ),
     "logaddexp": _logaddexp,
     "logical_and": lambda code, a, b: code.both(a, b),
     "logical_not": lambda code, a: code.invert(a),
@@ -298,17 +260,17 @@ POINTWISE: dict[str, Callable[..., Scalar]] = {
     "masked_fill": lambda code, a, mask, value: code.where(mask, value, a),
     "maximum": _maximum,
     "minimum": _minimum,
-    "mish": _mish,
+    "mish": lambda code, a: code.mul(a, code.call("tanh", code.call("log1p", code.call("exp", a)))),
     "mul": lambda code, a, b: code.mul(a, b),
     "neg": lambda code, a: code.neg(a),
     "pow": _pow,
     "reciprocal": lambda code, a: code.div(1.0, a),
-    "relu": _relu,
+    "relu": lambda code, a: _maximum(code, a, 0),
     "remainder": _remainder,
     "round": _round,
-    "rsub": _rsub,
+    "rsub": lambda code, a, b, alpha=1: _sub(code, b, a, alpha=alpha),
     "sgn": _sign,
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda code, a: code.div(1.0, code.add(1.0, code.call("exp", code.neg(code.cast(a, "real"))))),
     "sign": _sign,
     "sinc": _sinc,
     "softplus": _softplus,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 
+from .hoisted import reached
 from .operations import is_pointwise
 from .trace import OneRow
 
@@ -26,26 +27,17 @@ def pushed(row: OneRow) -> OneRow:
     graph = fx.Graph()
     found = graph.graph_copy(row.graph.graph, {})
     graph.output(found)
-    module = fx.GraphModule(row.graph, graph)
-    holders = [node for node in graph.nodes if node.op == "placeholder"][: row.states]
+    moved = replace(row, graph=fx.GraphModule(row.graph, graph))
     rewriter = _Rewriter(graph)
     changed = True
     while changed:
-        depends = _depending(holders, graph)
+        depends = reached(moved.state_nodes, graph.nodes)
         rewritten = [_rewritten(node, rewriter) for node in list(graph.nodes) if node in depends and node.users]
         changed = any(rewritten)
         graph.eliminate_dead_code()
     graph.lint()
-    module.recompile()
-    return replace(row, graph=module)
-
-
-def _depending(sources: list[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    found = set(sources)
-    for node in graph.nodes:
-        if node.op == "call_function" and any(each in found for each in node.all_input_nodes):
-            found.add(node)
-    return found
+    moved.graph.recompile()
+    return moved
 
 
 class _Rewriter:

@@ -72,23 +72,9 @@ def lives_on(size, before, largest, rtol):
 
 @triton.jit
 def note(
-    largest,
-    missed,
-    rough,
-    borne,
-    hidden,
-    found,
-    unsettled,
-    taken,
-    residual,
-    r,
-    rows,
-    inside,
-    passes,
-    limit,
-    roughest,
-    linear,
-):
+    largest, missed, rough, borne, hidden, found, unsettled, taken, residual,
+    r, rows, inside, passes, limit, roughest, linear,
+):  # fmt: skip
     """What a pass found of lanes ``r``.
 
     Args:

@@ -10,37 +10,11 @@ Shapes: L steps in N chunks, R lanes (rows, times channels of an elementwise ste
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from .expressions import Scalar, Value
 from .program import Program, Read
-from .text import NAME, for_each, for_pairs, kernel_text, module_text
-
-
-def forward_source(program: Program) -> str:
-    """The module with ``roll``."""
-    return module_text(program.dtype, _roll(program))
-
-
-def backward_source(program: Program) -> str:
-    """The module with ``sweep``."""
-    return module_text(program.dtype, _sweep(program))
-
-
-class _Lines:
-    """The lines that some results need: of all steps, and of one, with what they read."""
-
-    def __init__(self, program: Program, results: list[Scalar]):
-        code = program.code
-        self.before, self.body = code.lines(0, results), code.lines(1, results)
-        words = set(NAME.findall("\n".join([*self.before, *self.body])))
-        words |= {each.name for each in results if isinstance(each, Value)}
-        words |= {code.text(each) for each in results}
-        self.numbers = sorted((w for w in words if re.fullmatch(r"n\d+", w)), key=lambda w: int(w[1:]))
-        reads = [read for read in program.reads if read.value.name in words]
-        self.fixed = [read for read in reads if read.value.level == 0]
-        self.moving = [read for read in reads if read.value.level == 1]
+from .text import RESETS, Lines, for_each, for_pairs, kernel_text
 
 
 def _load(program: Program, read: Read, mask: str) -> str:
@@ -64,7 +38,7 @@ def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
     return pointers, strides
 
 
-def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
+def _addresses(program: Program, lines: Lines, begin: str) -> list[str]:
     used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
     found = []
     for i in used:
@@ -79,11 +53,11 @@ def _addresses(program: Program, lines: _Lines, begin: str) -> list[str]:
     return found
 
 
-def _advance(program: Program, lines: _Lines, sign: str) -> list[str]:
+def _advance(program: Program, lines: Lines, sign: str) -> list[str]:
     return [f"a{i} {sign}= step{i}" for i in sorted({read.leaf for read in lines.moving})]
 
 
-def _prologue(program: Program, lines: _Lines, begin: str) -> list[str]:
+def _prologue(program: Program, lines: Lines, begin: str) -> list[str]:
     return [
         *(f"{name} = tl.load(numbers + {name[1:]})" for name in lines.numbers),
         *_addresses(program, lines, begin),
@@ -103,12 +77,7 @@ def _begin(width: int) -> list[str]:
         "c = r % channels",
         f"at = b * ({width} * channels) + c  # of its first number among those of all lanes",
         "live = inside & ~settled(found, passes, r, rows, inside)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    tl.store(unsettled + limit + 2, 0)",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
+        *RESETS,
         "if tl.sum(live.to(tl.int32), 0) > 0:",
     ]
 
@@ -128,10 +97,10 @@ def _inner(program: Program, row: Sequence[Scalar], column: Sequence[Scalar]) ->
     return total
 
 
-def _roll(program: Program) -> str:
+def roll(program: Program) -> str:
     width, code = program.width, program.code
     products = _product_scalars(program)
-    plain, whole = _Lines(program, program.values), _Lines(program, [*program.values, *products])
+    plain, whole = Lines(program, program.values), Lines(program, [*program.values, *products])
     pointers, strides = _leaf_arguments(program)
     next_state = [f"y{k} = {code.text(value)} + tl.zeros_like(z{k})" if not isinstance(value, Value) else
                   f"y{k} = {code.text(value)}" for k, value in enumerate(program.values)]  # fmt: skip
@@ -209,7 +178,7 @@ def _roll(program: Program) -> str:
     return kernel_text("roll", arguments, ["PRODUCT", "WHOLE", "ALL", "BLOCK", "STAGES"], doc, lines)
 
 
-def _sweep(program: Program) -> str:
+def sweep(program: Program) -> str:
     width, code = program.width, program.code
     jacobian = program.jacobian
     columns = [[jacobian[i][k] for i in range(width)] for k in range(width)]  # the transpose's rows
@@ -219,8 +188,8 @@ def _sweep(program: Program) -> str:
     ]
     pulled = [_inner(program, columns[i], program.adjoint) for i in range(width)]
     of_reads = program.cotangents
-    as_map, with_them = _Lines(program, [*maps, *pulled]), _Lines(program, [*pulled, *(value for _, value in of_reads)])
-    both = _Lines(program, [*maps, *pulled, *(value for _, value in of_reads)])
+    as_map, with_them = Lines(program, [*maps, *pulled]), Lines(program, [*pulled, *(value for _, value in of_reads)])
+    both = Lines(program, [*maps, *pulled, *(value for _, value in of_reads)])
     pointers, strides = _leaf_arguments(program)
     outputs = [f"g{i}" for i in range(len(program.leaves))]
     strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
-from .expressions import FUNCTIONS
+from .expressions import FUNCTIONS, Scalar
+from .program import Program
+from .tile_program import TileProgram
 
 #: What a kernel may take from ``support``.
 _SUPPORT = {"FAR", "SMOOTH", "finite_or_zero", "in_units", "lives_on", "note", "settled"}
-NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+#: The first program resets what a pass counts.
+RESETS = (
+    "if (tl.program_id(0) == 0) & (not WHOLE):",
+    "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
+    "    tl.store(unsettled + limit + 2, 0)",
+    "    if passes == 0:",
+    "        tl.store(unsettled + limit, 0)",
+    "        tl.store(unsettled + limit + 1, 0)",
+)
+
+
+class Lines:
+    """The lines that some results need: of all steps, and of one, with what they read."""
+
+    def __init__(self, program: Program | TileProgram, results: list[Scalar]):
+        code = program.code
+        self.results = results
+        self.before: list[str] = code.lines(0, results)
+        self.body: list[str] = code.lines(1, results)
+        words = set(_NAME.findall("\n".join([*self.before, *self.body]))) | {code.text(each) for each in results}
+        self.numbers: list[str] = sorted((w for w in words if re.fullmatch(r"n\d+", w)), key=lambda w: int(w[1:]))
+        reads = [read for read in program.reads if read.value.name in words]
+        self.fixed: list[Any] = [read for read in reads if read.value.level == 0]
+        self.moving: list[Any] = [read for read in reads if read.value.level == 1]
 
 
 def module_text(dtype: torch.dtype, *kernels: str) -> str:
-    names = {name for text in kernels for name in NAME.findall(text)}
+    names = {name for text in kernels for name in _NAME.findall(text)}
     functions, support = sorted(names & set(FUNCTIONS)), sorted(names & _SUPPORT)
     head = [
         '"""A step and what runs it: made by deeppcr.fuse."""',

@@ -14,9 +14,10 @@ import torch
 
 from ..launch import next_power_of_2
 from ..sequence.layout import Layout
+from .derivatives import adjoint_graph, cotangent_graph, tangent_graph, values_graph
 from .expressions import Code, NotCovered, Value
 from .operations import kind_of_dtype
-from .parts import Leaf, Parts, adjoint_graph, cotangent_graph, tangent_graph, values_graph
+from .parts import Leaf, Parts
 from .tile_rules import evaluate
 from .tiles import Tile, Tiles, padded
 

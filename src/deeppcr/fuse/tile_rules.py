@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered, Value
-from .operations import is_pointwise, name_of, pointwise
-from .tiles import MOST_SUMMED, Combination, Shape, Tile, Tiles, has_lead, has_padding, padded
+from .operations import interpreted, is_pointwise, name_of, pointwise
+from .tangents import Combination, combined, has_lead, solid
+from .tiles import MOST_SUMMED, Shape, Tile, Tiles, has_padding, padded
 
 #: Numbers of the largest tile.
 _MOST = 2**16
@@ -135,22 +137,6 @@ def _added(rule: Callable) -> Callable:
     return added
 
 
-def _view(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.reshaped(a, _shape_of(node))
-
-
-def _permute(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
-    return tiles.permuted(a, dims)
-
-
-def _expand(tiles: Tiles, node: fx.Node, a: Tile, *_: Any, **__: Any) -> Tile:
-    return tiles.expanded(a, _shape_of(node))
-
-
-def _select(tiles: Tiles, node: fx.Node, a: Tile, dim: int, index: int) -> Tile:
-    return tiles.picked(a, dim, index, _shape_of(node))
-
-
 def _slice(
     tiles: Tiles, node: fx.Node, a: Tile, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tile:
@@ -208,10 +194,6 @@ def _flip(tiles: Tiles, node: fx.Node, a: Tile, dims: Sequence[int]) -> Tile:
     return a
 
 
-def _cat(tiles: Tiles, node: fx.Node, parts: list[Tile], dim: int = 0) -> Tile:
-    return tiles.joined(parts, dim, _shape_of(node))
-
-
 def _slice_scatter(
     tiles: Tiles, node: fx.Node, a: Tile, source: Tile, dim: int = 0, start=None, end=None, step: int = 1
 ) -> Tile:
@@ -232,15 +214,17 @@ def _pad(tiles: Tiles, node: fx.Node, a: Tile, pad: Sequence[int], value: float 
 
 #: What tracing leaves of PyTorch's operations, beside those that go number by number.
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
+    **dict.fromkeys(
+        ("view", "squeeze", "unsqueeze"), lambda tiles, node, a, *_, **__: tiles.reshaped(a, _shape_of(node))
+    ),
     "addmm": _added(_mm),
     "addmv": _added(_mv),
     "amax": _extreme("max", -math.inf),
     "amin": _extreme("min", math.inf),
     "bmm": _bmm,
-    "cat": _cat,
+    "cat": lambda tiles, node, parts, dim=0: tiles.joined(parts, dim, _shape_of(node)),
     "constant_pad_nd": _pad,
-    "expand": _expand,
+    "expand": lambda tiles, node, a, *_, **__: tiles.expanded(a, _shape_of(node)),
     "flip": _flip,
     "index": _index,
     "index_put": _index_put,
@@ -248,8 +232,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mean": _mean,
     "mm": _mm,
-    "permute": _permute,
-    "select": _select,
+    "permute": lambda tiles, node, a, dims: tiles.permuted(a, dims),
+    "select": lambda tiles, node, a, dim, index: tiles.picked(a, dim, index, _shape_of(node)),
     "slice": _slice,
     "slice_scatter": _slice_scatter,
     "split_with_sizes": _split,
@@ -272,19 +256,12 @@ def evaluate(graph: fx.GraphModule, inputs: list[Tile], tiles: Tiles) -> list[Ti
     Raises:
         NotCovered: an operation has no rule, or a tile is too large
     """
-    known: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(remaining)
-        elif node.op == "output":
-            return [tiles.tile(tiles.solid(known[each])) for each in pytree.tree_leaves(node.args)]
-        elif node.op == "get_attr":
-            known[node] = getattr(graph, str(node.target))
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known[each])
-            known[node] = _called(node, args, kwargs, tiles)
-    raise ValueError("the graph has no output")
+
+    def called(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _called(node, args, kwargs, tiles)
+
+    found = interpreted(graph.graph, inputs, partial(getattr, graph), called)
+    return [tiles.tile(solid(tiles, each)) for each in found]
 
 
 def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> Any:
@@ -306,7 +283,7 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     rule = _RULES.get(name)
     if rule is None:
         raise NotCovered(f"{name_of(node.target)} is not covered")
-    args = pytree.tree_map(tiles.solid, args)
+    args = pytree.tree_map(partial(solid, tiles), args)
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
     converted = pytree.tree_map_only(Tensor, lambda each: tiles.tile(each) if each.is_floating_point() else each, args)
     return rule(tiles, node, *converted, **options)
@@ -324,10 +301,10 @@ _LIKE: dict[str, Callable[..., Any]] = {
 def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:
     shape = _shape_of(node)
     if any(map(has_lead, args)) and "alpha" not in node.kwargs:
-        combined = tiles.combined(name, shape, list(args))
-        if combined is not None:
-            return combined
-    given = [tiles.tile(each) if isinstance(each, Tile | Tensor) else each for each in map(tiles.solid, args)]
+        together = combined(tiles, name, shape, list(args))
+        if together is not None:
+            return together
+    given = [tiles.tile(each) if isinstance(each, Tile | Tensor) else each for each in map(partial(solid, tiles), args)]
     found = [each for each in given if isinstance(each, Tile)]
     lead = any(each.lead for each in found)
     values = [tiles.spread(each, shape, lead) if isinstance(each, Tile) else each for each in given]

@@ -9,34 +9,9 @@ from __future__ import annotations
 import re
 
 from .expressions import Scalar, Value
-from .text import NAME, kernel_text, module_text
+from .text import RESETS, Lines, kernel_text
 from .tile_program import Read, TileProgram, state_strides
 from .tiles import Tile
-
-
-def forward_source(program: TileProgram) -> str:
-    """The module with ``roll``."""
-    return module_text(program.dtype, _roll(program))
-
-
-def backward_source(program: TileProgram) -> str:
-    """The module with ``sweep``."""
-    return module_text(program.dtype, _sweep(program))
-
-
-class _Lines:
-    """The lines that some tiles need: of all steps, and of one, with what they read."""
-
-    def __init__(self, program: TileProgram, results: list[Scalar]):
-        code = program.code
-        self.results = results
-        self.before, self.body = code.lines(0, results), code.lines(1, results)
-        words = set(NAME.findall("\n".join([*self.before, *self.body])))
-        words |= {code.text(each) for each in results}
-        self.numbers = sorted((w for w in words if re.fullmatch(r"n\d+", w)), key=lambda w: int(w[1:]))
-        reads = [read for read in program.reads if read.value.name in words]
-        self.fixed = [read for read in reads if read.value.level == 0]
-        self.moving = [read for read in reads if read.value.level == 1]
 
 
 class _Places:
@@ -94,7 +69,7 @@ def _leaf_arguments(program: TileProgram) -> tuple[list[str], list[str]]:
     return pointers, strides
 
 
-def _addresses(program: TileProgram, lines: _Lines, begin: str) -> list[str]:
+def _addresses(program: TileProgram, lines: Lines, begin: str) -> list[str]:
     """Where leaves begin, in words that tell the compiler how far apart the least of them are: EVEN, by four numbers."""
     even, found = [], []
     for i in sorted({read.leaf for read in (*lines.fixed, *lines.moving)}):
@@ -107,7 +82,7 @@ def _addresses(program: TileProgram, lines: _Lines, begin: str) -> list[str]:
     return [*(["if EVEN:", *even] if even else []), *found]
 
 
-def _advance(program: TileProgram, lines: _Lines, sign: str) -> list[str]:
+def _advance(program: TileProgram, lines: Lines, sign: str) -> list[str]:
     moving = sorted({read.leaf for read in lines.moving if program.leaves[read.leaf].per_step})
     return [f"a{i} {sign}= step{i}" for i in moving]
 
@@ -143,12 +118,7 @@ def _program_lines() -> list[str]:
         "block = tl.program_id(0) % BLOCKS",
         "n = (pair // rows).to(tl.int64)",
         "b = (pair % rows).to(tl.int64)",
-        "if (tl.program_id(0) == 0) & (not WHOLE):",
-        "    tl.store(unsettled + passes, 0)  # before anybody adds to it",
-        "    tl.store(unsettled + limit + 2, 0)",
-        "    if passes == 0:",
-        "        tl.store(unsettled + limit, 0)",
-        "        tl.store(unsettled + limit + 1, 0)",
+        *RESETS,
         "if (block == 0) & (n == 0) & (not WHOLE):",
         "    tl.store(worst + b, 0.0)",
         "    tl.store(worst + rows + b, 0.0)",
@@ -171,11 +141,11 @@ def _indented(lines: list[str], depth: int = 1) -> list[str]:
     return ["    " * depth + line for line in lines]
 
 
-def _roll(program: TileProgram) -> str:
+def roll(program: TileProgram) -> str:
     width, count = program.width, len(program.shapes)
     tangents = [_with_lead(program, tile) for tile in program.tangents]
-    plain = _Lines(program, [tile.value for tile in program.values])
-    whole = _Lines(program, [tile.value for tile in (*program.values, *tangents)])
+    plain = Lines(program, [tile.value for tile in program.values])
+    whole = Lines(program, [tile.value for tile in (*program.values, *tangents)])
     places = _Places(program)
     spots = [places.of_state(at) for at in range(count)]
     pointers, strides = _leaf_arguments(program)
@@ -263,13 +233,13 @@ def _roll(program: TileProgram) -> str:
     )
 
 
-def _sweep(program: TileProgram) -> str:
+def sweep(program: TileProgram) -> str:
     width, count = program.width, len(program.shapes)
     maps = [_with_lead(program, tile) for tile in program.adjoints]
     single, of_reads = program.adjoint, program.cotangents
-    as_map = _Lines(program, [tile.value for tile in (*maps, *single)])
-    with_them = _Lines(program, [*(tile.value for tile in single), *(tile.value for _, tile in of_reads)])
-    both = _Lines(program, [*as_map.results, *with_them.results])
+    as_map = Lines(program, [tile.value for tile in (*maps, *single)])
+    with_them = Lines(program, [*(tile.value for tile in single), *(tile.value for _, tile in of_reads)])
+    both = Lines(program, [*as_map.results, *with_them.results])
     places = _Places(program)
     spots = [places.of_state(at) for at in range(count)]
     tangent_spots = [places.of_state(at, lead=True) for at in range(count)]

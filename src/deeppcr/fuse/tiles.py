@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..launch import next_power_of_2
 from .expressions import Code, NotCovered, Scalar, Value
-from .scalars import COPIES
 
 Shape = tuple[int, ...]
 
@@ -57,21 +55,6 @@ class Tile:
     def at(self, axis: int) -> int:
         """Where a dimension of the tensor stands in the tile."""
         return self.lead + self.axes.index(axis)
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A tensor of tangents as a sum, each term a tile of tangents times a tile that has none.
-
-    Factors of rows meet here before tangents are touched, which are so many more.
-
-    Attributes:
-        shape: of the tensor
-        terms: (factor, tangents)
-    """
-
-    shape: Shape
-    terms: tuple[tuple[Tile, Tile], ...]
 
 
 def padded(size: int) -> int:
@@ -211,89 +194,6 @@ class Tiles:
         values = [tile.value for tile in tiles]
         assert isinstance(values[0], Value)
         return self.code.emit(text.format(*map(self.code.text, values)), values[0].kind, *values)
-
-    # Tangents.
-
-    def solid(self, each: Any) -> Any:
-        """A combination as one tile."""
-        if not isinstance(each, Combination):
-            return each
-        total: Scalar = 0.0
-        for factor, tangents in each.terms:
-            value = self.code.mul(self.spread(tangents, each.shape, True), self.spread(factor, each.shape, True))
-            total = self.code.add(total, value)
-        found = replace(self.whole(total, each.shape, [tile for term in each.terms for tile in term]), lead=True)
-        only = each.terms[0] if len(each.terms) == 1 else None
-        clean = only is not None and only[0].value == 1 and only[1].clean and only[1].shape == each.shape
-        return replace(found, clean=clean)
-
-    def combined(self, name: str, shape: Shape, args: list[Any]) -> Combination | None:
-        """What an operation that is linear in tangents makes of them; None where it is not."""
-        tangents = [isinstance(each, Combination) or (isinstance(each, Tile) and each.lead) for each in args]
-        if name in ("neg", *COPIES) and len(args) == 1:
-            return self._scaled(args[0], Tile(-1.0 if name == "neg" else 1.0, ()), shape)
-        if name == "mul" and sum(tangents) == 1:
-            one, other = args if tangents[0] else args[::-1]
-            return self._scaled(one, self.tile(other), shape)
-        if name == "div" and tangents == [True, False]:
-            other = self.tile(args[1])
-            if isinstance(other.value, Value):
-                return self._scaled(args[0], replace(other, value=self.code.div(1.0, other.value), clean=False), shape)
-            return self._scaled(args[0], Tile(1.0 / other.value, ()), shape)
-        if name in ("add", "sub") and len(args) == 2:
-            return self._summed(args, [1.0, -1.0 if name == "sub" else 1.0], shape)
-        if name == "where" and not tangents[0]:
-            if not all(has_lead(each) or self._is_zero(each) for each in args[1:]):
-                return None
-            parts = [
-                self._chosen(self.tile(args[0]), each, shape, yes)
-                for each, yes in zip(args[1:], (True, False), strict=True)
-            ]
-            return self._summed(parts, [1.0, 1.0], shape)
-        return None
-
-    def _chosen(self, condition: Tile, each: Any, shape: Shape, yes: bool) -> Combination:
-        """Tangents where a condition holds (or does not), else zero: also where their factors are infinite."""
-        terms = []
-        for factor, tangents in self._terms(each):
-            common = tuple(torch.broadcast_shapes(condition.shape, factor.shape))
-            own = self.spread(factor, common, False)
-            choices = (own, 0.0) if yes else (0.0, own)
-            value = self.code.where(self.spread(condition, common, False), *choices)
-            terms.append((self.whole(value, common, [condition, factor]), tangents))
-        return Combination(shape, tuple(terms))
-
-    @staticmethod
-    def _is_zero(each: Any) -> bool:
-        value = each.value if isinstance(each, Tile) else each
-        return isinstance(value, int | float) and value == 0
-
-    def _terms(self, each: Any) -> tuple[tuple[Tile, Tile], ...]:
-        if isinstance(each, Combination):
-            return each.terms
-        return () if self._is_zero(each) else ((Tile(1.0, ()), each),)
-
-    def _scaled(self, each: Any, factor: Tile, shape: Shape) -> Combination:
-        return Combination(shape, tuple((self._times(own, factor), tangents) for own, tangents in self._terms(each)))
-
-    def _times(self, a: Tile, b: Tile) -> Tile:
-        shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
-        value = self.code.mul(self.spread(a, shape, False), self.spread(b, shape, False))
-        return self.whole(value, shape, [a, b])
-
-    def _summed(self, parts: list[Any], signs: list[float], shape: Shape) -> Combination | None:
-        if not all(has_lead(each) or self._is_zero(each) for each in parts):
-            return None
-        found: dict[Tile, Tile] = {}
-        for each, sign in zip(parts, signs, strict=True):
-            for factor, tangents in self._scaled(each, Tile(sign, ()), shape).terms:
-                known = found.get(tangents)
-                if known is not None:
-                    common = tuple(torch.broadcast_shapes(known.shape, factor.shape))
-                    values = [self.spread(one, common, False) for one in (known, factor)]
-                    factor = self.whole(self.code.add(*values), common, [known, factor])
-                found[tangents] = factor
-        return Combination(shape, tuple((factor, tangents) for tangents, factor in found.items()))
 
     # Sums.
 
@@ -476,7 +376,3 @@ class Tiles:
             found = self.replaced(found, tile, axis, at, at + tile.shape[axis])
             at += tile.shape[axis]
         return found
-
-
-def has_lead(each: Any) -> bool:
-    return isinstance(each, Combination) or (isinstance(each, Tile) and each.lead)

@@ -52,6 +52,29 @@ class OneRow:
     has_rows: tuple[bool, ...]
     batch_dims: int
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.graph.graph.nodes)
+
+    @property
+    def given_nodes(self) -> list[fx.Node]:
+        """Those of what the graph is given: of the state, of the inputs, closures."""
+        return [node for node in self.nodes if node.op == "placeholder"]
+
+    @property
+    def state_nodes(self) -> list[fx.Node]:
+        return self.given_nodes[: self.states]
+
+    @property
+    def outside_nodes(self) -> list[fx.Node]:
+        """Those of the inputs and closures."""
+        return self.given_nodes[self.states :]
+
+    def sources(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What differs from step to step, and what differs from row to row."""
+        outside = self.outside_nodes
+        return outside[: self.inputs], [node for node, rows in zip(outside, self.has_rows, strict=True) if rows]
+
 
 class StandIns(TorchFunctionMode):
     """Meanwhile the tensors that a function closes over are replaced; those that are not known yet, by stand-ins of their own."""

@@ -168,20 +168,6 @@ def note_rows(worst, found, unsettled, taken, residual, rows, passes, limit, rou
     rough = tl.load(worst + 2 * rows + r, mask=alive, other=0.0)
     hidden = tl.load(worst + 3 * rows + r, mask=alive, other=0.0)
     note(
-        largest,
-        missed,
-        rough,
-        rough,
-        hidden,
-        found,
-        unsettled,
-        taken,
-        residual,
-        r,
-        rows,
-        inside,
-        passes,
-        limit,
-        roughest,
-        linear,
-    )
+        largest, missed, rough, rough, hidden, found, unsettled, taken, residual,
+        r, rows, inside, passes, limit, roughest, linear,
+    )  # fmt: skip

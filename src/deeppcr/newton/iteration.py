@@ -97,16 +97,8 @@ class Iteration(Safeguarded[Progress]):
     reasons: tuple[str, ...]
 
     def __init__(self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, plan: Plan):
-        progress = Progress(
-            sequence.layout,
-            sequence.length,
-            chunk,
-            tolerance=newton.tolerance(sequence.layout.dtype),
-            quadratic=newton.quadratic,
-            stop=newton.stop,
-            max_iterations=newton.max_iterations,
-            compare_with_loop=newton.chunk == "auto" and newton.quadratic,
-        )
+        settings = newton.of_progress(sequence.layout.dtype)
+        progress = Progress(sequence.layout, sequence.length, chunk, **settings)
         super().__init__(newton, progress, ends, chunk, plan)
         self.sequence = sequence
         self.linear: LinearSolver = newton.linear  # by which the last system was solved

@@ -101,6 +101,16 @@ class Newton:
         """The tolerance where the stopping test promises it."""
         return self.tolerance(dtype) if self.stop.promises else None
 
+    def of_progress(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What ``Progress`` goes by."""
+        return {
+            "tolerance": self.tolerance(dtype),
+            "quadratic": self.quadratic,
+            "stop": self.stop,
+            "max_iterations": self.max_iterations,
+            "compare_with_loop": self.chunk == "auto" and self.quadratic,
+        }
+
     def choose_chunk(self, sequence: Sequence, plan: Plan) -> int:
         chunk = self.usual_chunk(sequence.length, sequence.history, plan)
         if self.chunk != "auto" or not self.quadratic:

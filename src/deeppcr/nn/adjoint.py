@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
-from ..linear.kernels.dense import is_finite, multiply
+from ..linear.kernels.narrow import is_finite, multiply
 from .kernels import activate
 from .layers import ACTIVATIONS, Layers
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,46 +17,21 @@ from torch.autograd import forward_ad
 
 from ..jacobian import GivenJacobian
 from ..linear import Dense
-from ..linear.fused import has_room
 from ..newton import Newton
 from ..newton.guess import RepeatInitial
 from ..runtime import has_triton, in_functorch, is_capturing
 from ..solution import Solution, warn
 from ..solve import solve
 from ..ways.attach import attach
+from . import kernel_way
 from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose, choose_without_kernels
-from .cost import Choice
+from .choose import ASKED, EMPTY, choose_without_kernels
 from .layers import ACTIVATIONS
 from .operated_network import OperatedNetwork
 from .report import looped, one_chunk
 from .rows import solve_finite_rows
 
-#: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
-#: (without skip connections); and rows, each walked by a program of its own.
-_NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
-#: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
-_MOST_PRODUCTS = 2**30
-
-
-def _kernels() -> Any:
-    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
-    from . import forward
-
-    return forward
-
-
-_USUAL, _REPEATED = Newton(), RepeatInitial()
-_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "scale", "chunk"))
-
-
-def _is_usual(newton: Newton) -> bool:
-    """Whether only tolerances and chunk are set: the kernels know no other method."""
-    for name in _SETTINGS:
-        ours, usual = getattr(newton, name), getattr(_USUAL, name)
-        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
-            return False
-    return True
+_REPEATED = RepeatInitial()
 
 
 def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
@@ -69,72 +43,6 @@ def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
     return not torch.equal(given, kept)
 
 
-class _Way(NamedTuple):
-    """How the kernels run a network.
-
-    Attributes:
-        layers: ``Layers``, what they need to know besides the tensors
-        choice: the cost model's, in parallel
-        why: the loop, where it is the loop
-    """
-
-    layers: Any
-    choice: Choice | None
-    why: str = ""
-
-
-def _covered(shape: torch.Size, rows: int, device: torch.device, chunk: int | str, usual: bool) -> tuple[bool, bool]:
-    """Whether there are kernels of this size for the loop, and in parallel."""
-    width = shape[-1]
-    if width > _NARROW and (len(shape) == 4 or width > WIDEST or (device.type == "cuda" and not has_room(device))):
-        return False, False
-    chunks = 2 * math.isqrt(shape[:-2].numel()) if isinstance(chunk, str) else -(-shape[0] // chunk)
-    room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
-    return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
-
-
-@lru_cache(maxsize=4096)  # found once for a kind of call, which then is always done in the same way
-def _find_way(
-    shape: torch.Size,
-    rows: int,
-    device: torch.device,
-    mode: Mode,
-    usual: bool,
-    activation: str,
-    chunk: int | Literal["auto"],
-    atol: float,
-    rtol: float,
-    local: bool,
-) -> _Way | None:
-    """How the fused kernels run weights of this shape on so many rows; None where they do not do what is asked."""
-    in_loop, in_parallel = _covered(shape, rows, device, chunk, usual)
-    choice, backward, why = None, None, ASKED if mode == "sequential" else ""
-    if mode == "auto" and not in_loop:
-        mode, _ = choose_without_kernels(shape, rows, device)
-    if mode != "sequential" and in_parallel:
-        choice = choose(shape, rows, activation, chunk, _MOST_PRODUCTS, device)
-        backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
-        loop = mode == "auto" and choice.mode == "sequential"
-        if backward != (shape[0] if loop else choice.chunk):
-            back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
-            choice = replace(choice, why=f"{choice.why}; backward {back}")
-        if loop:
-            choice, why = None, choice.why
-    elif mode == "auto":
-        why = "there are kernels for the loop only"
-    if choice is None and (mode == "parallel" or not in_loop):
-        return None
-    layers = _kernels().Layers(
-        skip=shape[1] if len(shape) == 4 else 1,
-        residual=len(shape) == 4,
-        activation=activation,
-        tolerance=(float(atol), float(rtol), 0.0 if local else 1.0),
-        chunk=shape[0] if choice is None else choice.chunk,
-        backward=backward,
-    )
-    return _Way(layers, choice, why)
-
-
 class Network(OperatedNetwork):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
@@ -144,7 +52,7 @@ class Network(OperatedNetwork):
     warm_start: bool
 
     activations: Tensor  # [L, w], the batch mean of the last training step's states
-    #: The settings that were last asked about, and what ``_is_usual`` said of them.
+    #: The settings that were last asked about, and what ``is_usual`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
 
     def __init__(
@@ -262,7 +170,7 @@ class Network(OperatedNetwork):
         if self._may_use_kernels(hidden):
             way = self._way(weight, hidden, mode)
             if way is not None:
-                return _kernels().attach(weight, self.bias, hidden, states, way.layers, last)
+                return kernel_way.kernels().attach(weight, self.bias, hidden, states, way.layers, last)
         if mode == "auto":
             mode, _ = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential" or not hidden.isfinite().all():
@@ -286,27 +194,27 @@ class Network(OperatedNetwork):
     def _is_usual(self) -> bool:
         """Whether the parallel kernels know the method and its start."""
         if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
-            self._usual = (self.newton, _is_usual(self.newton))
+            self._usual = (self.newton, kernel_way.is_usual(self.newton))
         return self._usual[1] and self.guess == _REPEATED
 
     def _wants_digits(self) -> bool:
         """Of every layer, since a gradient may be asked for: a signal may die out, and slopes are all about what is left of it."""
         return self.newton.scale == "local" or (self.newton.atol is None and torch.is_grad_enabled())
 
-    def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> _Way | None:
+    def _way(self, weight: Tensor, hidden: Tensor, mode: Mode) -> kernel_way.Way | None:
         """How the fused kernels do what is asked; None where they do not."""
         newton = self.newton
         tolerance = newton.tolerance(hidden.dtype)
         how = (mode, self._is_usual(), str(self.activation), newton.chunk)
         how = (*how, tolerance.atol, tolerance.rtol, self._wants_digits())
-        return _find_way(weight.shape, hidden.shape[0], hidden.device, *how)
+        return kernel_way.find(weight.shape, hidden.shape[0], hidden.device, *how)
 
     def _fused(self, weight: Tensor, hidden: Tensor, mode: Mode, last: bool) -> Tensor | None:
         """By the fused kernels; None where they do not do what is asked."""
         way = self._way(weight, hidden, mode)
         if way is None:
             return None
-        kernels, choice = _kernels(), way.choice
+        kernels, choice = kernel_way.kernels(), way.choice
         activations = self.activations if self.warm_start and choice is not None else None
         guess, average = activations if self._warm else None, activations if self.training else None
         left: list[Any] = []

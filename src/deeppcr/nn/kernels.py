@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
-from ..linear.kernels.dense import is_finite, multiply
+from ..linear.kernels.narrow import is_finite, multiply
 from ..tolerance import GOES_ON, LOOKS, STILL_TO_FALL, VISIBLE
 
 #: Sizes that a kernel is not compiled for anew.

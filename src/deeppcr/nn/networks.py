@@ -62,20 +62,8 @@ class MLP(Network):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(
-            in_features,
-            width,
-            (check_size("depth", depth),),
-            out_features,
-            activation,
-            mode,
-            newton,
-            guess,
-            warm_start,
-            save_warm_start,
-            device,
-            dtype,
-        )
+        how = (mode, newton, guess, warm_start, save_warm_start, device, dtype)
+        super().__init__(in_features, width, (check_size("depth", depth),), out_features, activation, *how)
 
     def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
         return self._layer(z, *x)
@@ -122,20 +110,8 @@ class ResNet(Network):
         depth, skip = check_size("depth", depth), check_size("skip", skip)
         if depth % skip:
             raise ValueError(f"depth: expected a multiple of skip = {skip}, got {depth}")
-        super().__init__(
-            in_features,
-            width,
-            (depth // skip, skip),
-            out_features,
-            activation,
-            mode,
-            newton,
-            guess,
-            warm_start,
-            save_warm_start,
-            device,
-            dtype,
-        )
+        how = (mode, newton, guess, warm_start, save_warm_start, device, dtype)
+        super().__init__(in_features, width, (depth // skip, skip), out_features, activation, *how)
 
     def _step(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
         inner = z

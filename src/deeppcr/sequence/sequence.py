@@ -76,9 +76,9 @@ class Sequence:
         step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
         z0: Any,
         xs: Any = None,
-        *,
         length: int | None = None,
         batch_dims: int | None = None,
+        *,
         traced: bool = False,
         watched: bool = True,
     ):

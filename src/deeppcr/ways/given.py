@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,29 +32,29 @@ _WORTH_A_KERNEL = 10_000
 _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
 
 
+class Given(NamedTuple):
+    """A loop, as ``solve`` was given it."""
+
+    step: Any
+    z0: Any
+    xs: Any
+    length: int | None
+    batch_dims: int | None
+
+
 def solve_by(
-    step: Any,
-    z0: Any,
-    xs: Any,
-    length: int | None,
-    batch_dims: int | None,
-    solver: Newton | Loop,
-    guess: Any,
-    gradient: Gradient,
-    on_failure: str,
-    every: int = 1,
+    loop: Given, solver: Newton | Loop, guess: Any, gradient: Gradient, on_failure: str, every: int = 1
 ) -> Solution:
     """``every``: the states after every so many steps are to be kept; where all are computed anyway, all are returned."""
     if isinstance(solver, Newton):
-        return solve_call(Call(step, z0, xs, length, batch_dims, every), solver, guess, gradient, on_failure)
-    if _is_captured(pytree.tree_leaves(z0)):
-        _refuse_capture(step, solver, gradient, on_failure)
-    sequence_of = partial(Sequence, step, z0, xs, length=length, batch_dims=batch_dims)
+        return solve_call(Call(*loop, every), solver, guess, gradient, on_failure)
+    if _is_captured(pytree.tree_leaves(loop.z0)):
+        _refuse_capture(loop.step, solver, gradient, on_failure)
     if solver.by == "python":
-        return _by_loop(sequence_of(watched=False), every)  # in which a step may keep what it likes
+        return _by_loop(Sequence(*loop, watched=False), every)  # in which a step may keep what it likes
     if solver.by == "kernel":
-        return _loop_in_kernel(Call(step, z0, xs, length, batch_dims, every), gradient)
-    sequence = sequence_of(traced=True)
+        return _loop_in_kernel(Call(*loop, every), gradient)
+    sequence = Sequence(*loop, traced=True)
     with _watched(sequence):
         return _by_graph(sequence, gradient)
 
@@ -69,10 +68,10 @@ def solve_call(call: Call, solver: Newton, guess: Any, gradient: Gradient, on_fa
     if isinstance(fused, Solution):
         return fused
     (step, xs), z0 = call.given, call.z0
-    sequence_of = partial(Sequence, step, z0, xs, length=call.given_length, batch_dims=call.batch_dims)
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
-    sequence, plan = sequence_of(traced=captured), Plan()
+    sequence = Sequence(step, z0, xs, call.given_length, call.batch_dims, traced=captured)
+    plan = Plan()
     if fused is not None:
         plan.note(f"not by kernels: {fused}")
     with _watched(sequence):

@@ -29,7 +29,7 @@ from ..sequence.rows import find_influence
 from ..sequence.words import in_words
 from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
 from .fused import Call, solve_fused
-from .given import solve_by
+from .given import Given, solve_by
 from .judged import CoarseStep
 from .plan import Probe, Record, record_of
 
@@ -62,8 +62,8 @@ def can_be_planned(call: Call) -> bool:
 class Planned:
     """A solve by the way that is expected to take least time."""
 
-    def __init__(self, call: Call, length: int | None):
-        self.call, self.length = call, length
+    def __init__(self, call: Call):
+        self.call = call
         self._raised: Exception | None = None
 
     def solve(self) -> Solution:
@@ -125,18 +125,8 @@ class Planned:
 
     def _by(self, solver: Newton | Loop) -> Solution:
         call, (step, xs) = self.call, self.call.given
-        return solve_by(
-            step,
-            call.z0,
-            xs,
-            self.length,
-            call.batch_dims,
-            solver,
-            RepeatInitial(),
-            Implicit(),
-            "loop",
-            call.every,
-        )
+        loop = Given(step, call.z0, xs, call.given_length, call.batch_dims)
+        return solve_by(loop, solver, _FROM_INITIAL, _IMPLICIT, "loop", call.every)
 
     def _by_newton(self) -> Solution:
         with warnings.catch_warnings():

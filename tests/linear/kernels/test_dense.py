@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
-from deeppcr.linear.kernels import dense, repair
+from deeppcr.linear.kernels import dense, narrow, repair
 
 TOLERANCE = 1e-5
 NARROW = (1, 2, 3, 5, 8, 16, 17, 32, 64)
@@ -382,19 +382,28 @@ def test_programs_that_do_not_fill_the_device_get_more_warps(width, few, many, d
     launch, seen = dense.launch, {}
 
     def launched(kernel, programs, *arguments, warps, **settings):
-        seen.setdefault((kernel, programs > dense._FEW), set()).add(warps)
+        seen.setdefault((kernel, programs > narrow._FEW), set()).add(warps)
         launch(kernel, programs, *arguments, warps=warps, **settings)
 
     monkeypatch.setattr(dense, "launch", launched)
     monkeypatch.setattr(dense, "cut_for", dense.cut_for.__wrapped__)
-    monkeypatch.setattr(dense, "_FEW", 3)
+    monkeypatch.setattr(narrow, "_FEW", 3)
     blocks = linear.Dense(torch.zeros(5 * 2, width, width, device=device))
     linear.solve(blocks, torch.ones(5 * 2, width, device=device), solver=Kernel(chunk=2))
-    kinds = [(dense._reduce, True), (dense._substitute, True), (dense._reduce, False), (dense._substitute, False)]
+    kinds = [
+        (dense.reduce_narrow, True),
+        (dense.substitute_narrow, True),
+        (dense.reduce_narrow, False),
+        (dense.substitute_narrow, False),
+    ]
     assert [seen.get(kind) for kind in kinds[:2]] == [{warps} for warps in many]
-    assert seen[dense._substitute, False] == {few[1]}
+    assert seen[dense.substitute_narrow, False] == {few[1]}
     seen.clear()
     linear.solve(blocks[:6], torch.ones(6, width, device=device), solver=Kernel(chunk=2))
     alone = repair.lanes_for(1, width)[1]
-    expected = {dense._reduce: few[0], dense._substitute: few[1], repair.repair: max(few[1], alone)}
+    expected = {
+        dense.reduce_narrow: few[0],
+        dense.substitute_narrow: few[1],
+        repair.repair: max(few[1], alone),
+    }
     assert seen == {(kernel, False): {warps} for kernel, warps in expected.items()}

@@ -13,17 +13,17 @@ pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.linear.kernels import dense
-from deeppcr.nn import adjoint, base, calibrate, cost, forward
-from deeppcr.nn.base import choose
+from deeppcr.nn import adjoint, base, calibrate, cost, forward, kernel_way
+from deeppcr.nn.choose import choose
 from nn.kernels.modules import TOLERANCE, assert_like_float64, build, in_float64
 
 
 @pytest.mark.parametrize("room", [False, True])
 def test_wide_layers_need_a_device_with_room(room, monkeypatch):
-    monkeypatch.setattr(base, "has_room", lambda device: room)
+    monkeypatch.setattr(kernel_way, "has_room", lambda device: room)
     for width, expected in ((64, True), (65, room)):
         shape = build("mlp", 9, "cpu", width=width).weight.shape
-        assert base._covered(shape, 1, torch.device("cuda", 0), "auto", True) == (expected, expected)
+        assert kernel_way.covered(shape, 1, torch.device("cuda", 0), "auto", True) == (expected, expected)
 
 
 def has_kernels(net, hidden, mode):
@@ -77,12 +77,13 @@ def test_what_there_are_no_kernels_for(settings, mode, by_kernels):
 
 
 def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
-    monkeypatch.setattr(base, "_MOST_ROWS", 2)
-    monkeypatch.setattr(base, "_find_way", base._find_way.__wrapped__)
+    monkeypatch.setattr(kernel_way, "_MOST_ROWS", 2)
+    monkeypatch.setattr(kernel_way, "find", kernel_way.find.__wrapped__)
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
-        monkeypatch.setattr(base, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
+        for module in (base, kernel_way):
+            monkeypatch.setattr(module, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -166,8 +167,8 @@ def test_the_backward_pass_has_chunks_of_its_own(
         return run(*arguments)
 
     made_up = cost.Choice(choice[0], 3, choice[1], 2, "made up")
-    monkeypatch.setattr(base, "choose", lambda *_: made_up)
-    monkeypatch.setattr(base, "_find_way", base._find_way.__wrapped__)
+    monkeypatch.setattr(kernel_way, "choose", lambda *_: made_up)
+    monkeypatch.setattr(kernel_way, "find", kernel_way.find.__wrapped__)
     monkeypatch.setattr(adjoint, "launch", launched)
     monkeypatch.setattr("deeppcr.launch._noted", {})  # what was launched before would be launched again
     monkeypatch.setattr(dense, "solve_chain", solved)

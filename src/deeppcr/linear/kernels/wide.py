@@ -97,7 +97,7 @@ def substitute_wide(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     SCALE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """``dense._substitute`` tile by tile.
+    """``narrow.substitute_narrow`` tile by tile.
 
     WALK: "states" as there. "terms": start every chunk from zero, and write its end to entry c + 1 of ``ends``, which are
     the starts. "misses": start where the starts are, and write there by how much the next one is missed.

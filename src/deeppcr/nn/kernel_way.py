@@ -1,0 +1,111 @@
+"""Which networks the fused kernels run, and how.
+
+Shapes: [L, (s,) w, w] of the weights: L steps of the solve, s layers inside a skip connection, w the width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..linear.fused import has_room
+from ..newton import Newton
+from .arguments import Mode
+from .choose import ASKED, choose, choose_without_kernels
+from .cost import Choice
+
+#: Widths up to which the kernels hold a layer in the registers of one program, and up to which they walk over its tiles
+#: (without skip connections); and rows, each walked by a program of its own.
+_NARROW, WIDEST, _MOST_ROWS = 64, 256, 4096
+#: Elements of the products of Jacobians, one for every chunk and row, that the kernels make room for: 4 GiB.
+_MOST_PRODUCTS = 2**30
+
+
+def kernels() -> Any:
+    """The module that runs networks by kernels: imported with Triton, which takes a second, when it is first used."""
+    from . import forward
+
+    return forward
+
+
+_USUAL = Newton()
+_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "scale", "chunk"))
+
+
+def is_usual(newton: Newton) -> bool:
+    """Whether only tolerances and chunk are set: the kernels know no other method."""
+    for name in _SETTINGS:
+        ours, usual = getattr(newton, name), getattr(_USUAL, name)
+        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
+            return False
+    return True
+
+
+class Way(NamedTuple):
+    """How the kernels run a network.
+
+    Attributes:
+        layers: ``Layers``, what they need to know besides the tensors
+        choice: the cost model's, in parallel
+        why: the loop, where it is the loop
+    """
+
+    layers: Any
+    choice: Choice | None
+    why: str = ""
+
+
+def covered(shape: torch.Size, rows: int, device: torch.device, chunk: int | str, usual: bool) -> tuple[bool, bool]:
+    """Whether there are kernels of this size for the loop, and in parallel."""
+    width = shape[-1]
+    if width > _NARROW and (len(shape) == 4 or width > WIDEST or (device.type == "cuda" and not has_room(device))):
+        return False, False
+    chunks = 2 * math.isqrt(shape[:-2].numel()) if isinstance(chunk, str) else -(-shape[0] // chunk)
+    room = 0 < rows * chunks * width**2 <= _MOST_PRODUCTS
+    return 0 < rows <= _MOST_ROWS, room and usual and chunk != 1
+
+
+@lru_cache(maxsize=4096)  # found once for a kind of call, which then is always done in the same way
+def find(
+    shape: torch.Size,
+    rows: int,
+    device: torch.device,
+    mode: Mode,
+    usual: bool,
+    activation: str,
+    chunk: int | Literal["auto"],
+    atol: float,
+    rtol: float,
+    local: bool,
+) -> Way | None:
+    """How the fused kernels run weights of this shape on so many rows; None where they do not do what is asked."""
+    in_loop, in_parallel = covered(shape, rows, device, chunk, usual)
+    choice, backward, why = None, None, ASKED if mode == "sequential" else ""
+    if mode == "auto" and not in_loop:
+        mode, _ = choose_without_kernels(shape, rows, device)
+    if mode != "sequential" and in_parallel:
+        choice = choose(shape, rows, activation, chunk, _MOST_PRODUCTS, device)
+        backward = choice.backward_chunk if mode == "parallel" or choice.backward == "parallel" else shape[0]
+        loop = mode == "auto" and choice.mode == "sequential"
+        if backward != (shape[0] if loop else choice.chunk):
+            back = f"in chunks of {backward}" if backward < shape[0] else "one after the other"
+            choice = replace(choice, why=f"{choice.why}; backward {back}")
+        if loop:
+            choice, why = None, choice.why
+    elif mode == "auto":
+        why = "there are kernels for the loop only"
+    if choice is None and (mode == "parallel" or not in_loop):
+        return None
+    layers = kernels().Layers(
+        skip=shape[1] if len(shape) == 4 else 1,
+        residual=len(shape) == 4,
+        activation=activation,
+        tolerance=(float(atol), float(rtol), 0.0 if local else 1.0),
+        chunk=shape[0] if choice is None else choice.chunk,
+        backward=backward,
+    )
+    return Way(layers, choice, why)
