@@ -92,6 +92,6 @@ def device(pytestconfig) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def seed(device) -> None:
+def seed(pytestconfig) -> None:
     """By the generator itself on a CPU: for devices that may come, PyTorch writes down the whole stack, half a millisecond a test."""
-    (torch.default_generator if device.type == "cpu" else torch).manual_seed(0)
+    (torch.default_generator if pytestconfig.getoption("--device") == "cpu" else torch).manual_seed(0)
