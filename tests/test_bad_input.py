@@ -109,7 +109,7 @@ def step(z, x):
         (
             lambda: solve(torch.sin, torch.ones(3), length=3, batch_dims=2),
             ValueError,
-            "batch_dims: 2 leading dimensions of every tensor of z0",
+            "z0: batch_dims=2 takes 2 leading dimensions",
         ),
         (lambda: solve(3, ONES, length=3), TypeError, "step: expected a callable"),
         (lambda: solve([torch.sin, 3], ONES), TypeError, "step: entry 1 of the list"),

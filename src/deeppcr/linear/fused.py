@@ -25,7 +25,8 @@ class Fused(LinearSolver):
 
     Dense blocks up to a width of 256, block-diagonal ones up to 8 x 8, diagonal and scalar ones; of complex64, which are solved as
     pairs of real numbers, up to half of that. Where a product of blocks overflows although the solution does not, or loses digits that
-    steps keep, the kernels find out by themselves and go step by step; of dense blocks wider than 64, where it overflows.
+    steps keep, the kernels find out by themselves, and solve what is left in float64 (of dense blocks up to a width of 8), else step by step; of dense
+    blocks wider than 64, where it overflows.
 
     >>> import torch
     >>> from deeppcr import linear

@@ -37,14 +37,14 @@ def solve(
     Differentiable twice in ``blocks``, ``rhs`` and ``initial``; works under ``torch.vmap`` and ``torch.compile``. All of them may be
     complex (complex64, complex128); their gradients are conjugated as everywhere in PyTorch.
     bfloat16 and float16 are accumulated in float32. Products of dense or block-diagonal blocks can lose digits that steps
-    keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, or found
+    keep: where the residual is above some roundings of its terms, the solution is corrected by further solves, found in float64, or
     by forward substitution; so it is where a product overflows although the solution does not. While a CUDA graph is
     captured, where values cannot be looked at, there is one correction in any case, and what overflowed is not finite.
     Under ``torch.compile`` and ``torch.export`` a system is one operator, ``deeppcr::linear_solve``: the same graph for all lengths
     from 3 on, and values are looked at as ever. Inside transforms (``torch.func``, forward mode), and with a solver or blocks of a
     class of your own, a compiler traces through the solver instead: a graph for each length, with one correction. Second derivatives
     of a compiled graph are refused by PyTorch.
-    ``Fused`` finds both out by itself, where chunks of steps join, and goes step by step there; of dense blocks wider than 64 it
+    ``Fused`` finds both out by itself, where chunks of steps join, and goes on in float64 or step by step there; of dense blocks wider than 64 it
     finds overflows only. A product of blocks can also underflow: states that lie further below the
     others than the dtype's range may come out as zero, except by ``ForwardSubstitution``.
 

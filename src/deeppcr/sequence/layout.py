@@ -59,7 +59,7 @@ class Layout:
         for leaf in leaves:
             if leaf.ndim < batch_dims:
                 raise ValueError(
-                    f"batch_dims: {batch_dims} leading dimensions of every tensor of z0 are to be rows, got {describe(z0)}"
+                    f"z0: batch_dims={batch_dims} takes {batch_dims} leading dimensions of every tensor for rows, got {describe(z0)}"
                 )
             if leaf.shape[:batch_dims] != batch_shape:
                 raise ValueError(

@@ -218,10 +218,8 @@ class Planned:
             if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if changed is not None and (left := changed()) is not None:
-                self.record.only_loop, probe = (
-                    left,
-                    None,
-                )  # which would be left otherwise, if steps were not taken once each
+                # It would be left otherwise than by the loop, if steps were not taken once each.
+                self.record.only_loop, probe = left, None
             if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
                 raise ValueError("the step does not return a state")
             if index == 0 and given != [version_of(leaf) for leaf in inputs]:
