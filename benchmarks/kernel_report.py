@@ -255,15 +255,30 @@ _OTHERS = {"jax.lax.associative_scan": "JAX's scan", "Algorithm 1, captured": "A
 _NOT_SHOWN = {"suite": ("break-even",), "w": (4, 8, 32, 128)}
 
 
+def measured_by(record: Mapping[str, Any], file_name: str) -> str:
+    """On what, when and with what, for a page; the file names the rest."""
+    versions = record["versions"]
+    software = [f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions]
+    where = [record["machine"]["hardware"], record["date"][:10], f"commit {record['commit']}", *software]
+    return f"{', '.join(where)}; `results/{file_name}`."
+
+
+def goals(met: Sequence[bool]) -> str:
+    """How many of a run's targets were reached.
+
+    >>> goals([True, False])
+    '1 of 2 goals, set before the run, were reached'
+    """
+    return f"{sum(met)} of {len(met)} goals, set before the run, were reached"
+
+
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
     """For a page: a row for problems with baselines; all of them stand in the text for a terminal."""
-    found, versions = rows(record["cases"]), record["versions"]
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    found = rows(record["cases"])
     lines = [
-        f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {software}; "
-        f"`results/{file_name}`. Milliseconds, minimum over the repeats; what can be captured is captured.{_of_nothing(record)}",
+        f"{measured_by(record, file_name)} Milliseconds, minimum over the repeats; loops are captured where they can be.{_of_nothing(record)}",
         "",
-        f"| | call | captured | {' | '.join(_COLUMNS)} |",
+        f"| problem | call | captured | {' | '.join(_COLUMNS)} |",
         "|---" * (3 + len(_COLUMNS)) + "|",
     ]
     for row in found:
@@ -272,12 +287,11 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
             call, captured, *_ = _cells(row)
             name = row.name.replace(" = ", "\u00a0=\u00a0")  # lines do not end inside "w = 4"
             lines.append(f"| {name} | {call} | {captured} | {' | '.join(_baselines(row))} |")
-    met = [held for row in found for held in row.met.values()]
-    lines += ["", f"{sum(met)} of {len(met)} targets of times were met; the text for a terminal lists them."]
+    lines += ["", f"{goals([held for row in found for held in row.met.values()])}; the text for a terminal lists them."]
     for claim in claims(found):
         if claim.limit == float("inf") or "captured" in claim.name:
-            continue  # of these, too, the text for a terminal tells
-        limit = f" (target {claim.limit:g}{'' if claim.met else ': missed'})"
+            continue  # of these the text for a terminal tells
+        limit = f" (goal: at most {claim.limit:g}{'' if claim.met else ', missed'})"
         lines += [""] if not lines[-1].startswith("- ") else []
         lines.append(f"- {claim.name}: {_claim_value(claim)}{limit}")
     return "\n".join(lines)

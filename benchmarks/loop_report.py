@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from kernel_report import number
+from kernel_report import goals, measured_by, number
 from report_page import report
 
 BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
@@ -33,16 +34,24 @@ _OTHERS = {
     "cuDNN": "cuDNN", "pararnn-torch": "pararnn-torch", "bare loop": "bare loop", "bare loop in a CUDA graph": "CUDA graph",
 }  # fmt: skip
 #: Of loops of one kind a page shows some; all stand in the file.
-_NOT_SHOWN = {"gru-long", "pendulum-float64", "dense-gru-32", "dense-gru-rows", "langevin-10", "kalman-4"}
+_NOT_SHOWN = {
+    "gru-long",
+    "gru-wide",
+    "pendulum-float64",
+    "van-der-pol",
+    "dense-gru-32",
+    "dense-gru-rows",
+    "langevin-10",
+    "kalman-4",
+}
 _IN_ONE = 'Loop(by="kernel")'
 
 
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
-    software = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines = [
-        f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {software}; `results/{file_name}`. "
-        "Milliseconds of a call with default settings, forward and with gradients: the minimum, and of `solve` the median in brackets. Without this "
-        "library: the fastest of cuDNN, pararnn-torch, a bare loop and one in a CUDA graph; bare loops are timed over 256 steps and scaled.",
+        f"{measured_by(record, file_name)} Medians of whole calls with default settings, in milliseconds; the fastest is bold. Without this "
+        "library: the fastest of cuDNN, pararnn-torch, a bare loop and one in a CUDA graph; bare loops are timed over 256 steps and scaled. "
+        "Iterations: of Newton's method, or the loop that `solve` chose.",
         "",
         "| loop | L, B, D | solve | loop in one kernel | without this library | solve, with gradients | loop in one kernel | without this library | iterations |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -55,29 +64,25 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
             for way in DIRECTIONS
         ]
         sizes = found[0][0]["parameters"]
-        cells = [cell for cases in found for cell in (_ours(cases), _in_one(cases), _best_other(cases))]
+        cells = [cell for cases in found for cell in _times(cases)]
         name, size = NAMES.get(loop, loop), f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
         lines.append(f"| {name} | {size} | {' | '.join(cells)} | {_how(found)} |")
-    met = sum(each["met"] for each in record["targets"])
-    lines += ["", f"{met} of {len(record['targets'])} targets were met; the file lists them."]
+    lines += ["", f"{goals([each['met'] for each in record['targets']])}; the file lists them."]
     return "\n".join(lines)
 
 
-def _ours(cases: Sequence[Mapping[str, Any]]) -> str:
-    times = next((case["seconds"] for case in cases if case["method"] == SOLVE), None)
-    return "" if times is None else f"**{_ms(min(times))}** ({_ms(sorted(times)[len(times) // 2])})"
-
-
-def _in_one(cases: Sequence[Mapping[str, Any]]) -> str:
-    return next((_ms(min(case["seconds"])) for case in cases if case["method"] == _IN_ONE), "")
-
-
-def _best_other(cases: Sequence[Mapping[str, Any]]) -> str:
-    others = [(min(case["seconds"]), case["method"]) for case in cases if case["method"] in _OTHERS]
-    if not others:
-        return ""
-    seconds, method = min(others)
-    return f"{_ms(seconds)}, {_OTHERS[method]}"
+def _times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Cells: by ``solve``, by the loop in one kernel, by the fastest of what a user has without this library."""
+    taken = {case["method"]: median(case["seconds"]) for case in cases}
+    other = min((method for method in taken if method in _OTHERS), key=taken.__getitem__, default=None)
+    methods = [method if method in taken else None for method in (SOLVE, _IN_ONE, other)]
+    fastest = min((taken[method] for method in methods if method), default=None)
+    cells = []
+    for method in methods:
+        cell = _ms(taken[method]) if method else ""
+        cell = f"**{cell}**" if method and taken[method] == fastest else cell
+        cells.append(f"{cell}, {_OTHERS[method]}" if method in _OTHERS else cell)
+    return cells
 
 
 def _how(found: Sequence[Sequence[Mapping[str, Any]]]) -> str:

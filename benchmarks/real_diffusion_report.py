@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kernel_report import number
+from kernel_report import measured_by, number
 from report_page import report
 
 BEGIN = "<!-- the tables of real networks begin: written by benchmarks/real_diffusion_report.py -->"
@@ -24,17 +24,18 @@ Line = Mapping[str, Any]
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
     lines = [line for line in record["lines"] if "failed" not in line]
     table = [line for line in lines if line["name"].endswith("one sample")]
-    others = [line for line in lines if line not in table]
-    network, versions = record["network"], ", ".join(f"{name} {each}" for name, each in record["versions"].items())
+    looped = [line for line in lines if line not in table and _by_loop(line) and line["good"]]
+    others = [line for line in lines if line not in table and line not in looped]
+    network = record["network"]
     firsts = sorted(line["first"] for line in lines)
     parts = [
-        f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {versions}; `results/{file_name}`. "
-        f"The UNet was trained for {network['seconds']:.0f} s ({network['steps']} batches of 128). Whole calls with default settings, "
-        "ms, medians, warm, against the loop in a CUDA graph in the same precision. The error is the largest of any number of "
-        "the final sample, against that loop; beside it that loop's own, where each row comes in a call of 2, 32 or 64.",
+        f"{measured_by(record, file_name)} The UNet was trained for {network['seconds']:.0f} s ({network['steps']} batches of 128). Medians of "
+        "whole warm calls with default settings, in ms, against the loop in a CUDA graph in the same precision. Error: the largest of any "
+        "number of the final sample, against that loop; in brackets what that loop differs by from itself, if each row comes in a call of 2, 32 or 64.",
         _rows(table),
         "Other samplers, batches and networks:",
         _rows(others),
+        _taken(looped),
         f"A first call of a kind takes {number(firsts[0])} to {number(firsts[-1])} s: it measures, and captures graphs. "
         f"All calls together reserved {record['reserved']:.1f} GiB at most.",
     ]
@@ -42,24 +43,44 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
     if earlier:
         parts.append(f"With a star: measured at {' and '.join(earlier)}.")
     if any(not line["good"] for line in lines):
-        parts.append("In (brackets): the error is beyond its limit, so the time does not count.")
-    return "\n\n".join(parts)
+        parts.append("A gain in (brackets): the error is beyond its limit, so the time does not count.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _by_loop(line: Line) -> bool:
+    return not any(note.startswith("window: ") for note in line["notes"])
+
+
+def _taken(lines: Sequence[Line]) -> str:
+    """Where ``sample`` took the loop, in a sentence: a table would say the same in every row."""
+    if not lines:
+        return ""
+    gains = sorted(line["gain"] for line in lines)
+    named = "; ".join(_spoken(line["name"]) + _star(line) for line in lines)
+    return f"`sample` took the loop, {gains[0]:.2f}x to {gains[-1]:.2f}x as fast as the loop beside it: {named}."
 
 
 def _rows(lines: Sequence[Line]) -> str:
     found = [
-        "| | loop | `sample` | | window | rows a step | error | the loop's own |",
-        "|---|---|---|---|---|---|---|---|",
+        "| sampler | loop | `sample` | gain | rows a step | error |",
+        "|---|---|---|---|---|---|",
     ]
     for line in lines:
-        window = next((note.split()[1] for note in line["notes"] if note.startswith("window: ")), "the loop")
-        gain, star = f"{line['gain']:.2f}x", r" \*" if "commit" in line else ""
+        gain, own = f"{line['gain']:.2f}x", _error(line["itself"])
         cells = [
-            f"{_spoken(line['name'])}, {PRECISIONS[line['precision']]}{star}", number(1e3 * line["loop"]), number(1e3 * line["found"]),
-            gain if line["good"] else f"({gain})", window, f"{line['rows']:.1f}", _error(line["error"]), _error(line["itself"]),
+            _spoken_line(line), number(1e3 * line["loop"]), number(1e3 * line["found"]), gain if line["good"] else f"({gain})",
+            f"{line['rows']:.1f}", _error(line["error"]) + (f" ({own})" if own else ""),
         ]  # fmt: skip
         found.append(f"| {' | '.join(cells)} |")
     return "\n".join(found)
+
+
+def _spoken_line(line: Line) -> str:
+    return f"{_spoken(line['name'])}, {PRECISIONS[line['precision']]}{_star(line)}"
+
+
+def _star(line: Line) -> str:
+    return r" \*" if "commit" in line else ""
 
 
 def _spoken(name: str) -> str:

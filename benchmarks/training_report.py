@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kernel_report import number
+from kernel_report import goals, measured_by, number
 from report_page import report
 
 BEGIN = "<!-- the tables of the trainings begin: written by benchmarks/training_report.py -->"
@@ -23,38 +23,35 @@ SIDES = {"torch": "`torch.nn`", "deeppcr": "`deeppcr.nn.convert`", "reordered": 
 
 
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
-    software = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    head = (
-        f"{record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']}, {software}; `results/{file_name}`. Float32 without "
-        "TF32; the sides take turns, step by step. Losses are means over tenths of a training."
+    head = f"{measured_by(record, file_name)} Float32 without TF32; the sides take turns, step by step. Losses are means over tenths of a training."
+    return "\n\n".join(
+        [
+            head,
+            *map(_training, record["cases"]),
+            f"{goals([each['met'] for each in record['targets']])}; the file lists them.",
+        ]
     )
-    return "\n\n".join([head, *map(_training, record["cases"]), _claims(record)])
 
 
 def _training(case: Mapping[str, Any]) -> str:
     last = case["scores"][-1] if case["scores"] else {}
     count = len(next(iter(case["losses"].values()), []))
-    head = [NAMES[case["name"]], "ms a step", *[f"{part + 1}" for part in range(count)], case["measure"]]
+    shown = sorted({0, count // 3, 2 * count // 3, count - 1} - {-1})
+    heads = [f"{'loss, tenth ' if part == 0 else ''}{part + 1}" for part in shown]
+    head = [NAMES[case["name"]], "ms a step", *heads, case["measure"]]
     rows = [
         [
             SIDES[side],
             number(case["milliseconds"][side]),
-            *[f"{loss:.3g}" for loss in losses],
+            *[f"{losses[part]:.3g}" for part in shown],
             f"{last[side]:.4g}" if side in last else "",
         ]
         for side, losses in case["losses"].items()
     ]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+    first, *others = (f"| {' | '.join(line)} |" for line in (head, *rows))
+    table = "\n".join([first, "|---" * len(head) + "|", *others])
     solves = ", ".join(f"{count:,} {name}" for name, count in case["solves"].items())
     return f"{table}\n\n{case['done']:,} of {case['steps']:,} steps; solves in parallel ended so: {solves}."
-
-
-def _claims(record: Mapping[str, Any]) -> str:
-    said = []
-    for claim in record["targets"]:
-        found = "not measured" if claim["value"] is None else number(claim["value"])
-        said.append(f"{claim['name']}: {found} ({claim['limit']:.2g} asked, {'met' if claim['met'] else '**missed**'})")
-    return "; ".join(said) + "."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -299,7 +299,7 @@ def test_the_table_goes_between_its_marks(report, tmp_path, capsys):
     assert written.endswith("after\n")
     assert "old" not in written
     assert "| forward, default ReLU, L = 16,384, w = 16 | 0.2000 |  |  |  | 400 |  |" in written
-    assert "\n1 of 2 targets of times were met;" in written  # the call is in time, what failed is not
+    assert "\n1 of 2 goals, set before the run, were reached;" in written  # the call is in time, what failed is not
     assert report.main([str(results), "--page", str(page)]) == 0
     assert page.read_text().replace("\u00a0", " ") == written
     with pytest.raises(ValueError, match="no place for the table"):

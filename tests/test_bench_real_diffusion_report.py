@@ -28,6 +28,7 @@ def record():
             line("DDPM 1000, one sample", "bfloat16", itself=0.0, error=2e-2, good=False),
             line("DDIM 50, 1 samples", commit="old4321", notes=[], error=0.0, first=1.5),
             {"name": "DDIM 20, 4 samples", "precision": "tf32", "failed": "out of memory"},
+            line("Euler 50, 1 samples", notes=[], error=9.0, good=False),
         ],
     }  # fmt: skip
 
@@ -35,12 +36,15 @@ def record():
 def test_tables_say_what_was_measured(report, record):
     text = report.markdown(record, "x.json")
     assert "NVIDIA H200, 2026-02-03, commit abc1234, torch 2.11; `results/x.json`" in text
-    assert "| DDPM 1,000, bfloat16 | 250 | 100 | (2.50x) | 16 | 3.4 | 2.0e-2 | 0 |" in text
-    assert r"| DDIM 50, 1 sample, TF32 \* | 250 | 100 | 2.50x | the loop | 3.4 | 0 |  |" in text
+    assert "| DDPM 1,000, bfloat16 | 250 | 100 | (2.50x) | 3.4 | 2.0e-2 (0) |" in text
+    assert r"`sample` took the loop, 2.50x to 2.50x as fast as the loop beside it: DDIM 50, 1 sample \*." in text
     assert "With a star: measured at old4321." in text
-    assert "In (brackets)" in text
+    assert "A gain in (brackets)" in text
     assert "takes 0.5000 to 1.500 s" in text
     assert "DDIM 20" not in text
+    assert (
+        "| Euler 50, 1 sample, TF32 | 250 | 100 | (2.50x) |" in text
+    )  # a loop that is wrong is not hidden in a sentence
 
 
 def test_a_run_of_one_commit_within_its_limits_has_no_footnotes(report, record):
@@ -48,7 +52,7 @@ def test_a_run_of_one_commit_within_its_limits_has_no_footnotes(report, record):
     record["lines"][0]["good"] = True
     text = report.markdown(record, "x.json")
     assert "star" not in text
-    assert "brackets" not in text
+    assert "(brackets)" not in text
 
 
 def test_the_page_is_that_of_the_newest_file(report, tmp_path):

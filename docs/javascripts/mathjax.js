@@ -11,7 +11,7 @@ window.MathJax = {
   },
 };
 
-// Where MathJax could not be fetched: sub- and superscripts, roots and bars are all that these pages use.
+// Where MathJax could not be fetched: sub- and superscripts, sums, roots and bars are all that these pages use.
 window.addEventListener("load", () => {
   if (window.MathJax.version !== undefined) return;
   for (const formula of document.querySelectorAll(".arithmatex")) {
@@ -19,6 +19,7 @@ window.addEventListener("load", () => {
     const safe = text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
     const typeset = safe
       .replace(/\\bar\{([^}]*)\}/g, "$1\u0304")
+      .replace(/\\sum/g, "∑")
       .replace(/\\sqrt\{([^}]*)\}/g, "√($1)")
       .replace(/_(?:\{([^}]*)\}|(\S))/g, (_, group, single) => `<sub>${group ?? single}</sub>`)
       .replace(/\^(?:\{([^}]*)\}|(\S))/g, (_, group, single) => `<sup>${group ?? single}</sup>`);

@@ -368,7 +368,7 @@ def test_the_table_shows_the_strong_baselines():
     assert "**" in short.split("|")[3] + short.split("|")[4]
     assert any("diffusion, latents of MNIST, 1,024 × 1 × 16" in line for line in lines)
     assert any("diffusion, latents of MNIST, 1,024 × 64 × 16" in line for line in lines)
-    assert "commit def" in lines[-1]
+    assert "`loops-nvidia-some-gpu.json`" in lines[-1]
     (slow,) = headline.lines([timed, trained(dtype="float64"), sampled], made_up_benchmarks(loops))
     assert (
         slow == "Not run yet: `deeppcr-paper reproduce resnet-training --device cuda --data-dir DIR`."

@@ -166,7 +166,7 @@ def _join(width: int) -> str:
             width,
             "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
-            "far = far | (~(tl.abs(y{k}) <= FAR * m{k} + atol) & (r * 0 + linear == 0))",
+            "far = far | (~(tl.abs(y{k}) <= m{k} * FAR + atol) & (r * 0 + linear == 0))",
             "largest = tl.maximum(largest, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), s{k}), 0.0))",
             "missed = tl.maximum(missed, tl.where(joined, tl.abs(w{k}), 0.0))",
             "gross = tl.maximum(gross, tl.where(joined, in_units(tl.maximum(tl.abs(d{k}), tl.abs(w{k})), v{k}), 0.0))",
@@ -182,7 +182,7 @@ def _join(width: int) -> str:
         "    inner = ok & (n < chunks - 1) & (n < g * group_chunks + group_chunks - 1) & (r * 0 + linear == 0)",
         *(line for i in range(width) for line in (
             f"    blind = inner & ({' + '.join(f'tl.abs(p{i}_{k})' for k in range(width))} == 0)",
-            f"    largest = tl.where(blind & (tl.abs(e{i} - f{i}) > SMOOTH * EPS * m{i}), float('inf'), largest)",
+            f"    largest = tl.where(blind & (tl.abs(e{i} - f{i}) > m{i} * (SMOOTH * EPS)), float('inf'), largest)",
         )),
         "    exact = n <= passes + 1",
         *("    " + line for line in for_each(

@@ -36,7 +36,7 @@ def is_enough(before, last):
     the tolerance, and what is expected to come is; or they are rounding, which is not the same twice. Corrections that go on and on by
     as much, however small, are those of a step whose derivatives are not what it does (a detached state, numbers on a grid)."""
     left = last * tl.maximum(last / (before - last), 1.0)
-    noise = (last >= VARIED * before) | ((last < before) & (left <= 1))
+    noise = (last >= before * VARIED) | ((last < before) & (left <= 1))
     return (last <= _NEGLIGIBLE) | ((last < before) & (left <= _ENOUGH)) | ((last <= 1) & (before <= 1) & noise)
 
 
@@ -94,12 +94,12 @@ def note(
     # asked for; beyond it nothing better can be had once corrections no longer shrink, or nobody may look again.
     joined = alive & later & ~enough & (largest < float("inf"))
     certain = certain | (joined & (rough <= SMOOTH) & (largest <= 1))
-    stuck = (rough <= ROUGH) & ((largest > SHRUNK * before) | (r * 0 + passes + 1 >= limit))
+    stuck = (rough <= ROUGH) & ((largest > before * SHRUNK) | (r * 0 + passes + 1 >= limit))
     # What other numbers would round to may as well be a signal that converges: not where corrections no longer shrink at all.
     stuck = stuck | ((borne <= ROUGH) & (largest >= before))
     # What rounds in each of many steps by as much the same way (an increment far below its state) adds up to more. Then corrections go up
     # and down; those of a step whose derivatives are not what it does creep down.
-    adds_up = (borne <= roughest) & (largest >= VARIED * before)
+    adds_up = (borne <= roughest) & (largest >= before * VARIED)
     floored = joined & (largest > 1) & (stuck | adds_up) & (r * 0 + linear == 0)
     tl.store(found + passes * rows + r, tl.where(floored | certain, 0.0, largest), mask=inside)
     enough = enough | certain

@@ -125,7 +125,7 @@ def spread(
             miss = before - start
             y = before + (d - miss)
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
-            far = (tl.max((inside & ~(tl.abs(y) <= FAR * size + atol)).to(tl.int32), 0) > 0) & (linear == 0)
+            far = (tl.max((inside & ~(tl.abs(y) <= size * FAR + atol)).to(tl.int32), 0) > 0) & (linear == 0)
             change = tl.maximum(
                 in_units(tl.maximum(tl.abs(d), tl.abs(miss)), unit), beyond(d) + beyond(miss) + beyond(end)
             )
@@ -133,10 +133,10 @@ def spread(
             off = tl.maximum(off, tl.where(inside, tl.where(joined, change, 0.0) + beyond(own), 0.0))
             # An end that does not depend on its start has to be where the next chunk starts: else derivatives are not what the step does.
             inner = inside & (i * 0 + n < chunks - 1) & (i * 0 + q < count - 1) & (i * 0 + linear == 0)
-            blind = inner & (tl.max(tl.abs(p), 0) == 0) & (tl.abs(end - after) > SMOOTH * _EPS * size)
+            blind = inner & (tl.max(tl.abs(p), 0) == 0) & (tl.abs(end - after) > size * (SMOOTH * _EPS))
             off = tl.where(blind, float("inf"), off)
             missed = tl.maximum(missed, tl.where(joined, tl.abs(miss), 0.0))
-            rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), _EPS * scale), 0.0))
+            rough = tl.maximum(rough, tl.where(joined, in_units(tl.abs(miss), scale * _EPS), 0.0))
             unit = atol + rtol * tl.where(i * 0 + local > 0, own, size)
             y = tl.where(far, tl.where(tl.abs(before) < float("inf"), before, start), y)
             y = tl.where(i * 0 + n <= passes + 1, before, y)

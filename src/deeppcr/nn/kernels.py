@@ -235,7 +235,7 @@ def correct(start, delta, end, exact, least, rtol):
     corrected = end + (delta - miss)
     size = tl.max(tl.abs(corrected), 0)
     # Overflow, or a step far beyond where the linearisation holds: go on from the end of the chunk before.
-    sane = is_finite(corrected) & (size <= _FAR * tl.max(tl.abs(end), 0) + least)
+    sane = is_finite(corrected) & (size <= tl.max(tl.abs(end), 0) * _FAR + least)
     corrected = tl.where(sane, corrected, tl.where(is_finite(end), end, start))
     corrected = tl.where(exact, end, corrected)
     change = tl.maximum(tl.max(tl.abs(delta), 0), tl.max(tl.abs(miss), 0))

@@ -251,7 +251,7 @@ def memory(result: Finished) -> list[Check]:
         if ratios := known_ratios(entries):
             left = of_cells(len(ratios), len(entries))
             said[name] = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{left and f'; {left}'})"
-    words = {"what": "memory of the loop over that of DeepPCR, median", "paper": "about 0.6"}
+    words = {"what": "memory of the loop over that of DeepPCR, weights included, median", "paper": "about 0.6"}
     words |= {"printed": said.get("printed", "not measured"), "defaults": said.get("chunk auto", "")}
     if "printed" not in said:
         return [Check(**words, holds=OPEN)]

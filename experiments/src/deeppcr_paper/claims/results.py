@@ -107,13 +107,6 @@ class Finished:
         return "" if self.smaller else _given(self.changes)
 
     @property
-    def source(self) -> str:
-        """The file, the machine, the day and the commit."""
-        sessions = self.content.get("sessions") or [self.content]
-        commits = dict.fromkeys(str(session.get("commit")) for session in sessions)
-        return f"`results/{self.path.name}` ({self.hardware}, {self.date[:10]}, commit {', '.join(commits)})"
-
-    @property
     def variant(self) -> str:
         """By which method networks were trained: results by both stand side by side."""
         return str(self.content["settings"].get("solver", ""))

@@ -66,7 +66,7 @@ RULES: dict[str, Rule] = {
     "at most 6": Rule("at most 6 iterations in every cell", lambda ours: ours <= 6, at_any_size=True),
     "6 on average": Rule("at most 6 iterations on average", lambda ours: ours <= 6),
     "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
-    "flat": Rule("from L = 64 on, mean iterations vary by at most 1", lambda ours: ours <= 1),
+    "flat": Rule("from L = 64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
     "ReLU more": Rule("more iterations on average", lambda ours: ours > 1),
     "machine precision": Rule(
         "0.9 of the outputs within 10⁻⁶ of float64's", lambda ours: ours >= 0.9, at_any_size=True

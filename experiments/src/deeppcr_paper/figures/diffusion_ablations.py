@@ -48,7 +48,7 @@ def _errors(space: str, size: str, records: list[dict[str, Any]]) -> Drawing:
                 axes.plot(worst, look, color=colours[record["L"]], gid=f"{method} L={record['L']}")
         guide(axes, SMALL)
     same_y(places, log=True)
-    legend(figure, colours, "steps L")
+    legend(figure, colours, "steps L (defaults dashed)")
     said = []
     for method, name in (("printed", "Newton's method"), ("auto", "the prior's Jacobian")):
         counts = [entry[method]["iterations"] for entry in summarise_iterations(records)]

@@ -24,7 +24,6 @@ METHODS: dict[str, tuple[str, str]] = {
     "printed graph": ("as printed, in a CUDA graph", SKY),
     "auto": ("DeepPCR, defaults", GREEN),
     "sequential": ("sequential", VERMILION),
-    "parallel": ("DeepPCR", BLUE),
 }
 LABELS = {method: label for method, (label, _) in METHODS.items()}
 COLOURS = {method: colour for method, (_, colour) in METHODS.items()}

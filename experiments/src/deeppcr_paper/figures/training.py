@@ -74,6 +74,10 @@ class Clock:
     def name(self, mode: str) -> str:
         return self.how if mode == "parallel" else style.LABELS[mode]
 
+    def method(self, mode: str = "parallel") -> str:
+        """Whose colour stands above a panel: as printed and the defaults have their own, as in all figures."""
+        return mode if mode != "parallel" else "auto" if self.how == "defaults" else "printed"
+
     def label(self, name: str = "loss") -> str:
         """Of the axis along which a curve is drawn."""
         if self.per_epoch:
@@ -162,9 +166,9 @@ def times(pairs: list[Pair], eager: dict[int, float], method: str, clock: Clock,
     figure, (left, right, against_loop, against_eager) = panels(4)
     colours = style.ordered(pair.depth for pair in pairs)
     describe(left, f"{loop} (eager: dashed)", clock.label(), "time of a pass (s)", method)
-    describe(right, f"DeepPCR, {clock.how}", clock.label(), "time of a pass (s)", "parallel")
-    describe(against_loop, f"{clock.how} over {loop}", clock.label(), "speed-up (×)", "parallel")
-    describe(against_eager, f"{clock.how} over eager loop", clock.label(), "speed-up (×)", "parallel")
+    describe(right, f"DeepPCR, {clock.how}", clock.label(), "time of a pass (s)", clock.method())
+    describe(against_loop, f"{clock.how} over {loop}", clock.label(), "speed-up (×)", clock.method())
+    describe(against_eager, f"{clock.how} over eager loop", clock.label(), "speed-up (×)", clock.method())
     for pair in pairs:
         colour, tag = colours[pair.depth], f"L={pair.depth}"
         for axes, run in zip((left, right), pair.modes.values(), strict=True):
@@ -244,7 +248,7 @@ def _both(pairs: list[Pair], clock: Clock, name: str, label: str, difference: st
     figure, (left, right, below) = panels(3)
     colours = style.ordered(pair.depth for pair in pairs)
     describe(left, style.LABELS["sequential"], clock.label(name), label, "sequential")
-    describe(right, f"DeepPCR, {clock.how}", clock.label(name), label, "parallel")
+    describe(right, f"DeepPCR, {clock.how}", clock.label(name), label, clock.method())
     describe(below, f"sequential − {clock.how}", clock.label(name), difference)
     for pair in pairs:
         colour = colours[pair.depth]
@@ -263,8 +267,8 @@ def seeds(pairs: list[Pair], clock: Clock) -> Drawing:
     colours = style.ordered(pair.depth for pair in pairs)
     for column, mode in enumerate(MODES):
         above, below = places[column], places[2 + column]
-        describe(above, f"{clock.name(mode)}, loss", clock.label("loss"), "loss (nats)", mode)
-        describe(below, f"{clock.name(mode)}, test", clock.label("test"), "accuracy (%)", mode)
+        describe(above, f"{clock.name(mode)}, loss", clock.label("loss"), "loss (nats)", clock.method(mode))
+        describe(below, f"{clock.name(mode)}, test", clock.label("test"), "accuracy (%)", clock.method(mode))
         for depth, colour in colours.items():
             runs = [pair.modes[mode] for pair in pairs if pair.depth == depth]
             _span(above, runs, "loss", colour)
@@ -295,7 +299,7 @@ def newton(pairs: list[Pair], clock: Clock, summary: Summary) -> Drawing:
     """Fig. 8 right: iterations during training, and how far the parameters of the two trainings are apart."""
     figure, (left, right) = panels(2)
     colours = style.ordered(pair.depth for pair in pairs)
-    describe(left, f"iterations, {clock.how}", clock.label(), "iterations (mean)", "parallel")
+    describe(left, f"iterations, {clock.how}", clock.label(), "iterations (mean)", clock.method())
     describe(right, f"sequential − {clock.how}", clock.label(), "apart (max-norm)")
     for pair in pairs:
         colour = colours[pair.depth]

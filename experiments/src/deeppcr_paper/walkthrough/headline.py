@@ -87,22 +87,21 @@ def lines(results: Sequence[Finished], measured: Measured) -> list[str]:
     rows += [*_real(sampled), *_batch(latents)]
     if len(rows) > MOST:
         raise ValueError(f"the README's table has {len(rows)} rows: {MOST} at most")
-    sources = [each.source + (", smaller than the paper's runs" if each.smaller else "") for each in used]
-    sources += [
-        f"`results/{file}` ({record['machine']['hardware']}, {record['date'][:10]}, commit {record['commit']})"
-        for file, record in measured.values()
-    ]
+    sources = [f"`{each.path.name}`" + (", smaller than the paper's runs" if each.smaller else "") for each in used]
+    sources += [f"`{file}`" for file, _ in measured.values()]
+    machines = [each.hardware for each in used] + [record["machine"]["hardware"] for _, record in measured.values()]
     return [
         f"| loop, steps × rows × width | {' | '.join(HEADS.values())} |",
         "|---" * (1 + len(HEADS)) + "|",
         *rows,
         "",
-        "Medians of whole calls in float32 (the UNet in TF32), stopping test included; the fastest is bold. In brackets: its time over that of the faster of "
-        "`deeppcr`'s two ways, between which it chooses by itself; below 1× `deeppcr` loses. A dash: not measured, or no gain in "
-        "parallel. In the first five rows loops in Python and in CUDA graphs are timed over 256 steps and scaled. Results were compared with "
-        f"the loop's before: largest errors {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
+        f"- {' and '.join(dict.fromkeys(machines))}. Medians of whole calls in float32 (the UNet in TF32). The fastest is **bold**.",
+        "- In brackets: how many times as long as `deeppcr` it takes; below 1× `deeppcr` is slower. `deeppcr` chooses between its two ways by itself.",
+        "- A dash: not measured, or no gain in parallel.",
+        "- In the first five rows, loops in Python and in CUDA graphs are timed over 256 steps and scaled.",
+        f"- Every result was first compared with the loop's. Largest errors: {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
         f"{max(_error_of_samples(latents), *(line['error'] for line in _shown_lines(sampled)), 0.0):.1e} (samples, from the loop's).",
-        f"From {', '.join(sources)}.",
+        f"- Files in `results/`, whose names have the machine, day and commit: {', '.join(sources)}.",
     ]
 
 
