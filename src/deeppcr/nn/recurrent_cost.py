@@ -11,22 +11,27 @@ from functools import lru_cache
 # benchmarks/recurrent_fit.py, which prints all of these tables anew.
 
 #: A call in parallel, whatever it computes.
-_LAUNCHES = (0.8e-3, 2.1e-3)
+_LAUNCHES = (0.0012, 0.0019)
 #: A step of one row in parallel, by kind and for states of up to so many numbers; wider ones have no kernels, or none that were measured.
-#: What was measured with the backward pass alone is taken for no faster forward, and an RNN of 32 and 64 for no faster than a GRU
-#: (whose two numbers forward are of an earlier measurement).
+#: What was measured with the backward pass alone is taken for no faster forward.
 _STEPS: dict[str, dict[int, tuple[float, float]]] = {
-    "RNN_TANH": {16: (3e-9, 3e-9), 32: (9.8e-9, 26e-9), 64: (11e-9, 140e-9)},
-    "GRU": {16: (8.2e-9, 8.2e-9), 32: (9.8e-9, 26e-9), 64: (49e-9, 140e-9)},
-    "LSTM": {32: (4.1e-9, 11e-9), 64: (58e-9, 58e-9)},
+    "RNN_TANH": {
+        8: (2.6e-09, 2.6e-09),
+        16: (3e-09, 3e-09),
+        32: (3.9e-09, 7.2e-09),
+        64: (1.4e-08, 3.9e-08),
+        128: (9.7e-08, 3.4e-07),
+    },
+    "GRU": {8: (2.8e-09, 4.5e-09), 16: (7.1e-09, 7.1e-09), 32: (9e-09, 2.6e-08), 64: (4.1e-08, 1.8e-07)},
+    "LSTM": {16: (3.1e-09, 6.8e-09), 32: (4.1e-09, 1.4e-08), 64: (2e-08, 5.5e-08), 128: (1.6e-07, 4.9e-07)},
 }
 #: A call of PyTorch's kernel where it has little to compute: the device does so meanwhile.
-_TORCH_LAUNCHES = (0.27e-3, 1e-3)
-#: A step by PyTorch's kernel, and each row of it. (Of a GRU also by earlier measurements: forward, and of 64 rows with the backward pass.)
+_TORCH_LAUNCHES = (0.00028, 0.0012)
+#: A step by PyTorch's kernel, and each row of it.
 _TORCH_STEPS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
-    "RNN_TANH": ((0.33e-6, 0.0033e-6), (0.52e-6, 0.033e-6)),
-    "GRU": ((0.43e-6, 0.0025e-6), (1e-6, 0.047e-6)),
-    "LSTM": ((0.3e-6, 0.0047e-6), (1e-6, 0.031e-6)),
+    "RNN_TANH": ((4.2e-07, 3.2e-09), (9.1e-07, 7.3e-09)),
+    "GRU": ((5.4e-07, 1.5e-09), (1.1e-06, 4.2e-08)),
+    "LSTM": ((5.3e-07, 6.3e-10), (1.1e-06, 1.1e-08)),
 }
 #: So many rows were measured: more are taken to cost PyTorch no more.
 _MOST_ROWS = 64
