@@ -66,6 +66,11 @@ def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> 
     return base.apply(*[_functorch.unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in arguments])
 
 
+def has_hooks_of_saved_tensors() -> bool:
+    """Whether somebody sees what is saved for a backward pass when it is saved, and may copy it, or compute it again: checkpointing, offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def check_backward(gradients: Tensor) -> None:
     """Refuse what no backward pass through ``solve`` takes."""
     if torch.is_grad_enabled():

@@ -47,8 +47,8 @@ class Step:
     """A step with something of everything to be changed."""
 
     def __init__(self, device):
-        self.device, self.weight, self.number = device, 0.5 * normal(3, device=device), 0.5
-        self.layer = nn.Linear(3, 3, dtype=torch.float64, device=device)
+        self.device, self.weight, self.number = device, 0.5 * normal(2, device=device), 0.5
+        self.layer = nn.Linear(2, 2, dtype=torch.float64, device=device)
 
     def __call__(self, z, x):
         return 0.3 * torch.sin(self.layer(z)) + self.weight * z * self.number + x
@@ -66,7 +66,7 @@ def warm(step, z0, xs):
 
 
 def problem(device):
-    return Step(device), normal(2, 3, device=device), normal(9, 2, 3, device=device)
+    return Step(device), normal(2, 2, device=device), normal(6, 2, 2, device=device)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -82,21 +82,32 @@ def test_a_step_that_came_before_is_launched_before_it_is_walked_through(gradien
 
 #: Tensors that outlive their step's use of them.
 KEPT = []
+
+
+def put_away(tensor):
+    KEPT.append(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 #: What each changes: of a step, its state and its inputs, the last two returned; and whether kernels may still be launched first.
 CHANGES = {
     "values": (lambda s, z, x: (s.weight.mul_(-0.5), (z + 1, x - 1))[1], True),
-    "another length": (lambda s, z, x: (z, x[:7]), False),
+    "another length": (lambda s, z, x: (z, x[:5]), False),
     "other strides": (lambda s, z, x: (z, x.mT.contiguous().mT), False),
     "other places": (lambda s, z, x: (misaligned(z), misaligned(x)), False),
-    "another tensor": (lambda s, z, x: (setattr(s, "weight", normal(3, device=s.device)), (z, x))[1], False),
+    "another tensor": (lambda s, z, x: (setattr(s, "weight", normal(2, device=s.device)), (z, x))[1], False),
     "another tensor beside the first": (  # which is still there to be read
-        lambda s, z, x: (KEPT.append(s.weight), setattr(s, "weight", normal(3, device=s.device)), (z, x))[-1],
+        lambda s, z, x: (KEPT.append(s.weight), setattr(s, "weight", normal(2, device=s.device)), (z, x))[-1],
         True,
+    ),
+    "a tensor beside one without memory": (  # as those of a model that is put away
+        lambda s, z, x: (put_away(s.weight), setattr(s, "weight", normal(2, device=s.device)), (z, x))[-1],
+        False,
     ),
     "a tensor of another shape": (lambda s, z, x: (s.weight.set_(s.weight[:1].clone()), (z, x))[1], False),
     "a number": (lambda s, z, x: (setattr(s, "number", 0.9), (z, x))[1], True),
     "a parameter": (
-        lambda s, z, x: (setattr(s.layer, "weight", nn.Parameter(normal(3, 3, device=s.device))), (z, x))[1],
+        lambda s, z, x: (setattr(s.layer, "weight", nn.Parameter(normal(2, 2, device=s.device))), (z, x))[1],
         False,
     ),
     "a hook": (lambda s, z, x: (s.layer.register_forward_hook(lambda *it: 2 * it[-1]), (z, x))[1], True),
@@ -173,3 +184,49 @@ def test_nothing_is_kept_alive(device):
     assert len(begun._expected) == 1
     del step
     assert len(begun._expected) == 0
+
+
+def test_what_is_saved_for_a_backward_pass_is_finished_when_it_is_saved(device):
+    """Who copies it then, as offloading does, or stops there, as checkpointing does, has all of it."""
+    weight = torch.full((3,), 0.9, dtype=torch.float64, device=device, requires_grad=True)
+
+    def step(z, x):
+        return torch.sin(weight * z) + x
+
+    z0, xs = normal(2, 3, device=device), normal(48, 2, 3, device=device)
+    for _ in range(4):
+        solved(step, 0 * z0, 0 * xs)  # which takes fewer passes
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        found = solved(step, z0, xs)
+    assert by_kernels(found)
+    (gradient,) = torch.autograd.grad(found.states.square().sum(), weight)
+    (expected,) = torch.autograd.grad(by_loop(step, z0, xs).square().sum(), weight)
+    assert error(gradient, expected) < 1e-9
+
+
+def test_kernels_that_do_not_fit_are_refused_every_time(monkeypatch, device):
+    from triton import OutOfResources
+
+    step, z0, xs = problem(device)
+
+    def refused(*_, **__):
+        raise OutOfResources(300_000, 200_000, "shared memory")
+
+    monkeypatch.setattr(fuse_run, "launch", refused)
+    with torch.no_grad():
+        for _ in range(3):
+            found = solved(step, z0, xs)
+            assert not by_kernels(found)
+            assert error(found.states, by_loop(step, z0, xs)) < 1e-9
+
+
+def test_modules_whose_parameters_are_swapped_can_be_converted(device):
+    step, z0, xs = problem(device)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.no_grad():
+            warm(step, z0, xs)
+        step.layer.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert step.layer.weight.dtype is torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..runtime import apply_directly
+from ..runtime import apply_directly, has_hooks_of_saved_tensors
 
 
 class _Product(torch.autograd.Function):
@@ -36,9 +36,11 @@ _Node: Any = _Product._backward_cls  # type: ignore[attr-defined]
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """``linear(x, weight)``, outside of transforms."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return apply_directly(_Product, x, weight)
-    return linear(x, weight)
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return linear(x, weight)
+    if has_hooks_of_saved_tensors():  # these would be asked for what is saved by ``origin_of``, and compute it again
+        return linear(x, weight)
+    return apply_directly(_Product, x, weight)
 
 
 def origin_of(value: Tensor) -> tuple[Tensor, Tensor] | None:

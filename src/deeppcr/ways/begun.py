@@ -86,17 +86,22 @@ class _Expected:
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
-        self._closures = [(weakref.ref(each), each.shape, each.dtype, each.device) for each in closures]
+        self._closures = [(weakref.ref(each), *_memory_of(each)) for each in closures]
 
     def closures(self) -> list[Tensor] | None:
         """None where they are gone, or others by now."""
         found = []
-        for reference, shape, dtype, device in self._closures:
+        for reference, *memory in self._closures:
             tensor = reference()
-            if tensor is None or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+            if tensor is None or _memory_of(tensor) != (*memory,):
                 return None
             found.append(tensor)
         return found
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What kernels may read: a tensor that is put away keeps its shape, and may have no memory."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
 
 
 def begin(call: Any, newton: Newton) -> Ready | None:
@@ -115,7 +120,10 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     if not ready.run.shape.ready[ready.differentiated] or (ready.differentiated and not ready.run.shape.fits):
         return None  # what has yet to be compiled may be refused
     expected.missed += 1
-    ready.begin()
+    try:
+        ready.begin()
+    except _too_large():  # the solve, which finds that, too, has another way
+        return None
     return ready
 
 
@@ -131,6 +139,8 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     )
     if call.every != 1 or not fused.reads_as_given:
         return None
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return ready if fits else None  # modules then refuse to convert what somebody has weak references to
     place = _place(call)
     expected = _expected.get(place)
     if fits and expected is not None:
@@ -164,6 +174,13 @@ def _running() -> Any:
     from ..fuse import run
 
     return run
+
+
+@cache
+def _too_large() -> type[Exception]:
+    from triton import OutOfResources
+
+    return OutOfResources
 
 
 def forget_expected() -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
-from ..runtime import has_kernels, is_transformed
+from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
@@ -292,7 +292,8 @@ def solve_fused(
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)
             passes = ready.begin(guess, every)
-            solution = with_states(passes)  # while the device is at work
+            if not differentiated or not has_hooks_of_saved_tensors():  # to which unfinished states would be shown
+                solution = with_states(passes)  # while the device is at work
             found = fuse_run.solve(run, kind, wanted, guess, every, passes)
             if found.states is not passes.states:
                 solution = None
