@@ -126,7 +126,7 @@ def test_hopeless_only_when_neither_prefix_nor_updates_can_arrive():
     assert falling.why_hopeless() is None
 
 
-@pytest.mark.parametrize(("steps", "judged_at"), [(8, 5), (28, 7), (1000, 12)])
+@pytest.mark.parametrize(("steps", "judged_at"), [(10, 5), (28, 7), (1000, 12)])
 def test_short_sequences_are_judged_sooner_and_anew_after_an_advance(steps, judged_at):
     judged = progress(steps=steps, tolerance=1e-6, compare_with_loop=True)
     for _ in range(judged_at):
@@ -137,6 +137,13 @@ def test_short_sequences_are_judged_sooner_and_anew_after_an_advance(steps, judg
     judged.advance(torch.ones(1, dtype=torch.bool), 1)
     assert judged.prefix.tolist() == [judged_at + 1]
     assert judged.why_hopeless() is None
+
+
+def test_a_few_more_iterations_are_made_though_the_loop_needs_no_longer():
+    judged = progress(steps=9, tolerance=1e-6, compare_with_loop=True)
+    for _ in range(9):
+        assert judged.why_hopeless() is None
+        feed(judged, 10.0, 1.0)
 
 
 def test_an_advance_is_of_active_rows_and_finishes_what_it_completes():

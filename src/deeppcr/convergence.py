@@ -30,6 +30,8 @@ _PATIENCE = 12
 _NEAR = 0.01
 #: Iterations over which progress is then measured.
 _TREND = 4
+#: So many more iterations are made in any case, though the loop might need no longer.
+_FEW_MORE = 4
 
 
 class Progress:
@@ -320,8 +322,8 @@ class Progress:
         needed = min(by_prefix, by_update)
         if self.count + needed > self.limit:
             return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
-        # To hand over takes as long as an iteration or two.
-        if self.compare_with_loop and needed > max(remaining / 2, 2):
+        # To hand over takes as long as an iteration or two, and tells the caller of it: for a few more it is not worth that.
+        if self.compare_with_loop and needed > max(remaining / 2, _FEW_MORE):
             return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
         return None
 
