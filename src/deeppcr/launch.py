@@ -149,7 +149,7 @@ class _Mark(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """What Triton's launcher, a function of Python, hands on to one of C: to go past it saves a third of a launch.
+    """What Triton's launcher, a function of Python, hands on to one of C: it is called directly where a launch is made again.
 
     Attributes:
         function: that of C
