@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -550,3 +551,36 @@ def test_a_first_call_of_a_marginal_loop_is_left_to_the_loop_in_time(device, mon
     assert record.tries == {"newton": 1}
     assert found.result is Result.FINISHED_BY_LOOP
     assert found.iterations.max() <= record.most_iterations(100) < 100
+
+
+class TestWhatCanOnlyBeCalledOneByOne:
+    """The loop takes it, of any length, and at once: an iteration would take longer."""
+
+    @staticmethod
+    def branching(z, x):
+        return torch.tanh(z + x) if x.sum() > 0 else torch.tanh(z - x)
+
+    @staticmethod
+    def by_numpy(z, x):
+        return torch.from_numpy(np.tanh((0.5 * z + x).cpu().numpy())).to(z.device)
+
+    @pytest.mark.parametrize("step", [branching, by_numpy])
+    def test_by_the_loop(self, step, device, monkeypatch):
+        deeppcr.clear_caches()
+        monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
+        monkeypatch.setattr(plan, "_PAYS", 1e9)
+        monkeypatch.setattr(plan.Record, "most_iterations", lambda record, most: most)
+        z0, xs = torch.zeros(3, 4, device=device), torch.randn(200, 3, 4, device=device)
+        calls, found = 0, None
+
+        def counted(z, x):
+            nonlocal calls
+            calls += 1
+            return step(z, x)
+
+        for _ in range(2):
+            found = deeppcr.solve(counted, z0, xs)
+            torch.testing.assert_close(found.states, plain_loop(step, z0, xs))
+            assert found.result is Result.LOOP
+        assert "one by one" in str(found.plan) or "cannot be differentiated" in str(found.plan)
+        assert calls < 3 * len(xs)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
+_autograd = import_module("torch._C._autograd")
 _is_legacy_batched = _functorch.is_legacy_batchedtensor
 #: Of all that tell, the one that a compiler answers right while it traces. (Of ``peek_interpreter_stack`` it says that it is not None.)
 _transforms_are_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -68,7 +69,7 @@ def apply_directly(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 def has_hooks_of_saved_tensors() -> bool:
     """Whether somebody sees what is saved for a backward pass when it is saved, and may copy it, or compute it again: checkpointing, offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def check_backward(gradients: Tensor) -> None:

@@ -174,7 +174,10 @@ def test_a_step_that_never_is_what_it_was_is_no_longer_expected_to_be(seen, devi
             found, order = seen.of(lambda: solved(step, z0, xs))
             assert error(found.states, by_loop(step, z0, xs)) < 1e-9
             first.append(order[0])
+        # Once it has settled, it is again.
+        settled = [seen.of(lambda: solved(step, z0, xs))[1][0] for _ in range(3)]
     assert first[-1] == "walk"
+    assert settled[-1] == "launch"
 
 
 def test_nothing_is_kept_alive(device):

@@ -141,9 +141,12 @@ class Shape:
     def of(kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int) -> Shape:
         """
         Args:
-            bases: as they were given. Their dtypes are what the kernels were made for, and their shapes follow from it, L and B
+            bases: as they were given
         """
-        key = (length, initial.shape, *[(base.stride(), base.data_ptr() % 16 == 0, base.is_neg()) for base in bases])
+        key = (
+            length, initial.shape, initial.device, _kinds(initial, bases),
+            *[(base.stride(), base.shape, base.is_neg()) for base in bases],
+        )  # fmt: skip
         found = kernels.shapes.get(key)
         if found is None:
             if len(kernels.shapes) >= _MOST_SHAPES:

@@ -6,8 +6,10 @@ Shapes: N steps at a time, B rows, D the packed state, K tangents.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +34,14 @@ _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 #: PyTorch's forward mode knows one level for the whole process: two threads inside it at once get in each other's way.
 _FORWARD_MODE = threading.Lock()
+
+
+@cache
+def _load_rules() -> None:
+    """PyTorch's rules of forward mode: to load them warns of code of its own, which those who make errors of warnings are not to meet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
 
 
 class StepError(ValueError):
@@ -170,6 +180,7 @@ class StepGroup:
             [N, B, D] and [N, K, B, D]
         """
         xs = self.inputs(index)
+        _load_rules()
         while True:
             self.derivative = self._candidates[0]
             try:
@@ -186,7 +197,7 @@ class StepGroup:
                 if _must_propagate(error):
                     raise
                 if len(self._candidates) > 1:
-                    self.notes.append(f"no {self.derivative} derivative of the step ({_first_line(error)})")
+                    self.notes.append(f"no {self.derivative} derivative of the step ({first_line(error)})")
                     self._candidates.pop(0)
                 elif self.way == "vmap":
                     self._leave_vmap(error)
@@ -196,7 +207,7 @@ class StepGroup:
                     raise StepError(
                         "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
                         "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
-                        f"GivenJacobian need no derivative. {_first_line(error)}"
+                        f"GivenJacobian need no derivative. {first_line(error)}"
                     ) from error
 
     def _let_raise(self, previous: Tensor, index: slice | Tensor) -> None:
@@ -234,7 +245,7 @@ class StepGroup:
             raise RandomStep from error
         self.way = "loop"
         self.notes.append(
-            f"torch.vmap does not cover the step ({_first_line(error)}): its steps are evaluated one by one; "
+            f"torch.vmap does not cover the step ({first_line(error)}): its steps are evaluated one by one; "
             "deeppcr.rowwise(step) may help"
         )
 
@@ -284,7 +295,7 @@ def _at(xs: Any, n: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[n], xs) if xs is not None else None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:120]
 
 

@@ -364,7 +364,10 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
     for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{_SHARED if path else ''}")
+            instead = f" (for so many steps without inputs: length={leaf})" if type(leaf) is int and not path else ""
+            raise TypeError(
+                f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{_SHARED if path else instead}"
+            )
         if leaf.ndim == 0:
             raise ValueError(
                 f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: "

@@ -88,6 +88,11 @@ class _Expected:
         self.fused, self.signature, self.missed = fused, signature, missed
         self._closures = [(weakref.ref(each), *_memory_of(each)) for each in closures]
 
+    def is_of(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor]) -> bool:
+        """Whether another call reached the same."""
+        same, found = self.fused is fused and self.signature == signature, self.closures()
+        return same and found is not None and all(one is other for one, other in zip(found, closures, strict=True))
+
     def closures(self) -> list[Tensor] | None:
         """None where they are gone, or others by now."""
         found = []
@@ -122,7 +127,7 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     expected.missed += 1
     try:
         ready.begin()
-    except _too_large():  # the solve, which finds that, too, has another way
+    except (_too_large(), torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
         return None
     return ready
 
@@ -146,7 +151,8 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     if fits and expected is not None:
         expected.missed = 0
     elif not fits:
-        missed = 0 if expected is None else expected.missed
+        # One that reached the same twice in a row has settled, launched or not.
+        missed = 0 if expected is None or expected.is_of(fused, call.signature, closures) else expected.missed
         _expected.put(place, _Expected(fused, call.signature, closures, missed), owner_of(call.step))
     return ready if fits else None
 

@@ -10,6 +10,7 @@ things, and to time it on a GPU would be to wait for it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -98,7 +99,11 @@ class Record:
             if way not in self.seconds or self._is_worth_another_try(way):
                 return way, f"the {self.told('loop')}; this is tried"
         if len(self.seconds) == 1:
-            return "loop", f"the {self.told('loop')}, and nothing else is worth a try"
+            why = [bar.why for bar in self.barred.values() if bar.until == sys.maxsize]
+            return (
+                "loop",
+                f"the {self.told('loop')}, and nothing else is worth a try{': ' if why else ''}{'; '.join(why)}",
+            )
         return min(self.seconds, key=self.total), "of this kind " + ", ".join(map(self.told, self.seconds))
 
     def _is_worth_another_try(self, way: Way) -> bool:
@@ -140,10 +145,10 @@ class Record:
             ways.append("graph")
         return [way for way in ways if way not in self.barred or self.solves >= self.barred[way].until]
 
-    def bar(self, way: Way, why: str) -> None:
+    def bar(self, way: Way, why: str, *, for_good: bool = False) -> None:
         """Leave a way alone that did not work; how long it took says nothing of what it takes where it does."""
-        wait = 2 * self.barred[way].wait if way in self.barred else _PATIENCE
-        self.barred[way] = Bar(why, wait, self.solves + wait)
+        wait = sys.maxsize if for_good else 2 * self.barred[way].wait if way in self.barred else _PATIENCE
+        self.barred[way] = Bar(why, wait, min(self.solves + wait, sys.maxsize))
         self.seconds.pop(way, None)
 
     def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
