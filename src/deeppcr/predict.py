@@ -23,7 +23,7 @@ from .sequence.lengths import up_to
 from .solution import Plan, first_not_finite
 from .ways.fused import Call
 from .ways.plan import PROBED, Record, now, record_of, written
-from .ways.planned import can_be_planned
+from .ways.planned import can_be_planned, is_refused
 
 #: The probe ends after so many steps, or seconds, or this part of the loop.
 _MOST_STEPS, _MOST_SECONDS, _MOST_OF_LOOP = 256, 0.3, 0.01
@@ -355,7 +355,9 @@ def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:
     if call.fused is None and record.is_worth_kernels(again):
         return "kernels", f"the {record.told('loop')}; kernels are made, if they cover the step"
     # A loop that is short is not stopped by what it is found to take.
-    return (record if again or (call.length or 0) > 2 * PROBED else known).choose()
+    asked = record if again or (call.length or 0) > 2 * PROBED else known
+    way, why = asked.choose()
+    return asked.choose() if way in ("newton", "graph") and is_refused(call, asked) else (way, why)
 
 
 def _counted(count: int, noun: str) -> str:

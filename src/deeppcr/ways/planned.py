@@ -59,6 +59,33 @@ def can_be_planned(call: Call) -> bool:
     )
 
 
+def is_refused(call: Call, record: Record) -> bool:
+    """Whether a parallel solve would be refused or hopeless, where that can be seen in a step or two and nobody knows yet.
+
+    Where rows influence each other, its gradients are refused, which those of a loop need not be. And where steps can only be called
+    one by one, as where they branch on values, an iteration takes longer than the loop. What is found is noted in the record.
+    """
+    if "newton" in record.tries or "graph" in record.tries or "newton" in record.barred:
+        return False
+    (step, xs), of_rows = call.given, call.differentiated and record.sizes[1] > 1
+    sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
+    with torch.no_grad():
+        initial = sequence.initial.detach()
+        if of_rows and find_influence(partial(sequence.step, 0), initial, sequence.layout) is not None:
+            record.only_loop = "rows of the batch influence each other"
+            return True
+        few = range(min(2, sequence.length))
+        try:
+            sequence.push(initial.expand(len(few), -1, -1), torch.ones_like(initial)[None, None], few)
+        except Exception as error:  # the loop takes such steps, and raises what is wrong with them there, too
+            record.bar("newton", f"steps cannot be differentiated at once ({first_line(error)})", for_good=True)
+            return True
+        if sequence.evaluation == "loop":
+            record.bar("newton", "steps can only be called one by one", for_good=True)
+            return True
+    return False
+
+
 class Planned:
     """A solve by the way that is expected to take least time."""
 
@@ -75,7 +102,7 @@ class Planned:
             if found is not None:
                 return found
         way, why = self.record.choose()
-        if way in ("newton", "graph") and self._is_refused():
+        if way in ("newton", "graph") and is_refused(call, self.record):
             way, why = self.record.choose()
         if way == "loop":
             probe = None if "loop" in self.record.seconds else self._probe()
@@ -88,7 +115,7 @@ class Planned:
                 found = self._by_kernels() if call.has_kernels else None
                 if found is not None:
                     return found
-            self._is_refused()
+            is_refused(call, self.record)
             way, why = self.record.choose()
         found = self._by_graph() if way == "graph" else self._by_newton() if way == "newton" else self._by_python()
         found.plan.note(why)
@@ -98,33 +125,6 @@ class Planned:
     def record(self) -> Record:
         call = self.call
         return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
-
-    def _is_refused(self) -> bool:
-        """Whether a parallel solve would be refused or hopeless, where that can be seen in a step or two and nobody knows yet.
-
-        Where rows influence each other, its gradients are refused, which those of a loop need not be. And where steps can only be called
-        one by one, as by ``torch.vmap`` where they branch on values, an iteration takes longer than the loop.
-        """
-        call, record = self.call, self.record
-        if "newton" in record.tries or "graph" in record.tries or "newton" in record.barred:
-            return False
-        (step, xs), of_rows = call.given, call.differentiated and record.sizes[1] > 1
-        sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
-        with torch.no_grad():
-            initial = sequence.initial.detach()
-            if of_rows and find_influence(partial(sequence.step, 0), initial, sequence.layout) is not None:
-                record.only_loop = "rows of the batch influence each other"
-                return True
-            few = range(min(2, sequence.length))
-            try:
-                sequence.push(initial.expand(len(few), -1, -1), torch.ones_like(initial)[None, None], few)
-            except Exception as error:  # the loop takes such steps, and raises what is wrong with them there, too
-                record.bar("newton", f"steps cannot be differentiated at once ({first_line(error)})", for_good=True)
-                return True
-            if sequence.evaluation == "loop":
-                record.bar("newton", "steps can only be called one by one", for_good=True)
-                return True
-        return False
 
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, USUAL, None, every=self.call.every)
