@@ -337,7 +337,8 @@ def _chunk_of_kernels(call: Call) -> int:
     assert fused is not None
     assert not isinstance(fused, str)
     assert length is not None
-    return fused.kind(length, "auto", Newton().tolerance(fused.layout.dtype), repeated=True)[1].chunk
+    tolerance = Newton().tolerance(fused.layout.dtype)
+    return fused.kind(fused.key_of_kind(length, "auto", tolerance, repeated=True)).chunk
 
 
 def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:

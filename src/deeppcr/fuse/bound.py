@@ -165,6 +165,7 @@ class BoundKernels:
     Args:
         initial: [B, D]
         bases: what the kernels read from, [L, rows, ...] each, without L or rows where they are the same for all
+        shape: what it has in common with other runs, where that is known
     """
 
     length: int
@@ -177,14 +178,14 @@ class BoundKernels:
     program: Program | TileProgram
     device: torch.device
 
-    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int):
+    def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int, shape: Shape | None = None):
         program = kernels.program
         self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
         kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
         if initial.requires_grad or initial.is_neg() or not initial.is_contiguous():
             initial = initial.detach().resolve_neg().contiguous()
         self.initial: Tensor = aligned(initial)
-        self.shape: Shape = Shape.of(kernels, self.initial, bases, length)
+        self.shape: Shape = Shape.of(kernels, self.initial, bases, length) if shape is None else shape
         self.bases: list[Tensor] = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages

@@ -83,23 +83,27 @@ class FusedStep:
         row, closures = self.kernels.program.parts.row, self.closures(reached)
         return rows_agree(step, row, self.layout, z0, inputs, closures, gradients=True)
 
-    def kind(self, length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[tuple[Any, ...], Kind]:
-        """What is known of solves of this length, and by which key: a copy is for one of them to change, and to be noted in ``kinds``.
+    @staticmethod
+    def key_of_kind(length: int, chunk: int | str, tolerance: Tolerance, repeated: bool) -> tuple[Any, ...]:
+        """What a kind of solves is known by.
 
         Args:
             chunk: steps of a chunk at first, or "auto"
             repeated: it starts from the initial state, not from a guess
         """
-        key = (length, chunk, tolerance.atol, tolerance.rtol, tolerance.local, repeated)
+        return length, chunk, tolerance.atol, tolerance.rtol, tolerance.local, repeated
+
+    def kind(self, key: tuple[Any, ...]) -> Kind:
+        """What is known of solves of a kind: a copy is for one of them to change, and to be noted in ``kinds``."""
         found = self.kinds.get(key)
         if found is None:
-            program = self.kernels.program
+            (length, chunk, *_), program = key, self.kernels.program
             rows = self.layout.rows * program.channels
             first = first_chunk(length, rows, program) if isinstance(chunk, str) else min(chunk, length)
-            return key, Kind(
+            found = Kind(
                 length, first, int(program.parts.tiled)
             )  # a roll-out without tangents is a guess that costs little
-        return key, found
+        return found
 
     def closures(self, reached: list[Tensor]) -> list[Tensor]:
         """Of all tensors that the step reaches, those that it closes over."""

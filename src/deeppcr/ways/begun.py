@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
 from ..runtime import is_capturing
-from ..sequence.fingerprint import owner_of
+from ..sequence.fingerprint import Told, owner_of
 from ..tolerance import Tolerance
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
@@ -29,6 +30,9 @@ _MOST = 256
 _expected = Bounded(_MOST)
 #: So often in a row what was launched is thrown away, before a step is not expected to be what it was again.
 _MOST_MISSED = 3
+#: Of a step so many ways are remembered in which the tensors of a call may look.
+_MOST_LOOKS = 16
+_UNKNOWN = (None, None, None)
 
 
 class Ready:
@@ -37,41 +41,65 @@ class Ready:
     Attributes:
         closures, bases: the tensors that the step closes over, and what the kernels read from
         starts: the leaves of the initial state
-        differentiated: whether gradients are wanted
-        tolerance, wanted: what is promised, and what the kernels are asked for
+        settled: what is the same in all solves on tensors that look the same
         run: the kernels with what they read
-        key, known, kind: what is known of such solves, and by which key; and a copy for this one to change
+        known, kind: what is known of such solves; and a copy for this one to change
+        looks: of the call's tensors, where nobody has noted them
+        certain: whether it is known that these are the step's kernels and tensors
         passes: the first of them, where they were launched
     """
 
     def __init__(
-        self, call: Any, fused: FusedStep, closures: list[Tensor], newton: Newton, guess: Tensor | None, *, loop: bool
-    ):
+        self, call: Any, fused: FusedStep, closures: list[Tensor], newton: Newton, guess: Tensor | None, *, loop: bool,
+        settled: Settled | None = None,
+    ):  # fmt: skip
         """
         Args:
             call: a ``fused.Call``
             loop: one step after the other, whatever is known of the kind
+            settled: of an earlier one, whose tensors looked the same
         """
-        fuse_run, layout = _running(), fused.layout
+        fuse_run, layout, length = _running(), fused.layout, call.length
         self.fused, self.newton, self.closures = fused, newton, closures
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
         self.starts: list[Tensor] = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
-        self.differentiated: bool = torch.is_grad_enabled() and any(
-            leaf.requires_grad for leaf in (*call.states, *self.bases)
-        )
-        self.tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
-        # A gradient asks for the digits of every state, also of one that dies out.
-        self.wanted: Tolerance = local if self.differentiated else self.tolerance
-        self.run: Any = fuse_run.Run(fused.kernels, layout.pack_leaves(self.starts), self.bases, call.length)
-        self.key, self.known = fused.kind(call.length, newton.chunk, self.wanted, guess is None)
-        self.kind: Any = fuse_run.Kind(call.length, call.length) if loop else self.known.copy()
-        self.passes: Any = None
+        shape = None if settled is None else settled.shape
+        self.run: Any = fuse_run.Run(fused.kernels, layout.pack_leaves(self.starts), self.bases, length, shape)
+        if settled is None:
+            differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *self.bases))
+            tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
+            # A gradient asks for the digits of every state, also of one that dies out.
+            wanted = local if differentiated else tolerance
+            key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
+            settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
+        self.settled: Settled = settled
+        self.known: Any = fused.kind(settled.key)
+        self.kind: Any = fuse_run.Kind(length, length) if loop else self.known.copy()
+        self.looks: tuple[Any, ...] | None = None
+        self.certain, self.passes = False, None
 
     def begin(self, guess: Tensor | None = None, every: int = 1) -> Any:
         """The first passes, launched now if they were not before."""
         if self.passes is None:
-            self.passes = _running().begin(self.run, self.kind, self.wanted, guess, every)
+            self.passes = _running().begin(self.run, self.kind, self.settled.wanted, guess, every)
         return self.passes
+
+
+class Settled(NamedTuple):
+    """What is the same in all solves of a step on tensors that look the same.
+
+    Attributes:
+        shape: a ``bound.Shape``
+        differentiated: whether gradients are wanted
+        tolerance, wanted: what is promised, and what the kernels are asked for
+        key: by which it is found what is known of such solves
+    """
+
+    shape: Any
+    differentiated: bool
+    tolerance: Tolerance
+    wanted: Tolerance
+    key: tuple[Any, ...]
 
 
 class _Expected:
@@ -82,31 +110,59 @@ class _Expected:
         missed: how often in a row it was something else then
     """
 
-    __slots__ = ("_closures", "fused", "missed", "signature")
+    __slots__ = ("_closures", "_known", "fused", "missed", "signature")
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
-        self._closures = [(weakref.ref(each), *_memory_of(each)) for each in closures]
+        self._closures = [(weakref.ref(each), _memory_of(each), _look(each)) for each in closures]
+        self._known: dict[tuple[Any, ...], tuple[Newton, Settled, Any]] = {}
+
+    def note(self, looks: tuple[Any, ...], ready: Ready, key: Any) -> None:
+        """What is settled of calls that look so, and the key of their kind."""
+        if len(self._known) >= _MOST_LOOKS:
+            self._known.clear()
+        self._known[looks] = ready.newton, ready.settled, key
+
+    def known(self, looks: tuple[Any, ...], newton: Newton) -> tuple[Settled | None, Any]:
+        """The same of a call with these settings; (None, None) where nobody has noted it."""
+        asked, *found = self._known.get(looks, _UNKNOWN)
+        return (found[0], found[1]) if asked is newton else (None, None)
 
     def is_of(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor]) -> bool:
         """Whether another call reached the same."""
         same, found = self.fused is fused and self.signature == signature, self.closures()
-        return same and found is not None and all(one is other for one, other in zip(found, closures, strict=True))
+        return same and found is not None and all(map(is_, found, closures))
 
     def closures(self) -> list[Tensor] | None:
         """None where they are gone, or others by now."""
         found = []
-        for reference, *memory in self._closures:
+        for reference, memory, look in self._closures:
             tensor = reference()
-            if tensor is None or _memory_of(tensor) != (*memory,):
+            if tensor is None or _memory_of(tensor) != memory or _look(tensor) != look:
                 return None
             found.append(tensor)
         return found
 
 
-def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What kernels may read: a tensor that is put away keeps its shape, and may have no memory."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
+def _memory_of(tensor: Tensor) -> int:
+    """How much memory there is for kernels to read: a tensor that is put away keeps its shape."""
+    return tensor.untyped_storage().nbytes()
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    """All that launches depend on but for its address and its numbers."""
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg(),
+        tensor.data_ptr() % 16,
+    )  # fmt: skip
+
+
+def _looks_of(call: Any) -> tuple[Any, ...]:
+    """Of all that is given to a call, and what is set while it is made."""
+    return (
+        *[_look(each) for each in (*call.states, *call.inputs)],
+        call.spec, call.inputs_spec, call.batch_dims, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+    )  # fmt: skip
 
 
 def begin(call: Any, newton: Newton) -> Ready | None:
@@ -114,33 +170,45 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     if call.refusal is not None or call.every != 1:
         return None
     expected = _expected.get(_place(call))
-    if expected is None or expected.missed >= _MOST_MISSED or expected.signature != call.signature:
+    if expected is None or expected.missed >= _MOST_MISSED:
         return None
     fused, closures = expected.fused, expected.closures()
     device = fused.layout.device
     away = device.type == "cuda" and device.index != torch.cuda.current_device()
     if closures is None or away or is_capturing(device):
         return None
-    ready = Ready(call, fused, closures, newton, None, loop=False)
-    if not ready.run.shape.ready[ready.differentiated] or (ready.differentiated and not ready.run.shape.fits):
+    looks = _looks_of(call)
+    settled, key = expected.known(looks, newton)
+    if settled is None and expected.signature != call.signature:
+        return None
+    ready = Ready(call, fused, closures, newton, None, loop=False, settled=settled)
+    shape, differentiated, *_ = ready.settled
+    if not shape.ready[differentiated] or (differentiated and not shape.fits):
         return None  # what has yet to be compiled may be refused
     expected.missed += 1
     try:
         ready.begin()
     except (_too_large(), torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
         return None
+    if settled is None:
+        ready.looks = looks
+    elif isinstance(call.step, Told):  # which never changes, so nobody has to look at it again
+        ready.certain, expected.missed = True, 0
+        call.know(key, fused)
     return ready
 
 
 def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     """What was launched for a call, where it is what the call needs: kernels of this step with these settings."""
     ready, call.begun = call.begun, None
+    if ready is not None and ready.certain and ready.newton is newton:
+        return ready
     closures = fused.closures(call.reached)
     fits = (
         ready is not None
         and ready.fused is fused
         and ready.newton is newton
-        and all(one is other for one, other in zip(ready.closures, closures, strict=True))
+        and all(map(is_, ready.closures, closures))
     )
     if call.every != 1 or not fused.reads_as_given:
         return None
@@ -150,6 +218,8 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     expected = _expected.get(place)
     if fits and expected is not None:
         expected.missed = 0
+        if ready.looks is not None:
+            expected.note(ready.looks, ready, call.key)
     elif not fits:
         # One that reached the same twice in a row has settled, launched or not.
         missed = 0 if expected is None or expected.is_of(fused, call.signature, closures) else expected.missed

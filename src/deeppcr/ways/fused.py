@@ -73,7 +73,7 @@ class Call:
             step, xs = as_one_step(step, xs) or (step, xs)
         self.step: Any = step.step if isinstance(step, Rowwise) else step
         self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
-        self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
+        self.inputs, self.inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         if self.inputs:
             self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
@@ -86,7 +86,12 @@ class Call:
 
     def begin(self, newton: Newton) -> None:
         """Launch what a solve with these settings is expected to need; ``solve_fused`` goes on with it, if that was right."""
-        self.begun = begin(self, newton)
+        if self.begun is None:
+            self.begun = begin(self, newton)
+
+    def know(self, key: _Key, fused: FusedStep) -> None:
+        """What is known of a step that tells what it depends on: by which key, and its kernels."""
+        self._key, self._fused, self.reached = key, fused, self.step.tensors()
 
     @property
     def key(self) -> _Key:
@@ -100,7 +105,7 @@ class Call:
     def signature(self) -> tuple[Any, ...]:
         """What a kind of solve is known by beside its step."""
         return (
-            self.spec, self._inputs_spec, self.batch_dims, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
+            self.spec, self.inputs_spec, self.batch_dims, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
             *[(leaf.shape, leaf.dtype, leaf.device) for leaf in self.states],
             *[(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self.inputs],
         )  # fmt: skip
@@ -189,6 +194,7 @@ class Call:
         """Have such steps be solved otherwise from now on."""
         _steps.put(self.key, reason)
         self._fused = reason
+        forget_expected()
 
 
 class _Key:
@@ -267,7 +273,7 @@ def solve_fused(
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
     begun = taken(call, fused, newton) if guess is None and not loop and fixed is None else None
     ready = begun or Ready(call, fused, fused.closures(call.reached), newton, guess, loop=loop)
-    run, kind, wanted, differentiated = ready.run, ready.kind, ready.wanted, ready.differentiated
+    run, kind, known, (_, differentiated, tolerance, wanted, key) = ready.run, ready.kind, ready.known, ready.settled
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
     checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
@@ -300,8 +306,9 @@ def solve_fused(
             if found.suspected is not None and closer.hides(run, found, wanted):
                 # What is known by now is a guess: of all states, if they were written.
                 wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
-                ready.key, ready.known = fused.kind(length, newton.chunk, wanted, guess is None)
-                kind, hidden = ready.known.copy(), True
+                key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
+                known, hidden = fused.kind(key), True
+                kind = known.copy()
                 found, solution = fuse_run.solve(run, kind, wanted, guess), None
     except too_large as error:
         reason = f"its kernels do not fit the device ({error})"
@@ -317,7 +324,7 @@ def solve_fused(
                 return fused.kernels.no_gradients
             fused.gradients_fit.add(compiled_for)
         run.shape.fits = True
-    if fixed is None and not _is_trusted(call, fused, run.initial, found, ready.tolerance, differentiated):
+    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
@@ -334,8 +341,8 @@ def solve_fused(
         for name in LATE:  # which a graph of the caller is to write anew each time
             getattr(solution, name)
     # Of numbers that are none, nothing is to be learned.
-    if not loop and vars(kind) != vars(ready.known) and solution.result is not Result.NON_FINITE:
-        fused.kinds.put(ready.key, kind)
+    if not loop and vars(kind) != vars(known) and solution.result is not Result.NON_FINITE:
+        fused.kinds.put(key, kind)
     return solution
 
 
