@@ -33,14 +33,16 @@ class Notes:
         corrections: [passes, R], in units of the tolerance
         residual: [R], the largest miss at the last pass of a lane
         taken: [R], passes of a lane; negative where rounding is all that is left
+        known: [B], the steps of a row up to the last of which states have digits, where somebody asked for that
         unsettled: [passes + 3], lanes that were not settled after each; and at last those that are as exact as rounding lets them, those
             in which something that was large may hide what came after it, and whether it does, where somebody looked
     """
 
-    def __init__(self, limit: int, rows: int, device: torch.device):
-        self._limit, self._rows = limit, rows
+    def __init__(self, limit: int, rows: int, device: torch.device, batch: int = 0):
+        """``batch``: B where ``known`` is asked for, else 0."""
+        self._limit, self._rows, self._batch = limit, rows, batch
         self._copied: Tensor | None = None
-        self._places = _places(limit, rows)
+        self._places = _places(limit, rows, batch)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
     def on_host(self) -> Notes:
@@ -57,7 +59,7 @@ class Notes:
             return self.unsettled.tolist()
         self._copied = self.memory.cpu()
         # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
-        return self._copied.numpy()[self._places[2] :].view("int32").tolist()
+        return self._copied.numpy()[self._places[3] :].view("int32").tolist()
 
     @property
     def corrections(self) -> Tensor:
@@ -72,15 +74,19 @@ class Notes:
         return self.memory[self._places[1] :][: self._rows].view(torch.int32)
 
     @property
+    def known(self) -> Tensor | None:
+        return self.memory[self._places[2] :][: self._batch].view(torch.int32) if self._batch else None
+
+    @property
     def unsettled(self) -> Tensor:
-        return self.memory[self._places[2] :].view(torch.int32)
+        return self.memory[self._places[3] :].view(torch.int32)
 
 
 @lru_cache(maxsize=1024)
-def _places(limit: int, rows: int) -> tuple[int, int, int]:
-    """Where residuals, passes and what is not settled begin."""
-    every = aligned_size(limit * rows)
-    return every, every + aligned_size(rows), every + 2 * aligned_size(rows)
+def _places(limit: int, rows: int, batch: int) -> tuple[int, int, int, int]:
+    """Where residuals, passes, known steps and what is not settled begin."""
+    every, lanes = aligned_size(limit * rows), aligned_size(rows)
+    return every, every + lanes, every + 2 * lanes, every + 2 * lanes + aligned_size(batch)
 
 
 class Shape:

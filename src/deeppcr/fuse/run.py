@@ -16,6 +16,7 @@ from ..launch import compiles_ahead, launch, next_power_of_2
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
+from .digits import note_known_steps
 from .found import Found, Others
 from .joints import map_size, parts_of
 from .kinds import FEWEST_PASSES, Kind, Stage
@@ -30,7 +31,13 @@ _TOLERANCES = 4
 
 
 class Run(BoundKernels):
-    """One solve: the launches that it takes."""
+    """One solve: the launches that it takes.
+
+    Attributes:
+        leaves: numbers of each tensor of a state, where it is to be noted after how many steps these have digits; else empty
+    """
+
+    leaves: tuple[int, ...] = ()
 
     def new_states(self, every: int = 1) -> Tensor:
         return self.initial.new_empty(self.length // every, *self.initial.shape)
@@ -230,7 +237,8 @@ class Passes:
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
         self.states: Tensor = run.initial if ahead else run.new_states(every)
-        self._notes = Notes(self._limit, run.rows, run.device)
+        self._digits = bool(run.leaves) and most is None and not tolerance.local and self._chunks > 1
+        self._notes = Notes(self._limit, run.rows, run.device, len(run.initial) if self._digits else 0)
         self._in_one: Found | None = None
         if self._chunks == 1:
             self._in_one = run.in_one(self.states, self._notes, every)
@@ -256,7 +264,18 @@ class Passes:
             guessed_from = guess.dtype, guess.data_ptr() % 16 == 0
         if rolls:
             given.append(self._other)
-        key = (self.chunk, self._limit, done, wanted, rolls, guessed_from, self._how, self._every, self._looks)
+        key = (
+            self.chunk,
+            self._limit,
+            done,
+            wanted,
+            rolls,
+            guessed_from,
+            self._how,
+            self._every,
+            self._looks,
+            self._digits,
+        )
         run.repeat(key, (*given, self.states), partial(self._make, done, wanted))
         self._done = wanted
 
@@ -277,6 +296,8 @@ class Passes:
         if self._looks:
             used = chunks * run.initial.numel()
             look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, self._tolerance)
+        if notes.known is not None:
+            note_known_steps(run, self.states, sizes, notes.known, chunks, self._tolerance)
 
     def found(self, *, closer: bool = False) -> Found:
         """What they came to, once all lanes are settled, or as many passes were made as are worth it: see ``Run.in_parallel``."""

@@ -73,6 +73,8 @@ class Ready:
             key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
             settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
         self.settled: Settled = settled
+        if call.short and not settled.differentiated:
+            self.run.leaves = tuple(layout.sizes)
         self.known: Any = fused.kind(settled.key)
         self.kind: Any = fuse_run.Kind(length, length) if loop else self.known.copy()
         self.looks: tuple[Any, ...] | None = None
@@ -216,7 +218,7 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
         return ready if fits else None  # modules then refuse to convert what somebody has weak references to
     place = _place(call)
     expected = _expected.get(place)
-    if fits and expected is not None:
+    if ready is not None and fits and expected is not None:
         expected.missed = 0
         if ready.looks is not None:
             expected.note(ready.looks, ready, call.key)

@@ -49,6 +49,7 @@ class Call:
         given: the step and xs as they were given: alike modules of a list are one step here, and xs what it sees of each
         length: L; None where it cannot be told
         every: the states after every so many steps are to be kept
+        short: its states are dropped, and what is known of their digits is noted before
         reached: the tensors that the step reaches
         refusal: why there can be no kernels, as far as can be said before the step is looked at
         begun: what was launched before the step was looked at, if anything was
@@ -62,8 +63,10 @@ class Call:
     given_length: int | None
     inputs: list[Any]
 
-    def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
-        self.every = every
+    def __init__(
+        self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1, *, short: bool = False
+    ):  # fmt: skip
+        self.every, self.short = every, short
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
         self.given: tuple[Any, Any] = step, xs

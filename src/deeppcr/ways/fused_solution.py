@@ -111,6 +111,14 @@ class FusedSolution(Solution):
         made.__dict__.update(self.__dict__, states=None, z0=None, dropped=dropped or self.dropped, _late=late)
         return made
 
+    def in_short(self) -> Solution:
+        found = None if self._late is None or self._late[0].left else self._late[0]
+        known = None if found is None or self.tolerance is None or self.dropped is not None else found.notes.known
+        if found is None or known is None:
+            return super().in_short()
+        length = found.length
+        return self.without_states(Dropped(length, length, None, known.reshape(self._batch_shape).long()))
+
     def __getattr__(self, name: str) -> Any:
         make, late = LATE.get(name), self.__dict__.get("_late")
         if make is None or late is None:
