@@ -6,6 +6,7 @@ from torch import nn
 
 import deeppcr
 from deeppcr.fuse import run as fuse_run
+from deeppcr.sequence.fingerprint import Told
 from deeppcr.ways import begun, fused
 from fuse.loops import by_loop
 from fuse.solving import NEWTON, by_kernels, normal
@@ -233,3 +234,66 @@ def test_modules_whose_parameters_are_swapped_can_be_converted(device):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert step.layer.weight.dtype is torch.float32
+
+
+class Known(Told):
+    """A step that tells what it depends on."""
+
+    def __init__(self, device):
+        self.weight = nn.Parameter(0.5 * normal(2, device=device))
+
+    def __call__(self, z, x):
+        return torch.sin(self.weight * z) + x
+
+    def told(self):
+        return (), (self.weight,)
+
+
+def set_data(weight, data):
+    weight.data = data
+
+
+#: What each does to the weight of a step that tells what it depends on, its state and its inputs; and whether that is as good as nothing.
+LOOKS = {
+    "nothing": (lambda w, z, x: (z, x), True),
+    "values": (lambda w, z, x: (w.data.mul_(-0.5), (z + 1, x - 1))[1], True),
+    "other data": (lambda w, z, x: (set_data(w, -0.5 * w.data), (z, x))[1], True),
+    "data that lie otherwise": (
+        lambda w, z, x: (set_data(w, torch.stack([-w.data, w.data], 1)[:, 0]), (z, x))[1],
+        False,
+    ),
+    "no gradients of the weight": (lambda w, z, x: (w.requires_grad_(False), (z.requires_grad_(), x))[1], False),
+    "other strides": (lambda w, z, x: (z, x.mT.contiguous().mT), False),
+    "other places": (lambda w, z, x: (misaligned(z), misaligned(x)), False),
+    "another length": (lambda w, z, x: (z, x[:5]), False),
+    "other rows": (lambda w, z, x: (z[:1], x[:, :1]), False),
+    "inputs with gradients": (lambda w, z, x: (z, x.clone().requires_grad_()), False),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_step_that_tells_what_it_depends_on_is_not_looked_at_again(name, seen, device):
+    change, same = LOOKS[name]
+    step, z0, xs = Known(device), normal(2, 2, device=device), normal(6, 2, 2, device=device)
+    warm(step, z0, xs)
+    z0, xs = change(step.weight, z0, xs)
+    for again in range(5):
+        found, order = seen.of(lambda: solved(step, z0, xs))
+        expected = by_loop(step, z0, xs)
+        assert again or (order == ["launch"]) is same
+        assert error(found.states, expected) < 1e-9
+        sources = [each for each in (step.weight, z0, xs) if each.requires_grad]
+        ours, theirs = (torch.autograd.grad(each.square().sum(), sources) for each in (found.states, expected))
+        for one, other in zip(ours, theirs, strict=True):
+            assert error(one, other) < 1e-9
+    assert order == ["launch"]
+
+
+def test_kernels_that_were_refused_are_not_launched_again(seen, device):
+    step, z0, xs = Known(device), normal(2, 2, device=device), normal(6, 2, 2, device=device)
+    warm(step, z0, xs)
+    call = fused.Call(step, z0, xs, None, None)
+    call.refuse("of a test")
+    found, order = seen.of(lambda: solved(step, z0, xs))
+    assert "launch" not in order
+    assert "of a test" in str(found.plan)
