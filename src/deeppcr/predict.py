@@ -338,7 +338,7 @@ def _chunk_of_kernels(call: Call) -> int:
     assert not isinstance(fused, str)
     assert length is not None
     tolerance = Newton().tolerance(fused.layout.dtype)
-    return fused.kind(fused.key_of_kind(length, "auto", tolerance, repeated=True)).chunk
+    return fused.kind(fused.key_of_kind(length, "planned", tolerance, repeated=True)).chunk
 
 
 def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:

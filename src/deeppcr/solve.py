@@ -146,7 +146,7 @@ def _solve(
     every = _every(keep, step, xs, length)
     if solver is not None:
         return solve_by(loop, solver, guess, gradient, on_failure, every).keeping(every)
-    call = Call(*loop, every)
+    call = Call(*loop, every, planned=True)
     plain = isinstance(gradient, Implicit) and isinstance(guess, RepeatInitial) and on_failure == "loop"
     if plain:
         call.begin(USUAL)

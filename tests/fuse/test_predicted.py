@@ -37,7 +37,7 @@ def test_a_short_loop_is_not_worth_a_look(device):
 def test_a_step_that_is_covered(device, monkeypatch):
     monkeypatch.setattr(predict, "_WORTH_IMPORTING", 0.0)
     monkeypatch.setattr(predict, "_WORTH_TRACING", 0.0)
-    arguments = loop(device, length=130)
+    arguments = loop(device, length=300)
     found = deeppcr.predict(*arguments)
     assert [found.basis[way] for way in KERNELS] == ["expected", "expected"]
     assert 0 < found.seconds["loop kernel"] < found.seconds["kernels"] < 1e-3
@@ -54,10 +54,18 @@ def test_a_step_that_is_covered(device, monkeypatch):
 def test_so_few_steps_are_one_chunk(device, monkeypatch):
     monkeypatch.setattr(predict, "_WORTH_TRACING", 0.0)
     monkeypatch.setattr(predict, "_WORTH_IMPORTING", 0.0)
-    found = deeppcr.predict(*loop(device))
-    assert found.way == "loop kernel"
-    assert "one chunk" in found.basis["kernels"]
-    assert deeppcr.solve(*loop(device)).iterations.max() == 0
+    for function in (torch.sin, lambda z: torch.sin(z.roll(1, -1))):
+        arguments = loop(device, function, length=120)
+        found = deeppcr.predict(*arguments)
+        assert found.way == "loop kernel"
+        assert "one chunk" in found.basis["kernels"]
+        solution = deeppcr.solve(*arguments)
+        assert (solution.result, int(solution.iterations.max())) == (deeppcr.Result.LOOP, 0)
+        assert "so few steps take less than chunks that join" in str(solution.plan)
+        # Who asks for Newton's method gets it.
+        asked = deeppcr.solve(*arguments, solver=deeppcr.Newton())
+        assert (asked.result, asked.iterations.min() > 0) == (deeppcr.Result.CONVERGED, True)
+        torch.testing.assert_close(asked.states, solution.states)
 
 
 def test_a_step_that_is_not_covered(device, monkeypatch):

@@ -19,6 +19,8 @@ _ROLLS = (2, 4, 8)
 _GROWTH = 4
 #: Where only the loop sufficed, chunks are tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
+#: Passes that a solve takes as a rule: of elementwise steps, and of narrow ones. To be launched and joined takes each as long as so many steps.
+_USUAL_PASSES, _JOIN = {True: 2, False: 4}, 16
 #: So many lanes keep the device busy.
 _BUSY = 2**18
 
@@ -100,6 +102,13 @@ class Kind:
             self.chunk, self.before, self.gave_up = self.length, (), True
         self.passes = 3
         return not self.gave_up
+
+
+def is_shorter_in_one(length: int, chunk: int, program: Program | TileProgram) -> bool:
+    """Whether the loop in one kernel is expected to be done before chunks have joined: each pass takes the steps of a chunk with all tangents."""
+    if program.parts.tiled:
+        return False
+    return length <= _USUAL_PASSES[program.elementwise] * (chunk * (1 + program.width) + _JOIN)
 
 
 def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:

@@ -19,7 +19,7 @@ from ..solution import first_not_finite
 from ..tolerance import Tolerance, bears_out
 from .compiled import Kernels, kernels_of
 from .expressions import NotCovered
-from .kinds import Kind, first_chunk
+from .kinds import Kind, first_chunk, is_shorter_in_one
 from .rows import rows_agree
 from .trace import TRACING, one_row
 
@@ -88,7 +88,7 @@ class FusedStep:
         """What a kind of solves is known by.
 
         Args:
-            chunk: steps of a chunk at first, or "auto"
+            chunk: steps of a chunk at first, or "auto"; or "planned": the loop in one kernel where that is expected to be faster
             repeated: it starts from the initial state, not from a guess
         """
         return length, chunk, tolerance.atol, tolerance.rtol, tolerance.local, repeated
@@ -100,6 +100,8 @@ class FusedStep:
             (length, chunk, *_), program = key, self.kernels.program
             rows = self.layout.rows * program.channels
             first = first_chunk(length, rows, program) if isinstance(chunk, str) else min(chunk, length)
+            if chunk == "planned" and is_shorter_in_one(length, first, program):
+                first = length
             found = Kind(
                 length, first, int(program.parts.tiled)
             )  # a roll-out without tangents is a guess that costs little

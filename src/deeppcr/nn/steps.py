@@ -48,7 +48,7 @@ def solve_steps(
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)
         step, xs = up_to(lengths, step, z0, xs, None, 1)
-    call = Call(step, z0, xs, None, 1, short=True)
+    call = Call(step, z0, xs, None, 1, planned=solver is None, short=True)
     if kernels:
         require_kernels(call)
     return solve_call(call, solver)

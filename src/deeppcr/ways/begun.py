@@ -70,7 +70,7 @@ class Ready:
             tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
             # A gradient asks for the digits of every state, also of one that dies out.
             wanted = local if differentiated else tolerance
-            key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
+            key = fused.key_of_kind(length, "planned" if call.planned else newton.chunk, wanted, guess is None)
             settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
         self.settled: Settled = settled
         if call.short and not settled.differentiated:
@@ -163,7 +163,7 @@ def _looks_of(call: Any) -> tuple[Any, ...]:
     """Of all that is given to a call, and what is set while it is made."""
     return (
         *[_look(each) for each in (*call.states, *call.inputs)],
-        call.spec, call.inputs_spec, call.batch_dims, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        call.spec, call.inputs_spec, call.batch_dims, call.planned, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class Call:
         given: the step and xs as they were given: alike modules of a list are one step here, and xs what it sees of each
         length: L; None where it cannot be told
         every: the states after every so many steps are to be kept
+        planned: nobody asked for iterations: the faster way is taken
         short: its states are dropped, and what is known of their digits is noted before
         reached: the tensors that the step reaches
         refusal: why there can be no kernels, as far as can be said before the step is looked at
@@ -64,9 +65,9 @@ class Call:
     inputs: list[Any]
 
     def __init__(
-        self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1, *, short: bool = False
+        self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1, *, planned: bool = False, short: bool = False,
     ):  # fmt: skip
-        self.every, self.short = every, short
+        self.every, self.planned, self.short = every, planned, short
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
         self.given: tuple[Any, Any] = step, xs
@@ -331,11 +332,18 @@ def solve_fused(
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)
         return reason
-    looped = loop or (kind.gave_up and not found.passes)
+    looped = loop or ((kind.gave_up or call.planned) and not found.passes)
     promised = wanted if found.passes and not differentiated and newton.stop.promises else None
     solution = solution or with_states(found)
     dropped = dropped_from(found, layout, promised)
     solution.tell(call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped)
+    if looped and call.planned:
+        why = (
+            "the chunks of such a solve did not join"
+            if kind.gave_up
+            else "so few steps take less than chunks that join"
+        )
+        solution.plan.note(f"one step after the other, by a kernel: {why}")
     if hidden:
         solution.plan.note(
             'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'

@@ -130,9 +130,7 @@ class Planned:
         found = solve_fused(self.call, USUAL, None, every=self.call.every)
         if isinstance(found, str):
             return None
-        if found.result is Result.LOOP:
-            found.plan.note("one step after the other, by a kernel: the chunks of such a solve did not join")
-        elif found.result is Result.NON_FINITE:
+        if found.result is Result.NON_FINITE:
             warn(found.description)
         return found
 
