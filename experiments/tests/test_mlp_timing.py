@@ -248,3 +248,21 @@ def test_tables_are_aligned():
         "longer             –  –",
     ]
     assert table([]) == []
+
+
+@pytest.mark.parametrize("fails", [None, "graph"])
+def test_columns_are_timed_equally_often_whatever_they_take(fails, context, clock):
+    """Also where one fails, and the others are timed one by one: a quick one would be timed more often."""
+    seconds = {"loop": 0.3, "graph": 0.02, "auto": 0.001}
+
+    def prepare(name):
+        if name == fails:
+            raise RuntimeError("does not fit")
+        return mlp_timing.Column(lambda: clock.sleep(seconds[name]), took=seconds[name], error=0.0)
+
+    settings = replace(TIMING, budget=1.5, fewest=2, most=100)
+    found = mlp_timing.time_columns(prepare, list(seconds), 1e-3, settings, context.device)
+    counts = {name: len(entry["seconds"]) for name, entry in found.items() if name != fails}
+    assert set(counts.values()) == ({6} if fails is None else {2})
+    if fails:
+        assert found[fails] == {"status": "failed: RuntimeError: does not fit"}
