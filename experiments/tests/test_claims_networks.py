@@ -263,6 +263,7 @@ def test_training_is_as_fast_and_as_good_as_its_numbers():
             run["curves"]["loss"] = [2 * value for value in run["curves"]["loss"]]
             run["curves"]["forward_seconds"] = [0.1 * (1 + number) for number in range(20)]
             record["parameter_distance"][-1] = 3.0
+            run["curves"]["iterations"] = [9.0] * 20
         if "iterations" in record:
             record["iterations"] = [7.0] * 20
     for read in (trainings.losses, trainings.accuracies, trainings.seeds, trainings.newton, trainings.times_of_passes):
@@ -336,6 +337,20 @@ def test_steps_in_a_graph_tell_of_time_without_the_host():
         for run in record.get("runs", {}).values():
             run["method"] = "graph"
     assert not any("training step" in each for each in headline._training(result))
+
+
+def test_a_training_as_printed_tells_its_iterations_and_its_time_in_graphs():
+    result = trained(solver="paper")
+    for record in result.records:
+        if record.get("timing") == "eager":
+            record["forward_seconds"] = [0.05] * 3
+        for mode, run in record.get("runs", {}).items():
+            if mode == "parallel":
+                run["curves"] |= {"iterations": [4.0] * 10 + [5.0] * 10, "graphed_forward_seconds": [2e-3] * 19 + [9.0]}
+    (graphed,) = [check for check in trainings.times_of_passes(result) if "in CUDA graphs, L = 128" in check.what]
+    assert (graphed.printed, graphed.holds) == ("25× (2 ms)", "")
+    counted = by_what(trainings.newton(result), "iterations in training")
+    assert (counted.holds, "128: 4.5, whole training" in counted.printed) == (YES, True)
 
 
 def test_a_training_that_was_timed_is_preferred():
