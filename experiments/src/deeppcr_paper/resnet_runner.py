@@ -135,8 +135,8 @@ class Runner:
         """Some passes, forward and backward, that leave no trace: all is compiled and recorded before anything is timed."""
         network, images, passes = self.network, self.images, self.passes
         kept, warm = network.activations.clone(), network._warm
-        for forward in (self.forward, self.graphed):
-            for _ in range(WARM_UP if forward else 0):
+        for forward in (self.forward, *([self.graphed] if self.graphed else [])):
+            for _ in range(WARM_UP):
                 self.prepare()
                 nn.functional.cross_entropy(forward(images.train[:batch]), images.train_labels[:batch]).backward()
                 self.optimiser.zero_grad(set_to_none=True)
