@@ -49,8 +49,11 @@ test-gpu: $(EVERYTHING) ## run every test on the GPU
 # The tests that run on a CPU, too, reach every branch of every kernel; the long ones of a GPU, marked so, would take hours.
 # Without PyTorch's own reserve of memory every tensor is an allocation by itself, and what reads past its end is seen.
 sanitize: $(call extra,dev) ## run the kernels' tests under NVIDIA's compute-sanitizer (memcheck), on a GPU
+	@command -v compute-sanitizer >/dev/null || { \
+	echo 'compute-sanitizer is not on the PATH: it comes with the CUDA toolkit (cuda-sanitizer, or conda install cuda-sanitizer-api), not with PyTorch' >&2; exit 1; }
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
-	$(PY) -m pytest --device=cuda -m 'not gpu' tests/linear/kernels tests/nn/kernels tests/diffusion/kernels $(ARGS)
+	$(PY) -m pytest --device=cuda -m 'not gpu' \
+	tests/linear/kernels tests/nn/kernels tests/diffusion/kernels tests/fuse/test_run.py tests/fuse/test_tiles.py $(ARGS)
 
 # With --verifytypes pyright does not look at --pythonpath: it asks the first Python on the PATH. That has to be the one with PyTorch.
 lint: $(call extra,dev) $(call extra,paper) ## ruff, pyright on src, types of every public name, import contracts

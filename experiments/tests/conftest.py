@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from deeppcr_paper import timing
+from deeppcr_paper.experiment import Context
 
 
 class Clock:
@@ -18,6 +19,11 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
+
+
+@pytest.fixture
+def context(device):
+    return Context(device)
 
 
 @pytest.fixture

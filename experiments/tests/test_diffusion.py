@@ -11,7 +11,6 @@ import deeppcr
 import made_up_diffusion
 from deeppcr.diffusion import GaussianStart, Noise, Window, sample
 from deeppcr_paper import (
-    ddpm_cifar10,
     denoisers,
     diffusion_guess,
     diffusion_iterations,
@@ -388,34 +387,3 @@ def test_the_start_of_a_class(context):
     for guess in diffusion_guess.GUESSES:
         start = diffusion_guess.start_of(guess, model, settings)
         assert max(errors(sampling.parallel(draw, start=start).final, sampling.loop(draw))) < 1e-3
-
-
-class TestRealSize:
-    """``ddpm-cifar10``, with a network of no size."""
-
-    settings = replace(
-        ddpm_cifar10.QUICK, seconds=0.5, samplers=("ddim-8",), runs=1, images=1, samples=12, draws=3, beside=6
-    )
-
-    def test_all_cells(self, tmp_path, device):
-        pytest.importorskip("diffusers")
-        context = Context(torch.device("cpu"), models=tmp_path)
-        found = [
-            {**cell, **ddpm_cifar10.measure(cell, self.settings, context)}
-            for cell in ddpm_cifar10.cells(self.settings, context)
-        ]
-        training, times, distance = found
-        assert training["steps"] > 0
-        assert times["results"] == ["CONVERGED"]
-        assert max(times["errors"]) <= 1e-3
-        assert distance["samples"] == 12
-        assert abs(distance["difference"]) < 1e-2
-        (line,) = ddpm_cifar10.lines(ddpm_cifar10.summarise(found))
-        assert line.startswith("ddim-8, float32: loop")
-        again = ddpm_cifar10.network(self.settings, Context(torch.device("cpu"), models=tmp_path))[2]
-        assert again["seconds"] == training["seconds"]  # it was loaded
-
-    @pytest.mark.parametrize("name", ["euler-5", "ddim-0", "ddpm", "ddim-1001"])
-    def test_names_of_samplers(self, name):
-        with pytest.raises(PaperError, match="expected ddpm-N or ddim-N"):
-            ddpm_cifar10.sampler(name)

@@ -36,12 +36,12 @@ def test_the_reduction_is_that_of_the_library_and_of_the_loop(length, width):
 @pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
 def test_newton_takes_the_librarys_iterations_to_the_librarys_states(length, activation):
     network = double(length, 5, activation)
-    newton = lean.Newton(network)
-    states = newton()
+    newton = lean.Newton(lean.DeepMLP(network))
+    states = newton().clone()
     library = network.parallel(solver(network, "printed", capture=False))
     assert newton.iterations == int(library.iterations.max())
-    torch.testing.assert_close(states, library.states, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(states, torch.stack(network.loop()), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(states.unsqueeze(1), library.states, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(states.unsqueeze(1), torch.stack(network.loop()), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(newton(), states, rtol=0, atol=0)  # a second call begins anew
 
 
@@ -49,7 +49,7 @@ def test_newton_takes_the_librarys_iterations_to_the_librarys_states(length, act
 @pytest.mark.parametrize("every", [False, True])
 def test_gradients_are_those_of_autograd(length, every):
     network = double(length, 4, "tanh").trainable()
-    states = torch.stack(network.loop())
+    states = torch.cat(network.loop())
     expected = torch.autograd.grad(states.sum() if every else states[-1].sum(), network.tensors)
     found = lean.Backward(network.double(), states.detach(), every=every)()
     for one, other in zip(found, expected, strict=True):
@@ -74,7 +74,7 @@ def test_a_cell_times_every_column_equally_often():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_iteration_in_a_graph_is_the_same():
     network = Network.make(65, 5, "cuda", 3, "relu")
-    eager, graph = lean.Newton(network), lean.Newton(network, graph=True)
+    eager, graph = (lean.Newton(lean.DeepMLP(network), graph=each) for each in (False, True))
     torch.testing.assert_close(eager(), graph())
     assert eager.iterations == graph.iterations
     states = eager().clone()

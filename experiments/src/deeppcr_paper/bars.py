@@ -1,14 +1,18 @@
-"""How far an experiment has come, on the screen."""
+"""How far an experiment has come: bars on a screen, and a line now and then where there is none."""
 
 from __future__ import annotations
 
 import math
+import time
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .experiment import Watcher
+
+#: Seconds between two lines of what is no screen: a file, a pipe.
+INTERVAL = 30.0
 
 
 class Bars(Watcher):
@@ -26,6 +30,8 @@ class Bars(Watcher):
             transient=True,
             speed_estimate_period=math.inf,
         )
+        self._begun = self._said = time.monotonic()
+        self._name, self._share = "", 0.0
 
     def __enter__(self) -> Bars:
         self.progress.start()
@@ -45,13 +51,26 @@ class Bars(Watcher):
         self.progress.refresh()
 
     def cell(self, name: str) -> None:
+        self._name, self._share = name, 0.0
         self.progress.update(self._all, description=escape(name))
         self.progress.reset(self._part, visible=False)
-        self.progress.refresh()
+        self._show()
 
     def part(self, fraction: float) -> None:
-        self.progress.update(self._part, completed=int(100 * fraction), visible=True, refresh=True)
+        self._share = fraction
+        self.progress.update(self._part, completed=int(100 * fraction), visible=True)
+        self._show()
 
     def end(self) -> None:
         super().end()
         self.progress.update(self._all, completed=self.finished, refresh=True)
+
+    def _show(self) -> None:
+        self.progress.refresh()
+        now = time.monotonic()
+        if self.progress.console.is_terminal or now - self._said < INTERVAL:
+            return
+        self._said = now
+        this = f"{self._name} {self._share:.0%}" if self._share else self._name
+        done = f"{now - self._begun:.0f} s: {self.finished} of {self.cells} cells"
+        self.progress.console.print(f"{done}, now {escape(this)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import deeppcr
@@ -17,10 +19,11 @@ from deeppcr.diffusion import DDIM, DDPM, Noise, Samples, Schedule, Window, samp
 from deeppcr.runtime import full_precision
 
 from . import ddpm, frechet
-from .experiment import Cell, Context, Experiment
+from .experiment import Cell, Context, Experiment, OutOfTime
 from .pictures import Pictures, pictures
 from .sampling import errors, pack
 from .settings import setting
+from .store import PaperError
 from .timing import clocked
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -39,8 +42,7 @@ class Settings:
         batch: of training
         samplers: "ddpm-1000" is DDPM in 1,000 steps
         precisions: of the network; on a CPU "float32" alone
-        runs: samples that are timed, each with noise of its own
-        images: that are kept, of each sampler and precision
+        runs: samples that are timed, each with noise of its own, and kept as images
         samples: whose distance to the test set is found, by the loop and in parallel, with the last sampler
         draws: of the bootstrap for its interval
         beside: samples at a time for that
@@ -53,10 +55,9 @@ class Settings:
     samplers: tuple[str, ...] = ("ddpm-1000", "ddim-100", "ddim-50")
     precisions: tuple[str, ...] = setting(PRECISIONS, choices=PRECISIONS)
     runs: int = 5
-    images: int = 8
     samples: int = 1000
     draws: int = 100
-    beside: int = 4
+    beside: int = 16
     seed: int = 0
 
 
@@ -69,7 +70,6 @@ QUICK = Settings(
     samplers=("ddim-20",),
     precisions=("float32",),
     runs=2,
-    images=2,
     samples=32,
     draws=20,
     beside=16,
@@ -94,7 +94,7 @@ def sampler(name: str) -> tuple[DDPM | DDIM, Schedule, int]:
     """
     kind, _, count = name.partition("-")
     if kind not in ("ddpm", "ddim") or not count.isdigit() or not 1 < int(count) <= ddpm.LEVELS:
-        raise ddpm.PaperError(f"samplers: expected ddpm-N or ddim-N with 2 to {ddpm.LEVELS} steps, got {name!r}")
+        raise PaperError(f"samplers: expected ddpm-N or ddim-N with 2 to {ddpm.LEVELS} steps, got {name!r}")
     whole = Schedule.linear(ddpm.LEVELS)
     length = int(count)
     return DDPM() if kind == "ddpm" else DDIM(), whole if length == ddpm.LEVELS else whole.take(length), length
@@ -108,6 +108,10 @@ def network(settings: Settings, context: Context) -> tuple[ddpm.Denoiser, Pictur
             torch.manual_seed(settings.seed)
             found = ddpm.unet(images.side, images.channels, settings.base).to(context.device)
         name = f"ddpm-{settings.data}-{settings.base}-{settings.seconds:g}s-{settings.seed}.safetensors"
+        known = {record["network"] for record in context.finished if "network" in record}
+        path = None if context.models is None else context.models / name
+        if not (path and path.exists()):
+            _check_training(settings, context, known)
         record = ddpm.trained(
             found,
             images.train,
@@ -115,12 +119,35 @@ def network(settings: Settings, context: Context) -> tuple[ddpm.Denoiser, Pictur
             batch=settings.batch,
             rate=2e-4 if settings.base > 32 else 2e-3,
             seed=settings.seed,
-            path=None if context.models is None else context.models / name,
+            path=path,
             told=context.watcher.part,
         )
         record["parameters"] = sum(each.numel() for each in found.parameters())
+        record["network"] = _name_of(found)
+        if known - {record["network"]}:
+            raise PaperError(_OTHER)
         context.cache["ddpm"] = found, images, record
     return context.cache["ddpm"]
+
+
+#: What is trained for a time is never the same twice.
+_OTHER = "the cells that are there are of another network: give the folder that has it as --models, or begin anew in another --out"
+
+
+def _check_training(settings: Settings, context: Context, known: set[str]) -> None:
+    """A training that would be of no use is not begun: there are cells of another one, or it would be cut off."""
+    if known:
+        raise PaperError(_OTHER)
+    if context.deadline is not None and time.monotonic() + settings.seconds > context.deadline:
+        raise PaperError(f"--time-limit: the training alone takes {settings.seconds:g} seconds, in one go")
+
+
+def _name_of(network: nn.Module) -> str:
+    """By its parameters."""
+    digest = hashlib.sha256()
+    for tensor in network.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def multiplies(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -135,11 +162,9 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     denoiser, images, record = network(settings, context)
     if cell.get("part") == "training":
         return record
-    run = Runs(denoiser, cell["sampler"], images, context.device)
-    if "part" in cell:
-        return distance(run, settings, images)
-    with multiplies(cell["precision"], context.device):
-        return times(run, settings)
+    run, about = Runs(denoiser, cell["sampler"], images, context.device), {"network": record["network"]}
+    with multiplies(cell.get("precision", "tf32"), context.device):  # distances of images need no more digits
+        return about | (distance(run, settings, images, context) if "part" in cell else times(run, settings, context))
 
 
 class Runs:
@@ -162,18 +187,21 @@ class Runs:
         return deeppcr.Loop(by="graph" if self.device.type == "cuda" else "python")
 
 
-def times(run: Runs, settings: Settings) -> dict[str, Any]:
+def times(run: Runs, settings: Settings, context: Context) -> dict[str, Any]:
     """One sample at a time: first compared, then timed."""
+
+    def clock(noise: Noise, **more: Any) -> tuple[Samples, float]:
+        context.check_time()
+        return clocked(lambda: run(noise, **more), run.device)
+
     noises = [run.noise(1, settings.seed + 1 + number) for number in range(settings.runs)]
-    _, eager = clocked(lambda: run(noises[0], solver=deeppcr.Loop()), run.device)
-    _, first = clocked(lambda: run(noises[0]), run.device)
-    for _ in range(2):
-        run(noises[0], solver=run.loop)
-        run(noises[0])
-    loop = [clocked(lambda noise=noise: run(noise, solver=run.loop), run.device) for noise in noises]
-    found = [clocked(lambda noise=noise: run(noise), run.device) for noise in noises]
+    _, eager = clock(noises[0], solver=deeppcr.Loop())
+    _, first = clock(noises[0])
+    clock(noises[0], solver=run.loop)
+    clock(noises[0])  # what is seen in the first run may change what is chosen
+    loop = [clock(noise, solver=run.loop) for noise in noises]
+    found = [clock(noise) for noise in noises]
     expected, samples = [each.final for each, _ in loop], [each for each, _ in found]
-    shown = [run(run.noise(1, settings.seed + 100 + number)).final for number in range(settings.images)]
     return {
         "eager": eager,
         "first": first,
@@ -184,18 +212,25 @@ def times(run: Runs, settings: Settings) -> dict[str, Any]:
         "iterations": [int(each.iterations.max()) for each in samples],
         "rows": [float(each.evaluations.double().mean()) / run.length for each in samples],
         "plan": samples[-1].plan.notes,
-        "images": pack(torch.cat(shown)),
+        "images": pack(torch.cat([each.final for each in samples])),
     }
 
 
-def distance(run: Runs, settings: Settings, images: Pictures) -> dict[str, Any]:
+def distance(run: Runs, settings: Settings, images: Pictures, context: Context) -> dict[str, Any]:
     """Of samples to the test set, by the loop and in parallel, from the same noise."""
-    both: dict[str, list[Tensor]] = {"loop": [], "parallel": []}
+    kept = context.load_checkpoint() or {"step": 0, "loop": [], "parallel": []}
+    both: dict[str, list[Tensor]] = {name: kept[name] for name in ("loop", "parallel")}
     window = Window(size=min(16, run.length // 2))  # also where the loop would be faster
-    for begin in range(0, settings.samples, settings.beside):
+    for begin in range(kept["step"], settings.samples, settings.beside):
+        try:
+            context.check_time()
+        except OutOfTime:
+            context.save_checkpoint({"step": begin, **both})
+            raise
         noise = run.noise(min(settings.beside, settings.samples - begin), settings.seed + 10_000 + begin)
-        both["loop"].append(_pooled(run(noise, solver=run.loop).final))
-        both["parallel"].append(_pooled(run(noise, solver=window).final))
+        both["loop"].append(_pooled(run(noise, solver=run.loop).final).cpu())
+        both["parallel"].append(_pooled(run(noise, solver=window).final).cpu())
+        context.watcher.part(begin / settings.samples)
     sets = {name: torch.cat(each) for name, each in both.items()}
     return frechet.compare(
         _pooled(images.test), sets["loop"], sets["parallel"], draws=settings.draws, seed=settings.seed

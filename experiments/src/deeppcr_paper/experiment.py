@@ -61,6 +61,7 @@ class Context:
         watcher: is told about progress
         checkpoint: where a long cell may keep its state
         models: the folder where trained networks are kept; None to keep none
+        finished: the records that are there already
         cache: what cells share, such as the images; gone with the run
     """
 
@@ -71,6 +72,7 @@ class Context:
     watcher: Watcher = field(default_factory=Watcher)
     checkpoint: Path | None = None
     models: Path | None = None
+    finished: Sequence[dict[str, Any]] = ()
     cache: dict[str, Any] = field(default_factory=dict)
 
     def check_time(self) -> None:
@@ -160,6 +162,7 @@ class Experiment:
         quick = quick or self.from_quick(context)
         with only_run(folder, self.name, asdict(settings), context.device.type):
             store = Store.open(folder, self.name, asdict(settings), context.device, quick=quick)
+            context.finished = store.records
             # Quick ones are small; and sums by one thread are the same in every run.
             with _frozen_garbage(), single_thread() if quick else nullcontext():
                 self._measure_all(wanted, settings, context, store)

@@ -55,10 +55,10 @@ def measure_cell(cell: Cell, settings: Settings, context: Context) -> dict[str, 
 @torch.no_grad()
 def forward(network: Network, exact: Tensor, name: str) -> Column:
     """All states, without gradients."""
-    newton = None if name == "loop" else lean.Newton(network, graph=name == "printed graph")
+    newton = None if name == "loop" else lean.Newton(lean.DeepMLP(network), graph=name == "printed graph")
     run = torch.no_grad()(newton or network.loop)
     found, took = clocked(run, exact.device)
-    states = found if isinstance(found, Tensor) else torch.stack(found)
+    states = found.unsqueeze(1) if isinstance(found, Tensor) else torch.stack(found)
     return Column(run, took, relative_error([states], [exact]), iterations=newton.iterations if newton else None)
 
 
@@ -76,7 +76,7 @@ class Backward:
             run: Any = partial(torch.autograd.grad, last, network.tensors, retain_graph=True)
             found, took = clocked(run, self.exact.device)
             return Column(run, took, self.reference.error(found, 0))
-        states = lean.Newton(self.network)().clone()
+        states = lean.Newton(lean.DeepMLP(self.network))().clone()
         run = lean.Backward(self.network, states, graph=name == "printed graph")
         found, took = clocked(run, self.exact.device)
         # The gradient of the last state fades within a hundred layers: the sum of all states tests the others too.

@@ -187,9 +187,12 @@ class Column:
 def time_columns(
     prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Repeats, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Check every column, then time those that hold, in turn. Where they do not fit together, each by itself."""
+    """Check every column, then time those that hold, in turn and equally often.
+
+    Where they do not fit together, each is timed by itself, and all of them the fewest times.
+    """
     try:
-        return _time_together(prepare, names, tolerance, settings, device)
+        return _time_together(prepare, names, tolerance, settings, device, settings.budget if len(names) > 1 else 0.0)
     except (RuntimeError, MemoryError) as error:
         failure = "out of memory" if is_out_of_memory(error) else f"failed: {type(error).__name__}: {error}"
     release(device)
@@ -199,7 +202,12 @@ def time_columns(
 
 
 def _time_together(
-    prepare: Callable[[str], Column], names: Sequence[str], tolerance: float, settings: Repeats, device: torch.device
+    prepare: Callable[[str], Column],
+    names: Sequence[str],
+    tolerance: float,
+    settings: Repeats,
+    device: torch.device,
+    budget: float,
 ) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     good: dict[str, Column] = {}
@@ -215,7 +223,7 @@ def _time_together(
                 continue
         good[name] = column
     runs, repeats = {name: column.run for name, column in good.items()}, (settings.fewest, settings.most)
-    for name, timing in measure(runs, device, budget=settings.budget, repeats=repeats).items():
+    for name, timing in measure(runs, device, budget=budget, repeats=repeats).items():
         entries[name]["seconds"] = list(timing.seconds)
     return entries
 

@@ -38,7 +38,8 @@ class Settings:
         iterations: fixed numbers of Newton iterations; 0 stops by the paper's test
         guesses: where Newton starts
         dtype: "float32" or "float64", in which two trainings that should be the same do not drift apart by rounding
-        solver: "paper" (chunks of 1, its test) or "default" (this library's: its test is stricter)
+        solver: "paper" (chunks of 1, its test; where all of it is as printed, in plain PyTorch) or "default" (this library's: its
+            test is stricter)
     """
 
     depths: tuple[int, ...] = (256, 512, 1024)

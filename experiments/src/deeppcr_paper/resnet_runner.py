@@ -22,11 +22,12 @@ from deeppcr.linearised import GradientOverflow
 
 from .data import Images
 from .experiment import Context, OutOfTime
+from .lean_resnet import Pass
 from .replay import ReplayedSteps
 from .resnet import Settings
 from .timing import clocked, own_stream
 
-#: Steps of a window that are taken one by one, and timed, where the others are replayed.
+#: Steps of a window that are launched by Python, and timed, where the others can be replayed as CUDA graphs.
 TIMED = 2
 #: Passes before the clock starts: the first solve of a kind compiles, the second is recorded as a CUDA graph.
 WARM_UP = 3
@@ -52,7 +53,7 @@ class Runner:
 
     Args:
         mode: "sequential" (the fastest that goes layer by layer: on a GPU one kernel or, where there is none, a CUDA graph),
-            "eager" or "parallel"
+            "eager", "parallel" or "printed" (the paper's method in plain PyTorch)
         newton: of the parallel mode
         guess: of the parallel mode: "batch-mean", "random", "zeros", "first-layer"
         timed: whether passes are timed; where all steps could be replayed, some of every window are taken one by one for it
@@ -101,6 +102,9 @@ class Runner:
         self._replayed: ReplayedSteps | None = None
         self._report: Any = None  # of the recorded pass: how to read what a replay has found
         self.method, self.forward = self._forward_of(images.train[: settings.batch])
+        # Of the method as printed iterations are graphs, not steps: how many there are is seen between them.
+        in_graphs = mode == "printed" and self.device.type == "cuda"
+        self.graphed = Pass(self.network, settings.batch, graph=True) if in_graphs else None
         self.diverged: int | None = None
         self.window: dict[str, list[float]] = {}  # what was found in every step since the last point of the curves
         self.curves: dict[str, list[Any]] = {}
@@ -110,6 +114,8 @@ class Runner:
         """What the mode comes to on this device, and the pass of it; x is a batch of images."""
         if self.mode == "parallel":
             return "parallel", self.network
+        if self.mode == "printed":
+            return "printed", Pass(self.network, len(x))
         if self.mode == "sequential" and self.replayable:
             return "fused", lambda x: self.network(x, mode="sequential")
         eager = _LayerByLayer(self.network)
@@ -129,10 +135,11 @@ class Runner:
         """Some passes, forward and backward, that leave no trace: all is compiled and recorded before anything is timed."""
         network, images, passes = self.network, self.images, self.passes
         kept, warm = network.activations.clone(), network._warm
-        for _ in range(WARM_UP):
-            self.prepare()
-            nn.functional.cross_entropy(self.forward(images.train[:batch]), images.train_labels[:batch]).backward()
-            self.optimiser.zero_grad(set_to_none=True)
+        for forward in (self.forward, *([self.graphed] if self.graphed else [])):
+            for _ in range(WARM_UP):
+                self.prepare()
+                nn.functional.cross_entropy(forward(images.train[:batch]), images.train_labels[:batch]).backward()
+                self.optimiser.zero_grad(set_to_none=True)
         network.activations.copy_(kept)
         network._warm, self.passes = warm, passes
 
@@ -142,26 +149,31 @@ class Runner:
         Args:
             number: of the first of them, counted from the beginning of the training
         """
-        one_by_one = min(count, TIMED if self.timed else 0) if self.replayable else count
-        for index in range(one_by_one):
+        launched = min(count, TIMED if self.timed else 0) if self.replayable or self.graphed else count
+        for index in range(launched if self.replayable else count):
             picked = order[first + index]
-            self.take_step(self.images.train[picked], self.images.train_labels[picked], number + index)
-        if one_by_one < count and self.diverged is None:
-            self.replay(order, first + one_by_one, count - one_by_one, number + one_by_one)
+            pictures, labels = self.images.train[picked], self.images.train_labels[picked]
+            self.take_step(pictures, labels, number + index, self.graphed if index >= launched else None)
+        if self.replayable and launched < count and self.diverged is None:
+            self.replay(order, first + launched, count - launched, number + launched)
 
-    def take_step(self, x: Tensor, labels: Tensor, number: int) -> None:
-        """One step of training; none once the loss is no longer finite."""
+    def take_step(self, x: Tensor, labels: Tensor, number: int, graphed: Pass | None = None) -> None:
+        """One step of training, by ``graphed`` where it is given; none once the loss is no longer finite."""
         if self.diverged is not None:
             return
-        (scores, loss, passed), took = clocked(lambda: self._descend(x, labels, number), self.device)
+        forward = graphed or self.forward
+        (scores, loss, passed), took = clocked(lambda: self._descend(x, labels, number, forward), self.device)
         found = {"loss": loss.item()}
         if not math.isfinite(found["loss"]):
             self.diverged = number
             return
         found["accuracy"] = (scores.argmax(-1) == labels).float().mean().item()
         if self.timed:
-            found |= {"forward_seconds": passed, "step_seconds": took}
-        if self.mode == "parallel":
+            prefix = "graphed_" if graphed else ""
+            found |= {f"{prefix}forward_seconds": passed, f"{prefix}step_seconds": took}
+        if isinstance(forward, Pass):
+            found |= {"iterations": forward.newton.iterations, "not_converged": float(not forward.newton.is_met)}
+        elif self.mode == "parallel":
             solution = self.network.solution
             assert solution is not None
             found["iterations"] = solution.iterations.float().mean().item()
@@ -170,14 +182,16 @@ class Runner:
         for name, value in found.items():
             self.window.setdefault(name, []).append(value)
 
-    def _descend(self, x: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor, float]:
+    def _descend(
+        self, x: Tensor, labels: Tensor, number: int, forward: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, float]:
         """The scores, the loss, and the seconds of the forward pass."""
 
-        def forward() -> Tensor:
+        def prepared() -> Tensor:
             self.prepare()
-            return self.forward(x)
+            return forward(x)
 
-        scores, passed = clocked(forward, self.device)
+        scores, passed = clocked(prepared, self.device)
         loss = nn.functional.cross_entropy(scores, labels)
         self.optimiser.zero_grad(set_to_none=True)
         try:
@@ -256,7 +270,7 @@ class Runner:
 
     def load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["parameters"])
-        self.network.activations = state["activations"].to(self.device)
+        self.network.activations.copy_(state["activations"])
         self.network._warm, self.passes = state["warm"], state["passes"]
         self.curves, self.test_accuracy, self.diverged = state["curves"], state["test_accuracy"], state["diverged"]
 

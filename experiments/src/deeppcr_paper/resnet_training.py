@@ -7,7 +7,6 @@ every point without being stored. Long cells keep checkpoints, so little is lost
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -55,10 +54,10 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
     if "timing" in cell:
         return time_forward(cell["L"], cell["timing"], settings, context)
     data, seed = images(settings, context), cell["seed"]
-    timed = seed < settings.seed + settings.timed_seeds
+    timed, mode = seed < settings.seed + settings.timed_seeds, "printed" if settings.solver == "paper" else "parallel"
     runners = {
         "sequential": Runner(settings, cell["L"], seed, data, "sequential", timed=timed),
-        "parallel": Runner(settings, cell["L"], seed, data, "parallel", newton(settings), timed=timed),
+        "parallel": Runner(settings, cell["L"], seed, data, mode, newton(settings), timed=timed),
     }
     return train(runners, data, settings, seed, context)
 
@@ -66,8 +65,7 @@ def measure(cell: Cell, settings: Settings, context: Context) -> dict[str, Any]:
 def time_forward(depth: int, method: str, settings: Settings, context: Context) -> dict[str, Any]:
     """Seconds of each forward pass in training by the plain loop, launched layer by layer, or as the paper prints it."""
     data = images(settings, context)
-    mode, solver = ("eager", None) if method == "eager" else ("parallel", newton(replace(settings, solver="paper")))
-    runner = Runner(settings, depth, settings.seed, data, mode, solver)
+    runner = Runner(settings, depth, settings.seed, data, method)
     for number in range(settings.eager_steps + WARM_UP):
         start = number * settings.batch % (len(data.train_labels) - settings.batch + 1)
         batch = slice(start, start + settings.batch)
@@ -81,7 +79,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Lists have an entry for each seed: ``loss`` the mean of the end of its curve (see ``last``), ``loss_difference`` the largest
     difference in a step (files of earlier versions do not have it), as long as neither has diverged. ``loop`` is how the layers were taken one by one:
     "fused" (one kernel), "graph" or "loop". Times are medians over the steps that were timed, or the points of a curve, and
-    over the seeds that were timed; ``replayed_seconds`` are of a whole step inside a CUDA graph.
+    over the seeds that were timed; ``replayed_seconds`` are of a whole step inside a CUDA graph, ``graphed_forward_seconds`` of a
+    pass as printed whose iterations are CUDA graphs.
     """
     found = []
     for depth in sorted({record["L"] for record in records}):
@@ -115,7 +114,7 @@ def _end_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
     curves = [run["curves"] for run in runs]
     middles = {
         name: [median(curve[name]) for curve in curves if curve.get(name)]
-        for name in ("forward_seconds", "replayed_seconds")
+        for name in ("forward_seconds", "replayed_seconds", "graphed_forward_seconds")
     }
     return {
         **{name: middle(each) for name, each in middles.items()},

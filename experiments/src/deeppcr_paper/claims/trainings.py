@@ -78,8 +78,7 @@ def times_of_passes(result: Finished) -> list[Check]:
         checks = [held("speed-up", eager / printed, 7, printed=took, **words)]
     else:
         checks = [Check(**words, holds=OPEN)]
-    if with_defaults(result):
-        checks += _replayed(result, entry)
+    checks += _replayed(result, entry) if with_defaults(result) else _graphed(entry)
     return [*checks, _steady(result)]
 
 
@@ -95,6 +94,15 @@ def _replayed(result: Finished, entry: Entry) -> list[Check]:
     what = f"a training step inside a CUDA graph, L = {entry['L']:,}"
     beside = f"{_loop_name(result, entry)} {in_words(one)}: {times(one / other)}"
     return [Check(what=what, defaults=in_words(other), loop=beside)]
+
+
+def _graphed(entry: Entry) -> list[Check]:
+    """The paper's method with every iteration in a CUDA graph."""
+    eager, took = entry["eager_forward_seconds"], entry["parallel"].get("graphed_forward_seconds")
+    if not (eager and took):
+        return []
+    what = f"the same, iterations in CUDA graphs, L = {entry['L']:,}"
+    return [Check(what=what, printed=f"{times(eager / took)} ({in_words(took)})")]
 
 
 #: Seconds of a pass at L = 1024, layer by layer and by the paper's method: 3.2 h and 30 min over 60,000 steps.
@@ -196,8 +204,11 @@ def seeds(result: Finished) -> list[Check]:
 def newton(result: Finished) -> list[Check]:
     """Fig. 8 right: iterations during training, and how far apart the parameters are."""
     words: dict[str, Any] = {"what": "iterations in training", "paper": "at most 6"}
-    printed = {entry["L"]: entry["printed_iterations"] for entry in result.summary if entry["printed_iterations"]}
-    if with_defaults(result):
+    printed, when = {e["L"]: e["printed_iterations"] for e in result.summary if e["printed_iterations"]}, "first steps"
+    if as_printed(result):
+        whole = {e["L"]: [fmean(curve) for curve in curves(result, e["L"], "iterations")] for e in result.summary}
+        printed, when = {depth: fmean(means) for depth, means in whole.items() if means}, "whole training"
+    else:
         said = {}
         for entry in result.summary:
             points = [point for curve in curves(result, entry["L"], "iterations") for point in curve]
@@ -207,7 +218,7 @@ def newton(result: Finished) -> list[Check]:
                 said[entry["L"]] = "1 (two chunks)"
         words["defaults"] = _by_depth(said)
     if printed:
-        words["printed"] = _by_depth({depth: f"{mean:.1f}" for depth, mean in printed.items()}) + ", first steps"
+        words["printed"] = _by_depth({depth: f"{mean:.1f}" for depth, mean in printed.items()}) + f", {when}"
         checks = [held("6 on average", max(printed.values()), **words)]
     else:
         checks = [Check(**words, holds=OPEN)]

@@ -1,6 +1,5 @@
 """The figures of diffusion show the numbers of the result files, whatever is missing in them."""
 
-import math
 import warnings
 from dataclasses import replace
 from statistics import median
@@ -13,6 +12,7 @@ import numpy as np
 import made_up_diffusion
 from deeppcr_paper import diffusion_guess, diffusion_iterations, figures, latent_diffusion, pixel_diffusion
 from deeppcr_paper.sampling import unpack
+from drawing_support import line, panel
 
 LATENT = replace(latent_diffusion.FULL, widths=(16, 128), steps=(256, 1024), runs=20)
 PIXEL = replace(pixel_diffusion.FULL, sides=(4, 16), steps=(256, 1024), runs=20)
@@ -22,16 +22,6 @@ def draw(result):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return {each.name: each for each in figures.drawings(result)}
-
-
-def panel(drawing, title):
-    (found,) = [axes for axes in drawing.canvas.axes if axes.get_title(loc="left") == title]
-    return found
-
-
-def line(axes, tag):
-    (found,) = [each for each in axes.lines if each.get_gid() == tag]
-    return [list(values) for values in found.get_data()]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +47,9 @@ def test_times_are_medians(latent, drawn):
     axes = panel(drawn["latent-diffusion-mnist-time"], "L = 1,024 steps")
     for column in ("loop", "graph", "auto"):
         expected = [median(cell(latent, data="mnist", w=w, L=1024)[column]["seconds"]) for w in (16, 128)]
-        assert line(axes, column) == [[16, 128], expected]
+        assert line(axes, column) == ([16, 128], expected)
     colour = panel(drawn["latent-diffusion-cifar10-time"], "L = 1,024 steps")
-    assert math.isnan(line(colour, "printed")[1][1]), "out of memory"
+    assert line(colour, "printed")[1][1] is None, "out of memory"
     assert "As printed, out of memory in 1 cell." in drawn["latent-diffusion-cifar10-time"].caption
 
 
