@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
@@ -120,23 +120,16 @@ class StepGroup:
         self.derivative: str = "none"
         self.notes: list[str] = []
         self._candidates = list(_DERIVATIVES)
-        self._entries: list[Any] | None = None  # of xs, taken apart once: see `inputs`
 
     def inputs(self, index: int | slice | Tensor) -> Any:
         """What the step sees of xs, at one step or at several."""
         if self.xs is None:
             return None
-        if not isinstance(index, int) or not torch.is_grad_enabled() or not _requires_grad(self.xs):
-            return pytree.tree_map(lambda leaf: leaf[index], self.xs)
-        # The gradient of one entry is as large as all of xs: of L steps, one after the other, that would be L times L.
-        if self._entries is None:
-            self._entries = _entries(self.xs, 0)
-        return self._entries[index]
+        return pytree.tree_map(lambda leaf: leaf[index], self.xs)
 
     def call(self, state: Tensor, x: Any, batch_shape: tuple[int, ...] | None = None) -> Tensor:
         """One step: [B, D] to [B, D]."""
-        batch = self.layout.batch_shape if batch_shape is None else batch_shape
-        nest = self.layout.unpack(state, batch)
+        nest = self.layout.unpack(state, batch_shape)
         try:
             with as_written() if in_functorch() else nullcontext():
                 output = self.function(nest) if self.xs is None else self.function(nest, x)
@@ -147,13 +140,7 @@ class StepGroup:
                 "step: differentiates by torch.autograd.grad or backward, which see no graph where the solver evaluates it; use "
                 f"torch.func.grad or torch.func.vjp ({error})"
             ) from error
-        complaint = self.layout.complaint(output, batch)
-        if complaint is not None:
-            output = self.layout.in_order(output)
-            complaint = self.layout.complaint(output, batch)
-        if complaint is not None:
-            raise StepError(f"step: {complaint}{_hint(complaint, x, self.layout.dtype)}")
-        return self.layout.pack(output)
+        return self.layout.pack_leaves(returned(self.layout, output, x, batch_shape))
 
     def values(self, previous: Tensor, index: slice | Tensor) -> Tensor:
         """All steps in ``index``, each from its own state: [N, B, D] to [N, B, D]."""
@@ -279,10 +266,6 @@ class StepGroup:
         return torch.stack(values), torch.stack(pushed)
 
 
-def _requires_grad(xs: Any) -> bool:
-    return any(leaf.requires_grad for leaf in pytree.tree_leaves(xs))
-
-
 def _entries(xs: Any, count: int) -> list[Any]:
     """Of a nest of tensors [L, ...] its L entries; where there is no tensor in it, it is the same ``count`` times."""
     leaves, spec = pytree.tree_flatten(xs)
@@ -297,6 +280,23 @@ def _at(xs: Any, n: int) -> Any:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:120]
+
+
+def returned(layout: Layout, output: Any, x: Any, batch_shape: tuple[int, ...] | None = None) -> Sequence[Tensor]:
+    """The leaves of the state that a step returned; StepError where it is none.
+
+    Args:
+        x: what it was given beside its state
+        batch_shape: where it is another than the layout's
+    """
+    leaves = layout.fitting(output, batch_shape)
+    if leaves is not None:
+        return leaves
+    output = layout.in_order(output)
+    complaint = layout.complaint(output, layout.batch_shape if batch_shape is None else batch_shape)
+    if complaint is not None:
+        raise StepError(f"step: {complaint}{_hint(complaint, x, layout.dtype)}")
+    return pytree.tree_leaves(output)
 
 
 def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +19,10 @@ from ..newton.guess import Guess, RepeatInitial, as_guess
 from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
+from ..sequence.bare import BareLoop
 from ..sequence.kept import KeptStates
+from ..sequence.layout import Layout
+from ..sequence.words import in_words
 from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
@@ -51,7 +54,7 @@ def solve_by(
     if _is_captured(pytree.tree_leaves(loop.z0)):
         _refuse_capture(loop.step, solver, gradient, on_failure)
     if solver.by == "python":
-        return _by_loop(Sequence(*loop, watched=False), every)  # in which a step may keep what it likes
+        return _by_loop(loop, every)
     if solver.by == "kernel":
         return _loop_in_kernel(Call(*loop, every), gradient)
     sequence = Sequence(*loop, traced=True)
@@ -116,26 +119,59 @@ def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_fai
 # The ways of a solve.
 
 
-def _by_loop(sequence: Sequence, every: int) -> Solution:
-    state, layout = sequence.first, sequence.layout
-    assert state is not None
-    kept = KeptStates(layout, sequence.length, every)
-    kept.add((state,))  # no step is taken twice: it may keep what it likes
-    for index in range(1, sequence.length):
-        state = sequence.step(index, state)
-        kept.add((state,))
-    (states,) = kept.states()
-    outcome = _outcome_of_loop(sequence, states, kept.not_finite)
-    dropped = kept.dropped(outcome.exact_steps.reshape(layout.batch_shape))
+def _by_loop(loop: Given, every: int) -> Solution:
+    sequence = Sequence(*loop, watched=False)  # in which a step may keep what it likes: none is taken twice
+    layout, length = sequence.layout, sequence.length
+    kept = KeptStates(layout, length, every)
+    kept.add(layout.leaves(sequence.first))
+    BareLoop(layout, loop.step, loop.xs, length, kept, first=1).advance(layout.unpack(sequence.first))
+    found = of_loop(layout, kept, kept.states(), loop.z0, sequence.given_inputs)
+    for note in sequence.all_notes:
+        found.plan.note(note)
+    return found
+
+
+def of_loop(layout: Layout, kept: KeptStates, states: list[Tensor], z0: Any, inputs: Callable[[int], Any]) -> Solution:
+    """What a loop found; warns where it is not finite.
+
+    Args:
+        kept: of its states
+        states: that it gave
+        inputs: what a step sees of xs, by its index
+    """
+    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
+    exact = torch.full((rows,), kept.length, device=device)
+    result, results = Result.LOOP, (Result.LOOP,) * rows
+    description = result.value
+    if at is not None:
+        places = at.tolist()
+        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
+        exact = torch.where(at >= 0, at, exact)
+        description = in_words(results, exact, inputs, layout)
+        warn(description)
+    exact = exact.reshape(batch)
+    dropped = kept.dropped(exact)
     if dropped is not None:
-        dropped = replace(dropped, final=layout.unpack(dropped.final[0]))
-    return replace(_solution(sequence, outcome, Plan(), _nothing(sequence)), dropped=dropped)
+        dropped = replace(dropped, final=layout.nest(dropped.final))
+    return Solution(
+        states=layout.nest(states),
+        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
+        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
+        result=result,
+        results=results,
+        exact_steps=exact,
+        updates=torch.zeros(0, *batch, device=device),
+        plan=Plan(),
+        description=description,
+        z0=z0.detach() if isinstance(z0, Tensor) else pytree.tree_map(torch.detach, z0),
+        dropped=dropped,
+    )
 
 
 def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
     """One step after the other by a CUDA graph; as autograd sees none of it, gradients are those of a parallel solve."""
     states = captured_solves.loop(sequence)
-    outcome, plan = _outcome_of_loop(sequence, states, first_not_finite(states)), Plan()
+    outcome, plan = _outcome_of_loop(sequence, states), Plan()
     plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
         return _solution(sequence, outcome, plan, _nothing(sequence))
@@ -186,12 +222,8 @@ def _by_kernels(
     return found
 
 
-def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | None) -> Outcome:
-    """Of states [L, B, D] that a loop found, or those that were kept; warns where they are not finite.
-
-    Args:
-        not_finite: [B], the first step after which they were not, -1 where there is none; None where there is none in any row
-    """
+def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
+    """Of states [L, B, D] that a loop found; warns where they are not finite."""
     rows, device = sequence.layout.rows, sequence.layout.device
     outcome = Outcome(
         states=states,
@@ -200,8 +232,7 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | No
         exact_steps=torch.full((rows,), sequence.length, device=device),
         updates=torch.zeros(0, rows, device=device),
     )
-    if not_finite is not None:
-        outcome = _mark_non_finite(outcome, Result.LOOP, not_finite)
+    outcome = _mark_non_finite(outcome, Result.LOOP, first_not_finite(states))
     if Result.NON_FINITE in outcome.results:
         warn(describe(sequence, outcome))
     return outcome
