@@ -81,7 +81,7 @@ def step(z, x):
         (
             lambda: solve(torch.sin, torch.tensor([1.0, float("nan")]), length=3),
             ValueError,
-            "z0: holds values that are not finite",
+            "z0: holds NaN, from which the plain loop alone can start",
         ),
         (
             lambda: solve(torch.sin, torch.ones(3, dtype=torch.long), length=3),

@@ -22,7 +22,8 @@ from .sequence.words import what_does_not_fit
 from .solution import ConvergenceError, Solution, check_on_failure, of_no_rows
 from .ways import given as ways
 from .ways.fused import Call
-from .ways.given import Given, solve_by
+from .ways.given import solve_by
+from .ways.looped import Given
 from .ways.planned import Planned, can_be_planned
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()

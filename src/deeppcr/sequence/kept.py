@@ -26,12 +26,13 @@ class KeptStates:
         layout: of a state
         length: L
         every: 1 keeps all of them
+        infinities: are values as others are, as in a loop that begins with one
 
     Attributes:
         length: L
     """
 
-    def __init__(self, layout: Layout, length: int, every: int):
+    def __init__(self, layout: Layout, length: int, every: int, *, infinities: bool = False):
         self._layout, self.length, self._every = layout, length, every
         self._leaves = len(layout.shapes)
         self._full = (length if every == 1 else _BLOCK) * self._leaves
@@ -39,7 +40,7 @@ class KeptStates:
         self._versions: list[int] = []
         self._held: list[Tensor] = []  # the leaves of one state after the other
         self._parts: list[list[Tensor]] = []
-        self._seen = 0
+        self._seen, self._infinities = 0, infinities
         self._at: Tensor | None = None
 
     def add(self, leaves: Sequence[Tensor]) -> None:
@@ -61,7 +62,8 @@ class KeptStates:
         # What is not finite makes a sum so. A large sum may be so by itself; to look at each number takes several times the memory.
         if not all(torch.isfinite(leaf.sum()) for leaf in seen):
             rows = self._layout.rows
-            at = first_not_finite(torch.cat([leaf.reshape(len(leaf), rows, -1) for leaf in seen], -1))
+            states = torch.cat([leaf.reshape(len(leaf), rows, -1) for leaf in seen], -1)
+            at = first_not_finite(states, infinities=self._infinities)
             if (at >= 0).any():
                 at = torch.where(at >= 0, at + self._seen, at)
                 self._at = at if self._at is None else torch.where(self._at >= 0, self._at, at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,8 +76,6 @@ class Layout:
                 raise TypeError(
                     f"z0: {leaf.dtype} is for keeping numbers, not for computing with them; z0.bfloat16() is the next"
                 )
-            if not torch.isfinite(leaf).all():
-                raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
         dtypes = tuple(leaf.dtype for leaf in leaves)
         return Layout(spec, shapes, dtypes, batch_shape, dtypes[0].to_real(), leaves[0].device)
@@ -236,6 +234,26 @@ class Layout:
             hint = f". It was broadcast: begin with a z0 of {shapes}, as the steps return it"
             return f"changes the state's shape: expected {', '.join(wanted)}, got {describe(nest)}{hint}"
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
+
+
+def not_finite_in(z0: Any) -> Literal["NaN", "an infinity"] | None:
+    """What an initial state holds that is no number; None where all are, or nobody can look."""
+    leaves = [leaf for leaf in pytree.tree_leaves(z0) if not is_capturing(leaf.device)]
+    if all(torch.isfinite(leaf).all() for leaf in leaves):
+        return None
+    return "NaN" if any(torch.isnan(leaf).any() for leaf in leaves) else "an infinity"
+
+
+def refuse_not_finite(z0: Any, *, infinities: bool = False) -> None:
+    """Raise where Newton's method has nothing to start from: a difference of infinities is none. NaN is as a rule a mistake.
+
+    Args:
+        infinities: are no reason to
+    """
+    held = not_finite_in(z0)
+    if held == "NaN" or (held is not None and not infinities):
+        by_default = "" if held == "NaN" else ", or none"
+        raise ValueError(f"z0: holds {held}, from which the plain loop alone can start: solver=Loop(){by_default}")
 
 
 # Copies, since a complex view of a real tensor asks for memory that begins and goes on by even numbers; so do the derivatives of views.

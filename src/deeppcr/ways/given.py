@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,18 @@ from ..newton.guess import Guess, RepeatInitial, as_guess
 from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
-from ..sequence.bare import BareLoop
-from ..sequence.kept import KeptStates
-from ..sequence.layout import Layout
-from ..sequence.words import in_words
+from ..sequence.layout import refuse_not_finite
 from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
 from .fused import Call, covers, solve_fused
 from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused
+from .looped import Given, by_loop
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
 _WORTH_A_KERNEL = 10_000
 #: Results of a parallel solve that nobody has to be warned of.
 _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
-
-
-class Given(NamedTuple):
-    """A loop, as ``solve`` was given it."""
-
-    step: Any
-    z0: Any
-    xs: Any
-    length: int | None
-    batch_dims: int | None
 
 
 def solve_by(
@@ -54,10 +42,11 @@ def solve_by(
     if _is_captured(pytree.tree_leaves(loop.z0)):
         _refuse_capture(loop.step, solver, gradient, on_failure)
     if solver.by == "python":
-        return _by_loop(loop, every)
+        return by_loop(loop, every)
     if solver.by == "kernel":
         return _loop_in_kernel(Call(*loop, every), gradient)
     sequence = Sequence(*loop, traced=True)
+    refuse_not_finite(loop.z0)
     with _watched(sequence):
         return _by_graph(sequence, gradient)
 
@@ -74,6 +63,7 @@ def solve_call(call: Call, solver: Newton, guess: Any, gradient: Gradient, on_fa
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
     sequence = Sequence(step, z0, xs, call.given_length, call.batch_dims, traced=captured)
+    refuse_not_finite(z0)
     plan = Plan()
     if fused is not None:
         plan.note(f"not by kernels: {fused}")
@@ -117,55 +107,6 @@ def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_fai
 
 
 # The ways of a solve.
-
-
-def _by_loop(loop: Given, every: int) -> Solution:
-    sequence = Sequence(*loop, watched=False)  # in which a step may keep what it likes: none is taken twice
-    layout, length = sequence.layout, sequence.length
-    kept = KeptStates(layout, length, every)
-    kept.add(layout.leaves(sequence.first))
-    BareLoop(layout, loop.step, loop.xs, length, kept, first=1).advance(layout.unpack(sequence.first))
-    found = of_loop(layout, kept, kept.states(), loop.z0, sequence.given_inputs)
-    for note in sequence.all_notes:
-        found.plan.note(note)
-    return found
-
-
-def of_loop(layout: Layout, kept: KeptStates, states: list[Tensor], z0: Any, inputs: Callable[[int], Any]) -> Solution:
-    """What a loop found; warns where it is not finite.
-
-    Args:
-        kept: of its states
-        states: that it gave
-        inputs: what a step sees of xs, by its index
-    """
-    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
-    exact = torch.full((rows,), kept.length, device=device)
-    result, results = Result.LOOP, (Result.LOOP,) * rows
-    description = result.value
-    if at is not None:
-        places = at.tolist()
-        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
-        exact = torch.where(at >= 0, at, exact)
-        description = in_words(results, exact, inputs, layout)
-        warn(description)
-    exact = exact.reshape(batch)
-    dropped = kept.dropped(exact)
-    if dropped is not None:
-        dropped = replace(dropped, final=layout.nest(dropped.final))
-    return Solution(
-        states=layout.nest(states),
-        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
-        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
-        result=result,
-        results=results,
-        exact_steps=exact,
-        updates=torch.zeros(0, *batch, device=device),
-        plan=Plan(),
-        description=description,
-        z0=z0.detach() if isinstance(z0, Tensor) else pytree.tree_map(torch.detach, z0),
-        dropped=dropped,
-    )
 
 
 def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:

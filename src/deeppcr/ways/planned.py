@@ -21,13 +21,14 @@ from ..sequence.emit import Emitting
 from ..sequence.evaluate import RandomStep, StepError, first_line
 from ..sequence.history import WithHistory
 from ..sequence.kept import KeptStates
-from ..sequence.layout import Layout
+from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
 from ..solution import ConvergenceWarning, Result, Solution, warn
 from .fused import Call, solve_fused
-from .given import Given, of_loop, solve_by
+from .given import solve_by
 from .judged import CoarseStep
+from .looped import Given, of_loop
 from .plan import Probe, Record, record_of
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
@@ -95,6 +96,12 @@ class Planned:
             found = self._by_kernels()
             if found is not None:
                 return found
+        held = not_finite_in(call.z0)
+        if held is not None:  # which says nothing of other solves of the kind
+            refuse_not_finite(call.z0, infinities=True)
+            found = self._by(Loop())
+            found.plan.note(f"one step after the other: z0 holds {held}")
+            return found
         way, why = self.record.choose()
         if way in ("newton", "graph") and is_refused(call, self.record):
             way, why = self.record.choose()
