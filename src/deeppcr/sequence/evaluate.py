@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -29,6 +29,8 @@ _HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) 
 #: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
 #: shown itself when the first step was called plainly.
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
+#: Said where torch.vmap has no rule for an operation.
+_FALLS_BACK = "There is a performance drop"
 _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
@@ -119,6 +121,8 @@ class StepGroup:
         self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
         self.derivative: str = "none"
         self.notes: list[str] = []
+        self._heard: set[str] = set()
+        self._falls_back = False  # torch.vmap has no rule for an operation
         self._candidates = list(_DERIVATIVES)
 
     def inputs(self, index: int | slice | Tensor) -> Any:
@@ -148,7 +152,8 @@ class StepGroup:
         if self.way == "vmap":
             try:
                 function = self.call if xs is not None else lambda state: self.call(state, None)
-                return vmap_over_steps(function, previous, xs)
+                with self._noting("values"):
+                    return vmap_over_steps(function, previous, xs)
             except _TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
@@ -173,7 +178,8 @@ class StepGroup:
             try:
                 with _FORWARD_MODE:
                     if self.way == "vmap":
-                        values, pushed = self._push_vmap(previous, tangents, xs)
+                        with self._noting("push"):
+                            values, pushed = self._push_vmap(previous, tangents, xs)
                     elif self.way == "rowwise":
                         values, pushed = self._push_rowwise(previous, tangents, xs)
                     else:
@@ -224,6 +230,27 @@ class StepGroup:
         """The Jacobian-vector product [B, D] of one step as the loop takes it, by forward mode."""
         with _FORWARD_MODE:
             return jvp(lambda z: self.call(z, x), (state,), (tangent,))[1]
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """PyTorch warns at every call of an operation that torch.vmap takes step by step: that is a note of the plan, told once."""
+        if what in self._heard and not self._falls_back:
+            yield
+            return
+        self._heard.add(what)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=_FALLS_BACK)
+            yield
+        for each in caught:
+            if not str(each.message).startswith(_FALLS_BACK):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            elif not self._falls_back:
+                self._falls_back = True
+                operation = str(each.message).partition(" for ")[2].partition(". ")[0]
+                self.notes.append(
+                    f"torch.vmap takes {operation or 'an operation'} one step at a time, which is slow: if steps take any "
+                    "number of rows, deeppcr.rowwise(step)"
+                )
 
     def _leave_vmap(self, error: Exception) -> None:
         if _must_propagate(error):

@@ -40,15 +40,22 @@ class Layout:
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"z0: expected a tensor, or tensors in a tuple or dict, found {type(leaf).__name__}"
-                    + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else "")
+                    + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else hint_of_array(leaf, "z0"))
                 )
             if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
-                hint = "" if leaf.dtype.is_complex else " (use z0.float())"
+                hint = (
+                    " (use z0.float())"
+                    if spec.is_leaf()
+                    else " (use .float(); deeppcr.scan carries integers along as they are)"
+                )
+                hint = "" if leaf.dtype.is_complex else hint
                 raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
             if leaf.layout is not torch.strided:
                 raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
             if leaf.dtype.to_real() != leaves[0].dtype.to_real() or leaf.device != leaves[0].device:
-                raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
+                raise TypeError(
+                    f"z0: its tensors must share one dtype and device, got {describe(z0)}: convert those that differ, by .to(...)"
+                )
         if batch_dims is not None and (
             not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
         ):
@@ -345,6 +352,11 @@ def hint_of_batch_first(xs: Any, batch: torch.Size) -> str:
                 f"{list(leaf.shape)} = [batch, steps, ...], hand over xs.transpose(0, 1)"
             )
     return ""
+
+
+def hint_of_array(value: Any, name: str) -> str:
+    """What to write instead of an array of NumPy, or the like."""
+    return f" (use torch.as_tensor({name}))" if hasattr(value, "__array__") else ""
 
 
 def describe(nest: Any) -> str:
