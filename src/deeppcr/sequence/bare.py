@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -39,8 +39,10 @@ class BareLoop:
         self._emitting = isinstance(step, Emitting)
         self.outputs: list[Any] = []
         self.raised: Exception | None = None
-        steps = step[first:] if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
-        self._steps = zip(range(first, length), steps, _inputs_of_steps(xs, first), strict=False)
+        steps: Iterable[Any] = step[first:] if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
+        self._steps: Iterator[tuple[int, Any, tuple[Any, ...]]] = zip(
+            range(first, length), steps, _inputs_of_steps(xs, first), strict=False
+        )
 
     def advance(self, z: Any, count: int | None = None, gives_up: Callable[[int], bool] | None = None) -> Any:
         """The state after so many more steps, or all that are left, from the state ``z``; None where it was given up.
