@@ -78,10 +78,29 @@ def step(z, x):
         (lambda: solve(lambda z, x: z + x.mul_(2), ONES, torch.ones(3, 3)), StepError, "changes xs in place"),
         (lambda: solve(lambda z: z + torch.randn(3), ONES, length=3), StepError, "draws random numbers"),
         (lambda: solve(lambda z: torch.dropout(z, 0.5, True), ONES, length=3), StepError, "draws random numbers"),
+        (lambda: solve(torch.add, ONES.numpy(), ONES), TypeError, r"found ndarray \(use torch\.as_tensor\(z0\)\)"),
+        (lambda: solve(torch.add, ONES, ONES.numpy()), TypeError, r"got ndarray \(use torch\.as_tensor\(xs\)\)"),
+        (
+            lambda: solve(torch.add, ONES, ONES, ONES),
+            TypeError,
+            r"Several inputs of a step are one nest: solve\(step, z0, \(xs, ys\)\)",
+        ),
+        (
+            lambda: solve(torch.add, ONES, ONES, rtol=1e-3, chunk=1),
+            TypeError,
+            r"solver=deeppcr\.Newton\(chunk=\.\.\., rtol=\.\.\.\)",
+        ),
+        (lambda: solve(torch.add, ONES, ONES, speed=1), TypeError, "unexpected keyword argument 'speed'"),
+        (
+            lambda: solve(torch.add, (ONES, ONES.double()), ONES),
+            TypeError,
+            r"convert those that differ, by \.to\(\.\.\.\)",
+        ),
+        (lambda: solve(torch.add, (ONES, ONES.long()), ONES), TypeError, "deeppcr.scan carries integers along"),
         (
             lambda: solve(torch.sin, torch.tensor([1.0, float("nan")]), length=3),
             ValueError,
-            "z0: holds values that are not finite",
+            "z0: holds NaN, from which the plain loop alone can start",
         ),
         (
             lambda: solve(torch.sin, torch.ones(3, dtype=torch.long), length=3),

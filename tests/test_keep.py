@@ -166,9 +166,10 @@ def test_a_loop_holds_no_more_than_is_kept(solver):
     assert peaks["last"] < 3 * 256
 
 
-def test_xs_are_taken_apart_some_at_a_time(monkeypatch):
+@pytest.mark.parametrize("solver", [None, deeppcr.Loop()])
+def test_xs_are_taken_apart_some_at_a_time(solver, monkeypatch):
     """Each entry of a tensor is an object of half a kilobyte: a million of them at once are more than the states."""
-    monkeypatch.setattr(sys.modules["deeppcr.ways.planned"], "_ENTRIES", 16)
+    monkeypatch.setattr(sys.modules["deeppcr.sequence.bare"], "_ENTRIES", 16)
     counts = []
 
     def step(z, x):
@@ -178,7 +179,7 @@ def test_xs_are_taken_apart_some_at_a_time(monkeypatch):
 
     z0, xs = torch.zeros(1), normal(401, 1).requires_grad_()
     before = sum(type(each) is torch.Tensor for each in gc.get_objects())
-    found = deeppcr.solve(step, z0.double(), xs)
+    found = deeppcr.solve(step, z0.double(), xs, solver=solver)
     assert max(counts) < before + 50
     torch.testing.assert_close(found.final, xs.sum(0))
     torch.testing.assert_close(torch.autograd.grad(found.final, xs)[0], torch.ones_like(xs))

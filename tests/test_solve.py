@@ -357,15 +357,3 @@ def test_a_step_that_rounds_otherwise_beside_others_is_left_to_the_loop_by_defau
         found = deeppcr.solve(step, z0, xs)
     assert found.result is Result.LOOP
     assert torch.equal(found.states, loop.states)
-
-
-def test_a_step_that_keeps_a_tensor_of_its_last_call_is_told_where_to_look():
-    class Keeps:
-        last = torch.zeros(2, 3)
-
-        def __call__(self, z):
-            self.last = torch.tanh(z + 0.1 * self.last)
-            return self.last
-
-    with pytest.raises(deeppcr.StepError, match=r"deeppcr\.check"):
-        deeppcr.solve(Keeps(), torch.ones(2, 3), length=40, solver=Newton())

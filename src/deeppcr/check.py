@@ -16,6 +16,7 @@ from .jacobian import DenseJacobian, Jacobian
 from .runtime import random_state
 from .sequence import Sequence
 from .sequence.evaluate import StepError
+from .sequence.layout import refuse_not_finite
 from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import find_influence, rounding_of, shares
@@ -87,6 +88,7 @@ def check(
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
         return [Finding(error.kind, str(error))]
+    refuse_not_finite(z0)
     return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
 
 

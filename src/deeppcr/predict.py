@@ -19,6 +19,7 @@ from .jacobian import block_bytes
 from .newton import Newton
 from .runtime import Watcher
 from .sequence import Sequence
+from .sequence.layout import refuse_not_finite
 from .sequence.lengths import up_to
 from .solution import Plan, first_not_finite
 from .ways.fused import Call
@@ -155,6 +156,7 @@ def predict(
     if lengths is not None:
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
+    refuse_not_finite(z0)
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, length, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)

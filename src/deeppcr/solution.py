@@ -368,12 +368,16 @@ def loop_on(
     return torch.stack(found)
 
 
-def first_not_finite(states: Tensor) -> Tensor:
+def first_not_finite(states: Tensor, *, infinities: bool = False) -> Tensor:
     """[B]: the first step after which states [L, B, ...] are not finite; -1 where all are.
 
     They are looked at all at once: a look at every step would stop an accelerator every time.
+
+    Args:
+        infinities: are values as others are, as in a loop that begins with one
     """
-    bad = ~torch.isfinite(states.detach()).flatten(2).all(-1)
+    wrong = torch.isnan(states.detach()) if infinities else ~torch.isfinite(states.detach())
+    bad = wrong.flatten(2).any(-1)
     return torch.where(bad.any(0), bad.long().argmax(0), -1)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +25,37 @@ from .sequence.words import what_does_not_fit
 from .solution import ConvergenceError, Solution, check_on_failure, of_no_rows
 from .ways import given as ways
 from .ways.fused import Call
-from .ways.given import Given, solve_by
+from .ways.given import solve_by
+from .ways.looped import Given
 from .ways.planned import Planned, can_be_planned
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
+_SETTINGS = frozenset(each.name for each in fields(Newton))
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
+def _telling_of_settings(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function; arguments that belong elsewhere are told where."""
+    known = inspect.signature(function).parameters.keys()
+
+    @wraps(function)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        settings = kwargs.keys() - known
+        if settings and settings <= _SETTINGS:
+            written = ", ".join(f"{name}=..." for name in sorted(settings))
+            raise TypeError(f"solve: a setting of the solver is given to the solver: solver=deeppcr.Newton({written})")
+        if len(args) > 3:
+            raise TypeError(
+                f"solve: takes step, z0 and xs by their places, got {len(args)} arguments. Several inputs of a step are one nest: "
+                "solve(step, z0, (xs, ys)), and step(z, x) takes it apart: x, y = x"
+            )
+        return function(*args, **kwargs)
+
+    return told
+
+
+@_telling_of_settings
 def solve(
     step: Callable[..., Any] | list[Callable[..., Any]] | nn.ModuleList,
     z0: Any,

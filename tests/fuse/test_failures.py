@@ -150,8 +150,30 @@ def test_an_initial_state_that_is_not_finite_is_refused(device):
     solve(step, z0, length=9)
     z0[1, 1] = float("nan")
     for solver in (NEWTON, Loop(by="kernel"), None):
-        with pytest.raises(ValueError, match="z0: holds values that are not finite"):
+        with pytest.raises(ValueError, match="z0: holds NaN"):
             deeppcr.solve(step, z0, length=9, solver=solver)
+
+
+@pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
+@pytest.mark.parametrize(
+    "step", [lambda z, x: torch.tanh(0.9 * z + x), lambda z, x: z + x, lambda z, x: torch.sin(z) + x]
+)
+def test_from_an_infinity_kernels_take_the_loop(step, device):
+    """Those that were held against the step before. Where infinities are what z0 holds, NaN alone is told."""
+    fine, xs = torch.zeros(2, 3, dtype=torch.float64, device=device), normal(40, 2, 3, device=device)
+    z0 = fine.clone()
+    z0[1, 1] = -torch.inf
+    right = by_loop(step, z0, xs)
+    for solver in (NEWTON, Loop(by="kernel")):
+        with pytest.raises(ValueError, match="an infinity"):  # nothing can be held against the step
+            deeppcr.solve(step, z0, xs, solver=solver)
+        for _ in range(4):
+            solve(step, fine, xs)
+        found = deeppcr.solve(step, z0, xs, solver=solver)
+        assert by_kernels(found)
+        torch.testing.assert_close(found.states, right, equal_nan=True)
+        assert (found.results[1] is Result.NON_FINITE) == right.isnan().any()
+        deeppcr.clear_caches()
 
 
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")

@@ -80,20 +80,24 @@ def test_cells_have_kernels(kind, hidden, way, device):
     agree(found, right, module, plain, x)
 
 
+@pytest.mark.parametrize("kind", ["DiagonalGRU", "GRU"])
 @pytest.mark.parametrize("wanted", ["all", "input", "weight_ih", "weight_hh", "start"])
-def test_a_layer_is_one_node_of_autograd(wanted, device):
-    """Its projection, too; whichever gradients are asked for."""
-    module, plain = made("DiagonalGRU", 3, device, batch_first=True)
+def test_a_layer_is_one_node_of_autograd(wanted, kind, device):
+    """Its projection, too; whichever gradients are asked for. PyTorch's GRU has a projection of its own."""
+    module, plain = made(kind, 2, device, batch_first=True)
     x = torch.randn(2, 9, 2, dtype=torch.float64, device=device, requires_grad=wanted in ("all", "input"))
-    start = torch.randn(1, 2, 3, dtype=torch.float64, device=device, requires_grad=wanted in ("all", "start"))
-    for name, parameter in module.named_parameters():
+    start = torch.randn(1, 2, 2, dtype=torch.float64, device=device, requires_grad=wanted in ("all", "start"))
+    for name, parameter in (*module.named_parameters(), *plain.named_parameters()):
         parameter.requires_grad_(wanted == "all" or name.startswith(wanted))
-    leaves = [each for each in (x, start, *module.parameters()) if each.requires_grad]
+    leaves, plain_leaves = (
+        [each for each in (x, start, *net.parameters()) if each.requires_grad] for net in (module, plain)
+    )
     for _ in range(2):  # kernels come with the second solve of a kind
         outputs, _ = module(x, start, mode="parallel")
     assert module.solutions[0].plan.evaluation.startswith("fused kernels")
     seeds = torch.randn_like(outputs)
-    right = torch.autograd.grad(plain(x, start, mode="sequential")[0], leaves, seeds)
+    reference = plain(x, start) if kind == "GRU" else plain(x, start, mode="sequential")
+    right = torch.autograd.grad(reference[0], plain_leaves, seeds)
     for _ in range(2):
         found = torch.autograd.grad(outputs, leaves, seeds, retain_graph=True)
         assert all(error(one, other) < 1e-9 for one, other in zip(found, right, strict=True))

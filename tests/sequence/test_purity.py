@@ -9,6 +9,8 @@ from torch import nn
 import deeppcr
 from deeppcr import Newton, StepError, check
 from deeppcr.sequence import Sequence
+from deeppcr.ways import plan
+from problems import plain_loop
 from sequence.keeping import Z0, Caching, KeepsItsWeight, Later, Seeing, SetByFirst, solve
 
 
@@ -299,3 +301,74 @@ def test_a_tensor_that_is_no_buffer_is_not_called_one():
 
     with pytest.raises(StepError, match="changes the tensor 'count' of a Counting in place"):
         solve(Counting(), Z0, length=20)
+
+
+class Velocity:
+    velocity = 0
+
+    def __call__(self, z, x):
+        self.velocity = 0.9 * self.velocity + x
+        return 0.5 * z + self.velocity
+
+    def method(self, z, x):
+        return self(z, x)
+
+
+class VelocityInPlace:
+    def __init__(self):
+        self.velocity = torch.zeros(2, 3)
+
+    def __call__(self, z, x):
+        self.velocity.mul_(0.9).add_(x)
+        return 0.5 * z + self.velocity
+
+
+class Clock:
+    time = 0
+
+    def __call__(self, z, x):
+        self.time += 1
+        return 0.5 * z + x * self.time
+
+
+def in_a_closure():
+    velocity = 0
+
+    def step(z, x):
+        nonlocal velocity
+        velocity = 0.9 * velocity + x
+        return 0.5 * z + velocity
+
+    return step
+
+
+def in_a_list():
+    seen = []
+
+    def step(z, x):
+        seen.append(z)
+        return 0.5 * z + x + 0.1 * seen[max(0, len(seen) - 3)]
+
+    return step
+
+
+OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
+
+
+@pytest.mark.parametrize("make", [*OUTSIDE, Clock])
+def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
+    """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
+    monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
+    monkeypatch.setitem(plan._OPERATION, "cpu", (1.0, 0.0, 0.0))
+    z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
+    for _ in range(2):
+        found = deeppcr.solve(make(), z0, xs)
+        assert torch.equal(found.states, plain_loop(make(), z0, xs))
+        assert "at every call" in found.plan.notes[0]
+
+
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_a_tensor_that_a_step_keeps_outside_of_modules_is_named(make):
+    """Not that a tensor escaped from a transform, of which its author knows nothing."""
+    with pytest.raises(deeppcr.StepError, match=r"keeps '(velocity|entries)' from one call to the next"):
+        deeppcr.solve(make(), torch.zeros(2, 3), torch.ones(50, 2, 3), solver=deeppcr.Newton())

@@ -1,5 +1,6 @@
 """All steps at once: by vmap, folded into rows, stacked from a list, or one by one; each like the loop."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -124,8 +125,12 @@ def test_rowwise_with_two_batch_dimensions(device):
 def test_recurrent_cells_without_folding_still_work(device):
     problem = gru(Generator(0, torch.float64, device), 12, 2)
     unfolded = problem.step.step
-    solution = deeppcr.solve(unfolded, problem.z0, problem.xs, solver=Newton())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of PyTorch's, at every call, that say nothing of what to do
+        solution = deeppcr.solve(unfolded, problem.z0, problem.xs, solver=Newton())
     assert relative_error(solution.states, problem.loop()) < 1e-9
+    (note,) = [note for note in solution.plan.notes if "gru_cell" in note]
+    assert "deeppcr.rowwise(step)" in note
 
 
 class Block(nn.Module):

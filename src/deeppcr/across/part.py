@@ -18,7 +18,7 @@ from ..distributed.ranks import Ranks, Trouble
 from ..linear import BlockDiagonal, Blocks, Dense, Diagonal, LinearSolver, Scalar
 from ..linear.sharded import Map, entry_of, solve_local
 from ..sequence import Sequence
-from ..sequence.layout import Layout
+from ..sequence.layout import Layout, refuse_not_finite
 from ..sequence.sequence import find_length
 
 _STRUCTURES: tuple[type[Blocks], ...] = (Dense, Diagonal, BlockDiagonal, Scalar)
@@ -55,6 +55,7 @@ class Part:
             several = isinstance(step, (list, tuple, nn.ModuleList))
             own = find_length(step if several else None, xs, length, least=0)
             self.layout = Layout.of(z0, batch_dims)
+            refuse_not_finite(z0)
             self.initial = self.layout.pack(z0)
             if own:
                 self.sequence = Sequence(cast(Any, step), z0, xs, length=length, batch_dims=batch_dims)

@@ -24,8 +24,8 @@ from ..runtime import is_capturing
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..tolerance import misses
-from ..ways.given import Given
 from ..ways.judged import without_claim
+from ..ways.looped import Given
 from .adjoint import AdjointOver
 from .iteration import Iteration
 from .kernels import Kernels

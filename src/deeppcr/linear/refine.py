@@ -68,9 +68,12 @@ def _otherwise(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bo
     if rhs.dtype in _MORE:
         more = _MORE[rhs.dtype]
         full, terms = type(couplings)(couplings.data.to(more)), rhs.to(more)
-        states = refine(full, terms, solver.solve_coupled(full, terms, reverse=reverse), solver, reverse).to(rhs.dtype)
-        if torch.isfinite(states).all():  # what leaves the range stays outside of it, as in the loop
-            return states
+        states = solver.solve_coupled(full, terms, reverse=reverse)
+        # What leaves the range stays outside of it, as in the loop, and more digits are no use.
+        if torch.isfinite(states.to(rhs.dtype)).all():
+            states = refine(full, terms, states, solver, reverse).to(rhs.dtype)
+            if torch.isfinite(states).all():
+                return states
     return ForwardSubstitution().solve_coupled(couplings, rhs, reverse=reverse)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -29,6 +29,8 @@ _HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) 
 #: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
 #: shown itself when the first step was called plainly.
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
+#: Said where torch.vmap has no rule for an operation.
+_FALLS_BACK = "There is a performance drop"
 _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
@@ -119,24 +121,19 @@ class StepGroup:
         self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
         self.derivative: str = "none"
         self.notes: list[str] = []
+        self._heard: set[str] = set()
+        self._falls_back = False  # torch.vmap has no rule for an operation
         self._candidates = list(_DERIVATIVES)
-        self._entries: list[Any] | None = None  # of xs, taken apart once: see `inputs`
 
     def inputs(self, index: int | slice | Tensor) -> Any:
         """What the step sees of xs, at one step or at several."""
         if self.xs is None:
             return None
-        if not isinstance(index, int) or not torch.is_grad_enabled() or not _requires_grad(self.xs):
-            return pytree.tree_map(lambda leaf: leaf[index], self.xs)
-        # The gradient of one entry is as large as all of xs: of L steps, one after the other, that would be L times L.
-        if self._entries is None:
-            self._entries = _entries(self.xs, 0)
-        return self._entries[index]
+        return pytree.tree_map(lambda leaf: leaf[index], self.xs)
 
     def call(self, state: Tensor, x: Any, batch_shape: tuple[int, ...] | None = None) -> Tensor:
         """One step: [B, D] to [B, D]."""
-        batch = self.layout.batch_shape if batch_shape is None else batch_shape
-        nest = self.layout.unpack(state, batch)
+        nest = self.layout.unpack(state, batch_shape)
         try:
             with as_written() if in_functorch() else nullcontext():
                 output = self.function(nest) if self.xs is None else self.function(nest, x)
@@ -147,13 +144,7 @@ class StepGroup:
                 "step: differentiates by torch.autograd.grad or backward, which see no graph where the solver evaluates it; use "
                 f"torch.func.grad or torch.func.vjp ({error})"
             ) from error
-        complaint = self.layout.complaint(output, batch)
-        if complaint is not None:
-            output = self.layout.in_order(output)
-            complaint = self.layout.complaint(output, batch)
-        if complaint is not None:
-            raise StepError(f"step: {complaint}{_hint(complaint, x, self.layout.dtype)}")
-        return self.layout.pack(output)
+        return self.layout.pack_leaves(returned(self.layout, output, x, batch_shape))
 
     def values(self, previous: Tensor, index: slice | Tensor) -> Tensor:
         """All steps in ``index``, each from its own state: [N, B, D] to [N, B, D]."""
@@ -161,7 +152,8 @@ class StepGroup:
         if self.way == "vmap":
             try:
                 function = self.call if xs is not None else lambda state: self.call(state, None)
-                return vmap_over_steps(function, previous, xs)
+                with self._noting("values"):
+                    return vmap_over_steps(function, previous, xs)
             except _TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
@@ -186,7 +178,8 @@ class StepGroup:
             try:
                 with _FORWARD_MODE:
                     if self.way == "vmap":
-                        values, pushed = self._push_vmap(previous, tangents, xs)
+                        with self._noting("push"):
+                            values, pushed = self._push_vmap(previous, tangents, xs)
                     elif self.way == "rowwise":
                         values, pushed = self._push_rowwise(previous, tangents, xs)
                     else:
@@ -238,6 +231,27 @@ class StepGroup:
         with _FORWARD_MODE:
             return jvp(lambda z: self.call(z, x), (state,), (tangent,))[1]
 
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """PyTorch warns at every call of an operation that torch.vmap takes step by step: that is a note of the plan, told once."""
+        if what in self._heard and not self._falls_back:
+            yield
+            return
+        self._heard.add(what)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=_FALLS_BACK)
+            yield
+        for each in caught:
+            if not str(each.message).startswith(_FALLS_BACK):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            elif not self._falls_back:
+                self._falls_back = True
+                operation = str(each.message).partition(" for ")[2].partition(". ")[0]
+                self.notes.append(
+                    f"torch.vmap takes {operation or 'an operation'} one step at a time, which is slow: if steps take any "
+                    "number of rows, deeppcr.rowwise(step)"
+                )
+
     def _leave_vmap(self, error: Exception) -> None:
         if _must_propagate(error):
             raise error
@@ -279,10 +293,6 @@ class StepGroup:
         return torch.stack(values), torch.stack(pushed)
 
 
-def _requires_grad(xs: Any) -> bool:
-    return any(leaf.requires_grad for leaf in pytree.tree_leaves(xs))
-
-
 def _entries(xs: Any, count: int) -> list[Any]:
     """Of a nest of tensors [L, ...] its L entries; where there is no tensor in it, it is the same ``count`` times."""
     leaves, spec = pytree.tree_flatten(xs)
@@ -297,6 +307,23 @@ def _at(xs: Any, n: int) -> Any:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:120]
+
+
+def returned(layout: Layout, output: Any, x: Any, batch_shape: tuple[int, ...] | None = None) -> Sequence[Tensor]:
+    """The leaves of the state that a step returned; StepError where it is none.
+
+    Args:
+        x: what it was given beside its state
+        batch_shape: where it is another than the layout's
+    """
+    leaves = layout.fitting(output, batch_shape)
+    if leaves is not None:
+        return leaves
+    output = layout.in_order(output)
+    complaint = layout.complaint(output, layout.batch_shape if batch_shape is None else batch_shape)
+    if complaint is not None:
+        raise StepError(f"step: {complaint}{_hint(complaint, x, layout.dtype)}")
+    return pytree.tree_leaves(output)
 
 
 def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:

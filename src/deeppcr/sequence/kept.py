@@ -26,37 +26,44 @@ class KeptStates:
         layout: of a state
         length: L
         every: 1 keeps all of them
+        infinities: are values as others are, as in a loop that begins with one
+
+    Attributes:
+        length: L
     """
 
-    def __init__(self, layout: Layout, length: int, every: int):
-        self._layout, self._length, self._every = layout, length, every
-        self._size = length if every == 1 else _BLOCK
+    def __init__(self, layout: Layout, length: int, every: int, *, infinities: bool = False):
+        self._layout, self.length, self._every = layout, length, every
+        self._leaves = len(layout.shapes)
+        self._full = (length if every == 1 else _BLOCK) * self._leaves
         self._counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
         self._versions: list[int] = []
-        self._held: list[Sequence[Tensor]] = []
+        self._held: list[Tensor] = []  # the leaves of one state after the other
         self._parts: list[list[Tensor]] = []
-        self._seen = 0
+        self._seen, self._infinities = 0, infinities
         self._at: Tensor | None = None
 
     def add(self, leaves: Sequence[Tensor]) -> None:
-        """The next state: its leaves, or itself packed [B, D]."""
-        self._held.append(leaves)
+        """The next state, by its leaves."""
+        self._held += leaves
         if self._counted:
-            self._versions += [leaf._version for leaf in leaves]
-        if len(self._held) == self._size:
+            for leaf in leaves:
+                self._versions.append(leaf._version)
+        if len(self._held) == self._full:
             self._close()
 
     def _close(self) -> None:
         """Keep what is to be kept of the states that are held."""
         # All at once: a state that a later step changed has been kept, or is the caller's.
-        if self._counted and self._versions != [leaf._version for leaves in self._held for leaf in leaves]:
+        if self._counted and self._versions != [leaf._version for leaf in self._held]:
             raise StepError(changes_in_place("its state"))
-        stacked = [torch.stack(each) for each in zip(*self._held, strict=True)]
+        stacked = [torch.stack(self._held[number :: self._leaves]) for number in range(self._leaves)]
         seen = [leaf.detach() for leaf in stacked]
         # What is not finite makes a sum so. A large sum may be so by itself; to look at each number takes several times the memory.
         if not all(torch.isfinite(leaf.sum()) for leaf in seen):
             rows = self._layout.rows
-            at = first_not_finite(torch.cat([leaf.reshape(len(leaf), rows, -1) for leaf in seen], -1))
+            states = torch.cat([leaf.reshape(len(leaf), rows, -1) for leaf in seen], -1)
+            at = first_not_finite(states, infinities=self._infinities)
             if (at >= 0).any():
                 at = torch.where(at >= 0, at + self._seen, at)
                 self._at = at if self._at is None else torch.where(self._at >= 0, self._at, at)
@@ -66,7 +73,7 @@ class KeptStates:
             stacked = [leaf[first :: self._every].clone() for leaf in stacked]
         if len(stacked[0]):
             self._parts.append(stacked)
-        self._seen += len(self._held)
+        self._seen += len(self._held) // self._leaves
         self._held, self._versions = [], []
 
     def states(self) -> list[Tensor]:
@@ -86,4 +93,4 @@ class KeptStates:
         """What is to be told of those that were not kept."""
         if self._every == 1:
             return None
-        return Dropped(self._every, self._length, self._last, known_steps)
+        return Dropped(self._every, self.length, self._last, known_steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,15 +40,22 @@ class Layout:
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"z0: expected a tensor, or tensors in a tuple or dict, found {type(leaf).__name__}"
-                    + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else "")
+                    + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else hint_of_array(leaf, "z0"))
                 )
             if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
-                hint = "" if leaf.dtype.is_complex else " (use z0.float())"
+                hint = (
+                    " (use z0.float())"
+                    if spec.is_leaf()
+                    else " (use .float(); deeppcr.scan carries integers along as they are)"
+                )
+                hint = "" if leaf.dtype.is_complex else hint
                 raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
             if leaf.layout is not torch.strided:
                 raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
             if leaf.dtype.to_real() != leaves[0].dtype.to_real() or leaf.device != leaves[0].device:
-                raise TypeError(f"z0: its tensors must share one dtype and device, got {describe(z0)}")
+                raise TypeError(
+                    f"z0: its tensors must share one dtype and device, got {describe(z0)}: convert those that differ, by .to(...)"
+                )
         if batch_dims is not None and (
             not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
         ):
@@ -76,8 +83,6 @@ class Layout:
                 raise TypeError(
                     f"z0: {leaf.dtype} is for keeping numbers, not for computing with them; z0.bfloat16() is the next"
                 )
-            if not torch.isfinite(leaf).all():
-                raise ValueError("z0: holds values that are not finite")
         shapes = tuple(leaf.shape[batch_dims:] for leaf in leaves)
         dtypes = tuple(leaf.dtype for leaf in leaves)
         return Layout(spec, shapes, dtypes, batch_shape, dtypes[0].to_real(), leaves[0].device)
@@ -165,6 +170,45 @@ class Layout:
         except ValueError:
             return nest
 
+    def fitting(self, nest: Any, batch_shape: tuple[int, ...] | None = None) -> Sequence[Tensor] | None:
+        """The leaves of a state that a step returned; None where it is none, of which ``complaint`` knows more.
+
+        Of every step, so in less time than one takes: nests of PyTorch's are taken apart for other containers than a tuple or a dict.
+        """
+        expected = self._expected if batch_shape is None else self._expected_for(batch_shape)
+        if self._keys is None:
+            return (nest,) if _is_like(nest, *expected[0]) else None
+        if type(nest) is self.spec.type and len(nest) == len(self._keys):
+            try:
+                leaves: Any = nest if type(nest) is tuple else [nest[key] for key in self._keys]
+            except KeyError:
+                return None
+        else:
+            leaves, spec = pytree.tree_flatten(nest)
+            if spec != self.spec:
+                return None
+        for leaf, (shape, dtype, device) in zip(leaves, expected, strict=True):
+            if not _is_like(leaf, shape, dtype, device):
+                return None
+        return leaves
+
+    @cached_property
+    def _keys(self) -> Sequence[Any] | None:
+        """Of the leaves of a tuple or a dict of tensors; none of any other nest, None where the state is a tensor."""
+        if self.spec.is_leaf():
+            return None
+        if self.is_tuple:
+            return range(len(self.shapes))
+        return list(self.spec.context) if self.spec.type is dict and self.spec.num_children == len(self.shapes) else ()
+
+    @cached_property
+    def _expected(self) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+        return self._expected_for(self.batch_shape)
+
+    def _expected_for(self, batch_shape: tuple[int, ...]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+        leaves = zip(self.shapes, self.dtypes, strict=True)
+        return [(torch.Size((*batch_shape, *shape)), dtype, self.device) for shape, dtype in leaves]
+
     def complaint(self, nest: Any, batch_shape: tuple[int, ...]) -> str | None:
         """What is wrong with a state that a step returned, or None."""
         leaves, spec = pytree.tree_flatten(nest)
@@ -199,6 +243,26 @@ class Layout:
         return f"changes the state's {what}: expected {', '.join(wanted)}, got {describe(nest)}"
 
 
+def not_finite_in(z0: Any) -> Literal["NaN", "an infinity"] | None:
+    """What an initial state holds that is no number; None where all are, or nobody can look."""
+    leaves = [leaf for leaf in pytree.tree_leaves(z0) if not is_capturing(leaf.device)]
+    if all(torch.isfinite(leaf).all() for leaf in leaves):
+        return None
+    return "NaN" if any(torch.isnan(leaf).any() for leaf in leaves) else "an infinity"
+
+
+def refuse_not_finite(z0: Any, *, infinities: bool = False) -> None:
+    """Raise where Newton's method has nothing to start from: a difference of infinities is none. NaN is as a rule a mistake.
+
+    Args:
+        infinities: are no reason to
+    """
+    held = not_finite_in(z0)
+    if held == "NaN" or (held is not None and not infinities):
+        by_default = "" if held == "NaN" else ", or none"
+        raise ValueError(f"z0: holds {held}, from which the plain loop alone can start: solver=Loop(){by_default}")
+
+
 # Copies, since a complex view of a real tensor asks for memory that begins and goes on by even numbers; so do the derivatives of views.
 
 
@@ -210,6 +274,10 @@ def _as_pairs(numbers: Tensor) -> Tensor:
 def _from_pairs(pairs: Tensor) -> Tensor:
     """[..., 2] to complex numbers [...]."""
     return torch.complex(pairs[..., 0], pairs[..., 1])
+
+
+def _is_like(leaf: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    return isinstance(leaf, Tensor) and leaf.shape == shape and leaf.dtype is dtype and leaf.device == device
 
 
 def _guess_batch_dims(leaves: list[Tensor], described: str) -> int:
@@ -284,6 +352,11 @@ def hint_of_batch_first(xs: Any, batch: torch.Size) -> str:
                 f"{list(leaf.shape)} = [batch, steps, ...], hand over xs.transpose(0, 1)"
             )
     return ""
+
+
+def hint_of_array(value: Any, name: str) -> str:
+    """What to write instead of an array of NumPy, or the like."""
+    return f" (use torch.as_tensor({name}))" if hasattr(value, "__array__") else ""
 
 
 def describe(nest: Any) -> str:

@@ -9,8 +9,9 @@ Nothing is ever put back.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+from importlib import import_module
 from operator import is_
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
 from .evaluate import StepError, StepGroup
-from .reach import LARGEST, inside, modules_of
+from .reach import LARGEST, inside, modules_of, values_of
 from .stack import MODULE_INTERNALS, surely_equal
+
+is_functorch_wrapped_tensor = import_module("torch._C._functorch").is_functorch_wrapped_tensor
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
 _CONTAINERS = frozenset((list, deque, dict, set, OrderedDict, defaultdict))
@@ -102,6 +105,17 @@ class Purity:
                     group.call(self._first, group.inputs(-1))
         self._check_inputs()
         self._refuse_changes()
+        if error is not None:
+            self._refuse_kept_values()
+
+    def _refuse_kept_values(self) -> None:
+        """Raise where steps keep tensors outside of modules: those of a transform are no more once it is over."""
+        for group in self._groups:
+            values = _Values(group.function)
+            with suppress(Exception), torch.no_grad():
+                group.call(self._first, group.inputs(0))
+            for owner, name in (*values.dead(), *values.changed(Tensor)):
+                raise SideEffect(_keeps(owner, name))
 
     def _look(self) -> _Held:
         modules = [module for root in self.roots for module in inside(root, self._used)]
@@ -123,11 +137,11 @@ def watch(step: Any) -> Callable[[], str | None]:
     """To be asked after a call of the step: what that has changed in the modules which the step reaches; None where it has nothing."""
     used: set[Any] = set()
     modules = [module for root in modules_of(step, used) for module in inside(root, used)]
-    held = _Held({id(module): module for module in modules}.values())
+    held, values = _Held({id(module): module for module in modules}.values()), _Values(step)
 
     def changed() -> str | None:
-        for module, name in (*held.written(), *held.replaced()):
-            return f"a {type(module).__name__} of the step changes {name!r} at every call"
+        for owner, name in (*held.written(), *held.replaced(), *values.changed()):
+            return f"a {_what(owner)} of the step changes {name!r} at every call"
         return None
 
     return changed
@@ -180,6 +194,37 @@ class _Held:
         return found
 
 
+class _Values:
+    """The tensors and numbers that a step reaches outside of modules."""
+
+    def __init__(self, step: Any):
+        self._step, self._before = step, values_of(step)
+        self._versions = {place: version_of(each) for place, (_, each) in self._before.items() if _is_tensor(each)}
+
+    def changed(self, kind: type = object) -> list[tuple[Any, str]]:
+        """Those that are other ones now, or were written to: what holds them, and the name there."""
+        found = []
+        for place, (owner, now) in values_of(self._step).items():
+            before = self._before.get(place, (None, None))[1]
+            same = version_of(now) == self._versions.get(place) if _is_tensor(now) else now == before
+            if isinstance(now, kind) and not (same and (now is before or not _is_tensor(now))):
+                found.append((owner, _called(owner, place[1])))
+        return found
+
+    def dead(self) -> list[tuple[Any, str]]:
+        """Those that belong to a transform which is over."""
+        every = ((owner, _called(owner, place[1]), each) for place, (owner, each) in self._before.items())
+        return [(owner, name) for owner, name, each in every if _is_tensor(each) and is_functorch_wrapped_tensor(each)]
+
+
+def _called(owner: Any, name: Hashable) -> str:
+    return "entries" if type(owner) in _CONTAINERS else str(name)
+
+
+def _is_tensor(value: Any) -> bool:
+    return issubclass(type(value), Tensor)
+
+
 def _same_entries(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return a == b
@@ -214,9 +259,13 @@ def _writes(module: nn.Module, name: str) -> str:
     )
 
 
-def _keeps(module: nn.Module, name: str) -> str:
+def _what(owner: Any) -> str:
+    return "class" if owner is None else type(owner).__name__
+
+
+def _keeps(owner: Any, name: str) -> str:
     return (
-        f"step: a {type(module).__name__} keeps {name!r} from one call to the next, which would not be as in the loop. Take that out of "
+        f"step: a {_what(owner)} keeps {name!r} from one call to the next, which would not be as in the loop. Take that out of "
         "the step, or use solver=Loop(): hand over in xs what differs between steps, and compute what does not before the solve. "
         "What a first call sets for good, set by a call before the solve; where it depends on the state, let the loop set it once: "
         "solver=Loop(). What it holds now is not put back"

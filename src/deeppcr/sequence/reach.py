@@ -209,6 +209,26 @@ def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
     return list(found.values())
 
 
+def values_of(step: Any) -> dict[tuple[int, Hashable], tuple[Any, Any]]:
+    """The tensors and numbers that a step reaches outside of modules, each by its place: with what holds it, and itself.
+
+    Of containers tensors alone: many steps note there that they were called.
+    """
+    found: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
+    if issubclass(type(step), nn.Module):
+        return found
+    walk = Walk(step, largest=LARGEST, everything=False)
+    for owner, held in walk:
+        noted = issubclass(type(owner), CONTAINERS)
+        for name, each in held:
+            kind = type(each)
+            if issubclass(kind, Tensor) or (kind in (int, float) and not noted):
+                found[id(owner), name] = owner, each
+            elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, nn.Module, float)):
+                walk.go(each)
+    return found
+
+
 def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
     """The modules of a root, itself first, each once. Of many, those that are called by name, or else the first."""
     found: dict[int, nn.Module] = {}

@@ -20,7 +20,7 @@ from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
 from .hooks import NoHooks, refuse_hooked
-from .layout import Layout, describe, hint_of_batch_first, note_call
+from .layout import Layout, describe, hint_of_array, hint_of_batch_first, note_call
 from .purity import Purity, changes_in_place
 from .rows import check_fold
 from .stack import group_callables
@@ -365,8 +365,9 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
             instead = f" (for so many steps without inputs: length={leaf})" if type(leaf) is int and not path else ""
+            hint = hint_of_array(leaf, name)
             raise TypeError(
-                f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{_SHARED if path else instead}"
+                f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{hint or (_SHARED if path else instead)}"
             )
         if leaf.ndim == 0:
             raise ValueError(

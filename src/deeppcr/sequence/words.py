@@ -34,7 +34,12 @@ def read_backwards(length: int | Tensor | None) -> Iterator[None]:
 
 
 def in_words(
-    results: Sequence[Result], exact_steps: Tensor, inputs: Callable[[int], Any], layout: Layout, *reasons: str
+    results: Sequence[Result],
+    exact_steps: Tensor,
+    inputs: Callable[[int], Any],
+    layout: Layout,
+    *reasons: str,
+    start: str | None = None,
 ) -> str:
     """The worst result.
 
@@ -42,6 +47,7 @@ def in_words(
         results, exact_steps: of every row
         inputs: what a step sees of xs, by its index
         reasons: why Newton gave up
+        start: what z0 holds that is not finite
     """
     worst = worst_of(results)
     if worst.severity <= Result.PRECISION_FLOOR.severity:
@@ -53,7 +59,7 @@ def in_words(
         told = int(length if isinstance(length, int) else length[row]) + 1 - step
     text = worst.value.format(step=told)
     if worst is Result.NON_FINITE:
-        held = _not_finite_in(inputs, step - 1, layout, row)
+        held = f"z0 holds {start}" if start and step == 1 else _not_finite_in(inputs, step - 1, layout, row)
         if held is not None:
             text = f"step {told} produced a value that is not finite; {held} there, and the loop does so too"
     if length is not None:

@@ -20,7 +20,7 @@ from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
-from ..sequence.layout import Layout
+from ..sequence.layout import Layout, refuse_not_finite
 from ..sequence.stack import as_one_step
 from ..solution import Result
 from ..tolerance import Tolerance, bears_out
@@ -328,6 +328,9 @@ def solve_fused(
                 return fused.kernels.no_gradients
             fused.gradients_fit.add(compiled_for)
         run.shape.fits = True
+    if checked and not torch.isfinite(run.initial).all():
+        refuse_not_finite(call.z0, infinities=True)
+        return "z0 holds an infinity, from which they cannot be held against the step"
     if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
         reason = "the kernels give another result than the step itself"
         call.refuse(reason)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..convergence import ENOUGH, error_left
-from ..sequence.layout import Layout
+from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, worst_of
 from ..tolerance import Tolerance
@@ -189,8 +189,9 @@ def _not_finite(
     if math.isfinite(torch.linalg.vector_norm(states, math.inf).item()):
         return results, exact_steps
     places = first_not_finite(states).tolist()
-    if 0 in places:
-        Layout.of(call.z0, call.batch_dims)  # which refuses an initial state that is not finite
+    if 0 in places and not_finite_in(call.z0) is not None:
+        refuse_not_finite(call.z0, infinities=True)
+        places = first_not_finite(states, infinities=True).tolist()
     found = tuple(Result.NON_FINITE if place >= 0 else result for place, result in zip(places, results, strict=True))
     known = [place if place >= 0 else len(states) if exact_steps is None else exact_steps[row]
              for row, place in enumerate(places)]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +19,18 @@ from ..newton.guess import Guess, RepeatInitial, as_guess
 from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
-from ..sequence.kept import KeptStates
+from ..sequence.layout import refuse_not_finite
 from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
 from .fused import Call, covers, solve_fused
 from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused
+from .looped import Given, by_loop
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
 _WORTH_A_KERNEL = 10_000
 #: Results of a parallel solve that nobody has to be warned of.
 _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR, Result.ITERATIONS_DONE)
-
-
-class Given(NamedTuple):
-    """A loop, as ``solve`` was given it."""
-
-    step: Any
-    z0: Any
-    xs: Any
-    length: int | None
-    batch_dims: int | None
 
 
 def solve_by(
@@ -51,10 +42,11 @@ def solve_by(
     if _is_captured(pytree.tree_leaves(loop.z0)):
         _refuse_capture(loop.step, solver, gradient, on_failure)
     if solver.by == "python":
-        return _by_loop(Sequence(*loop, watched=False), every)  # in which a step may keep what it likes
+        return by_loop(loop, every)
     if solver.by == "kernel":
         return _loop_in_kernel(Call(*loop, every), gradient)
     sequence = Sequence(*loop, traced=True)
+    refuse_not_finite(loop.z0)
     with _watched(sequence):
         return _by_graph(sequence, gradient)
 
@@ -71,6 +63,7 @@ def solve_call(call: Call, solver: Newton, guess: Any, gradient: Gradient, on_fa
     through = torch.is_grad_enabled() and gradient.goes_through(solver.stop)
     captured = not capturing and not through and may_capture(solver, z0)
     sequence = Sequence(step, z0, xs, call.given_length, call.batch_dims, traced=captured)
+    refuse_not_finite(z0)
     plan = Plan()
     if fused is not None:
         plan.note(f"not by kernels: {fused}")
@@ -116,26 +109,10 @@ def _refuse_capture(step: Any, solver: Newton | Loop, gradient: Gradient, on_fai
 # The ways of a solve.
 
 
-def _by_loop(sequence: Sequence, every: int) -> Solution:
-    state, layout = sequence.first, sequence.layout
-    assert state is not None
-    kept = KeptStates(layout, sequence.length, every)
-    kept.add((state,))  # no step is taken twice: it may keep what it likes
-    for index in range(1, sequence.length):
-        state = sequence.step(index, state)
-        kept.add((state,))
-    (states,) = kept.states()
-    outcome = _outcome_of_loop(sequence, states, kept.not_finite)
-    dropped = kept.dropped(outcome.exact_steps.reshape(layout.batch_shape))
-    if dropped is not None:
-        dropped = replace(dropped, final=layout.unpack(dropped.final[0]))
-    return replace(_solution(sequence, outcome, Plan(), _nothing(sequence)), dropped=dropped)
-
-
 def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
     """One step after the other by a CUDA graph; as autograd sees none of it, gradients are those of a parallel solve."""
     states = captured_solves.loop(sequence)
-    outcome, plan = _outcome_of_loop(sequence, states, first_not_finite(states)), Plan()
+    outcome, plan = _outcome_of_loop(sequence, states), Plan()
     plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
         return _solution(sequence, outcome, plan, _nothing(sequence))
@@ -186,12 +163,8 @@ def _by_kernels(
     return found
 
 
-def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | None) -> Outcome:
-    """Of states [L, B, D] that a loop found, or those that were kept; warns where they are not finite.
-
-    Args:
-        not_finite: [B], the first step after which they were not, -1 where there is none; None where there is none in any row
-    """
+def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
+    """Of states [L, B, D] that a loop found; warns where they are not finite."""
     rows, device = sequence.layout.rows, sequence.layout.device
     outcome = Outcome(
         states=states,
@@ -200,8 +173,7 @@ def _outcome_of_loop(sequence: Sequence, states: Tensor, not_finite: Tensor | No
         exact_steps=torch.full((rows,), sequence.length, device=device),
         updates=torch.zeros(0, rows, device=device),
     )
-    if not_finite is not None:
-        outcome = _mark_non_finite(outcome, Result.LOOP, not_finite)
+    outcome = _mark_non_finite(outcome, Result.LOOP, first_not_finite(states))
     if Result.NON_FINITE in outcome.results:
         warn(describe(sequence, outcome))
     return outcome

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, repeat
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +16,21 @@ from ..newton import USUAL, Loop, Newton
 from ..newton.guess import RepeatInitial
 from ..runtime import has_tangent, is_capturing, random_state, version_of
 from ..sequence import Sequence
+from ..sequence.bare import BareLoop
 from ..sequence.emit import Emitting
 from ..sequence.evaluate import RandomStep, StepError, first_line
 from ..sequence.history import WithHistory
 from ..sequence.kept import KeptStates
-from ..sequence.layout import Layout, note_call
+from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
-from ..sequence.words import in_words
-from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
+from ..solution import ConvergenceWarning, Result, Solution, warn
 from .fused import Call, solve_fused
-from .given import Given, solve_by
+from .given import solve_by
 from .judged import CoarseStep
+from .looped import Given, of_loop
 from .plan import Probe, Record, record_of
 
-#: So many entries of xs are taken apart at a time.
-_ENTRIES = 4096
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
 
 
@@ -91,7 +87,6 @@ class Planned:
 
     def __init__(self, call: Call):
         self.call = call
-        self._raised: Exception | None = None
 
     def solve(self) -> Solution:
         call = self.call
@@ -101,6 +96,12 @@ class Planned:
             found = self._by_kernels()
             if found is not None:
                 return found
+        held = not_finite_in(call.z0)
+        if held is not None:  # which says nothing of other solves of the kind
+            refuse_not_finite(call.z0, infinities=True)
+            found = self._by(Loop())
+            found.plan.note(f"one step after the other: z0 holds {held}")
+            return found
         way, why = self.record.choose()
         if way in ("newton", "graph") and is_refused(call, self.record):
             way, why = self.record.choose()
@@ -181,125 +182,46 @@ class Planned:
     def _by_loop(self, probe: Probe | None) -> Solution | None:
         """The loop as a user would write it; None where the probe gives it up. What goes wrong goes wrong again in ``ways``, where it
         is said what it is; but for what the step itself raises after the first time, of which there is no more to say."""
-        begin = time.perf_counter()
+        begin, call, loop = time.perf_counter(), self.call, None
         try:
-            layout = Layout.of(self.call.z0, self.call.batch_dims)
-            kept = KeptStates(layout, self.call.length or 1, self.call.every)
-            outputs = self._bare_loop(layout, kept, probe)
-            if outputs is None:
+            layout = Layout.of(call.z0, call.batch_dims)
+            kept = KeptStates(layout, call.length or 1, call.every)
+            loop = BareLoop(layout, *call.given, call.length or 1, kept)
+            if not self._goes_through(loop, layout, probe):
                 return None
             states = kept.states()
         except Exception as error:
-            if isinstance(error, StepError) or error is self._raised:
+            if isinstance(error, StepError) or (loop is not None and error is loop.raised):
                 raise
         else:
-            found = _of_loop(layout, self.call, kept, states)
+            found = of_loop(layout, kept, states, call.z0, call.given_inputs)
             self.record.took("loop", time.perf_counter() - begin)
-            return replace(found, outputs=outputs) if isinstance(self.call.given[0], Emitting) else found
+            return replace(found, outputs=loop.outputs) if isinstance(call.given[0], Emitting) else found
         return self._by_python()  # out here, so that its error does not come with the first one
 
-    def _bare_loop(self, layout: Layout, kept: KeptStates, probe: Probe | None) -> list[Any] | None:
-        """What its steps gave beside their states; None where it did not come to its end."""
-        call, (step, xs), outputs = self.call, self.call.given, []
-        both = step.both if isinstance(step, Emitting) else None
-        flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
-        several = isinstance(step, (list, tuple, nn.ModuleList))
-        steps = step if several else repeat(step)
+    def _goes_through(self, loop: BareLoop, layout: Layout, probe: Probe | None) -> bool:
+        """Whether the loop came to its end."""
+        call, step = self.call, self.call.given[0]
+        inputs = call.inputs if call.given[1] is call.xs else pytree.tree_leaves(call.given[1])
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
         first = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
         before, given = ([version_of(leaf) for leaf in leaves] for leaves in (first, inputs))
-        for index, (one, x) in enumerate(zip(steps, _inputs_of_steps(xs, inputs, call.length or 0), strict=False)):
-            watched = (
-                index == 1 and probe is not None
-            )  # the first call of all may set what stays; and of a kind once is enough
-            drawn = random_state(layout.device) if watched else None
-            changed = watch(one) if watched and not several else None
-            try:
-                if both is None:
-                    z = one(z, *x)
-                else:
-                    z, output = both(z, *x)
-                    outputs.append(output)
-            except Exception as error:
-                if index > 0 and layout.complaint(z, layout.batch_shape) is None:
-                    self._raised = error
-                    note_call(error, index, z, *x)
-                raise
-            if drawn is not None and not torch.equal(drawn, random_state(layout.device)):
+        z = loop.advance(z, 1)
+        if given != [version_of(leaf) for leaf in inputs]:
+            raise ValueError("the step changes its inputs in place")
+        if probe is not None and (call.length or 1) > 1:
+            # The first call of all may set what stays; and of a kind once is enough.
+            drawn = random_state(layout.device)
+            changed = None if isinstance(step, (list, tuple, nn.ModuleList)) else watch(step)
+            z = loop.advance(z, 1, probe.gives_up)
+            if not torch.equal(drawn, random_state(layout.device)):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if changed is not None and (left := changed()) is not None:
                 # It would be left otherwise than by the loop, if steps were not taken once each.
                 self.record.only_loop, probe = left, None
-            if index == 0 and layout.complaint(z, layout.batch_shape) is not None:
-                raise ValueError("the step does not return a state")
-            if index == 0 and given != [version_of(leaf) for leaf in inputs]:
-                raise ValueError("the step changes its inputs in place")
-            kept.add(flat(z))
-            if probe is not None and probe.gives_up(index):
-                return None
+        if loop.advance(z, gives_up=None if probe is None else probe.gives_up) is None:
+            return False
         if before != [version_of(leaf) for leaf in first]:
             raise ValueError("the step changes its state in place")
-        return outputs
-
-
-def _inputs_of_steps(xs: Any, leaves: list[Tensor], length: int) -> Iterable[tuple]:
-    """Of each step what it takes beside its state."""
-    if xs is None:
-        return repeat((), length)
-    inputs = zip(*[_entries(leaf) for leaf in leaves], strict=True)
-    if isinstance(xs, Tensor):
-        return inputs
-    spec = pytree.tree_structure(xs)
-    # Of one level, to put together a nest of PyTorch's takes as long as a step.
-    if type(xs) is tuple and all(isinstance(each, Tensor) for each in xs):
-        return zip(inputs, strict=True)
-    if type(xs) is dict and all(isinstance(each, Tensor) for each in xs.values()):
-        return ((dict(zip(spec.context, leaves, strict=True)),) for leaves in inputs)
-    return ((pytree.tree_unflatten(leaves, spec),) for leaves in inputs)
-
-
-def _entries(leaf: Tensor) -> Iterable[Tensor]:
-    """The entries of a tensor, of a long one some at a time: each is an object of its own."""
-    if len(leaf) <= _ENTRIES:
-        return leaf.unbind()
-    return chain.from_iterable(part.unbind() for part in leaf.split(_ENTRIES))
-
-
-def _flattening(layout: Layout) -> Callable[[Any], list[Tensor] | tuple[Tensor, ...]]:
-    """What gives the leaves of a state: for one tensor and for a tuple of them, in less time than a step takes."""
-    if layout.spec.is_leaf():
-        return lambda z: (z,)
-    general = lambda z: pytree.tree_leaves(layout.in_order(z))  # noqa: E731
-    return (lambda z: z if type(z) is tuple else general(z)) if layout.is_tuple else general
-
-
-def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor]) -> Solution:
-    """What a loop found, and warned of where it is not finite."""
-    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
-    exact = torch.full((rows,), call.length or 1, device=device)
-    result, results = Result.LOOP, (Result.LOOP,) * rows
-    description = result.value
-    if at is not None:
-        places = at.tolist()
-        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
-        exact = torch.where(at >= 0, at, exact)
-        description = in_words(results, exact, call.given_inputs, layout)
-        warn(description)
-    exact = exact.reshape(batch)
-    dropped = kept.dropped(exact)
-    if dropped is not None:
-        dropped = replace(dropped, final=layout.nest(dropped.final))
-    return Solution(
-        states=layout.nest(states),
-        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
-        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
-        result=result,
-        results=results,
-        exact_steps=exact,
-        updates=torch.zeros(0, *batch, device=device),
-        plan=Plan(),
-        description=description,
-        z0=call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0),
-        dropped=dropped,
-    )
+        return True
