@@ -135,7 +135,7 @@ class Adjoint(Linearised):
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
                 return known.where(finite, self.walk(gradients))
-            direct = self.jacobian.true or self.sequence.layout.width <= DENSE_WIDTH
+            direct = self.jacobian.exact or self.sequence.layout.width <= DENSE_WIDTH
             if not seen and not direct:
                 raise RuntimeError(
                     "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
@@ -212,7 +212,7 @@ class Adjoint(Linearised):
         return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
 
     def _true_jacobian(self) -> Jacobian:
-        return self.jacobian if self.jacobian.true else DenseJacobian()
+        return self.jacobian if self.jacobian.exact else DenseJacobian()
 
     def _transposed(self, part: slice) -> Blocks:
         steps = range(part.start, part.stop)

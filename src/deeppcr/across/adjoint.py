@@ -54,7 +54,7 @@ class AdjointOver:
                 self.entry = sequence.initial
                 self.local = Adjoint(sequence, states, jacobian, linear)
                 self.values = self.local.values
-        self.true: bool = jacobian.true or part.layout.width <= DENSE_WIDTH
+        self.true: bool = jacobian.exact or part.layout.width <= DENSE_WIDTH
         self.matters: Tensor | None = None  # of the last sweep: see Adjoint.warn_of_lost_digits
 
     def promise(self, rtol: float) -> None:

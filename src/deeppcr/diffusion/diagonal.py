@@ -36,10 +36,7 @@ class DiagonalPart(Jacobian):
     """
 
     memory_budget: int | None = None
-
-    @property
-    def true(self) -> bool:
-        return False
+    exact = False
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
         dense = DenseJacobian(memory_budget=self.memory_budget)

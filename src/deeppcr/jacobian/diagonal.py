@@ -32,11 +32,7 @@ class DiagonalJacobian(Jacobian):
     'CONVERGED'
     """
 
-    repeatable = True
-
-    @property
-    def true(self) -> bool:
-        return True
+    exact = repeatable = True
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         layout = sequence.layout
@@ -127,14 +123,11 @@ class HutchinsonJacobian(Jacobian):
 
     samples: int = 1
     seed: int = 0
+    exact = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples: expected a whole number from 1, got {self.samples!r}")
-
-    @property
-    def true(self) -> bool:
-        return False
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
         layout = sequence.layout
