@@ -5,14 +5,14 @@ Shapes: N chunks, B rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..convergence import ENOUGH, error_left_of_one
-from ..solution import Dropped, Plan, Result, Solution
+from ..solution import Dropped, Plan, Result, Solution, without_iterations
 from ..tolerance import Tolerance, size_at_first
 
 
@@ -94,27 +94,18 @@ class Report:
 def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
     """How a pass over a single chunk went: there was nothing to solve."""
     plan = Plan(evaluation="fused kernels", derivative="analytic", linear="none", chunk=blocks)
-    return _exact(Result.CONVERGED, 1, blocks, rows, device, plan, Result.CONVERGED.value)
+    found = _exact(Result.CONVERGED, blocks, rows, device, plan, Result.CONVERGED.value)
+    once = torch.ones_like(found.iterations)
+    return replace(found, iterations=once, updates=torch.zeros(1, rows, device=device))
 
 
 def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
     """How a pass went that took one step after the other."""
     message = f"computed one step after the other: {why}"
-    return _exact(Result.LOOP, 0, steps, rows, device, Plan(chunk=steps, notes=[why]), message)
+    return _exact(Result.LOOP, steps, rows, device, Plan(chunk=steps, notes=[why]), message)
 
 
-def _exact(
-    result: Result, iterations: int, steps: int, rows: int, device: torch.device, plan: Plan, message: str
-) -> Solution:
+def _exact(result: Result, steps: int, rows: int, device: torch.device, plan: Plan, message: str) -> Solution:
     """Of a pass that left nothing to be found."""
-    return Solution(
-        states=None,
-        iterations=torch.full((rows,), iterations, device=device),
-        residual=torch.zeros(rows, device=device),
-        result=result,
-        results=(result,) * rows,
-        exact_steps=torch.full((rows,), steps, device=device),
-        updates=torch.zeros(iterations, rows, device=device),
-        plan=plan,
-        description=message,
-    )
+    exact = torch.full((rows,), steps, device=device)
+    return without_iterations(None, (result,) * rows, exact, plan, message)

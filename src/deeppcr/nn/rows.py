@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import in_functorch, is_capturing
-from ..solution import Plan, Result, Solution, warn
+from ..solution import Plan, Result, Solution, warn, without_iterations
 
 
 def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tensor], Tensor], start: Tensor) -> Solution:
@@ -31,17 +31,8 @@ def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tenso
     )
     warn(message)
     if not finite.any():
-        return Solution(
-            states=loop(start),
-            iterations=torch.zeros_like(finite, dtype=torch.long),
-            residual=torch.zeros_like(finite, dtype=start.dtype),
-            result=Result.NON_FINITE,
-            results=(Result.NON_FINITE,) * finite.numel(),
-            exact_steps=torch.zeros_like(finite, dtype=torch.long),
-            updates=start.new_zeros(0, *finite.shape),
-            plan=Plan(),
-            description=message,
-        )
+        results, none = (Result.NON_FINITE,) * finite.numel(), torch.zeros_like(finite, dtype=torch.long)
+        return without_iterations(loop(start), results, none, Plan(), message, dtype=start.dtype)
     # Another row in their place is as harmless as the batch itself; zeros need not be.
     harmless = start.detach()[finite][:1]
     solution = solve(start.where(finite.view(-1, *(1,) * (start.ndim - 1)), harmless))

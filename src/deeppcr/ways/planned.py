@@ -27,7 +27,7 @@ from ..sequence.layout import Layout, note_call
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
 from ..sequence.words import in_words
-from ..solution import ConvergenceWarning, Plan, Result, Solution, warn
+from ..solution import ConvergenceWarning, Plan, Result, Solution, warn, without_iterations
 from .fused import Call, solve_fused
 from .given import Given, solve_by
 from .judged import CoarseStep
@@ -278,30 +278,17 @@ def _flattening(layout: Layout) -> Callable[[Any], list[Tensor] | tuple[Tensor, 
 
 def _of_loop(layout: Layout, call: Call, kept: KeptStates, states: list[Tensor]) -> Solution:
     """What a loop found, and warned of where it is not finite."""
-    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
-    exact = torch.full((rows,), call.length or 1, device=device)
-    result, results = Result.LOOP, (Result.LOOP,) * rows
-    description = result.value
+    at, exact = kept.not_finite, torch.full((layout.rows,), call.length or 1, device=layout.device)
+    results, description = [Result.LOOP] * layout.rows, Result.LOOP.value
     if at is not None:
-        places = at.tolist()
-        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
+        results = [Result.LOOP if place < 0 else Result.NON_FINITE for place in at.tolist()]
         exact = torch.where(at >= 0, at, exact)
         description = in_words(results, exact, call.given_inputs, layout)
         warn(description)
-    exact = exact.reshape(batch)
+    exact = exact.reshape(layout.batch_shape)
     dropped = kept.dropped(exact)
     if dropped is not None:
         dropped = replace(dropped, final=layout.nest(dropped.final))
-    return Solution(
-        states=layout.nest(states),
-        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
-        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
-        result=result,
-        results=results,
-        exact_steps=exact,
-        updates=torch.zeros(0, *batch, device=device),
-        plan=Plan(),
-        description=description,
-        z0=call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0),
-        dropped=dropped,
-    )
+    z0 = call.z0.detach() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.detach, call.z0)
+    about = {"dtype": layout.dtype, "z0": z0, "dropped": dropped}
+    return without_iterations(layout.nest(states), results, exact, Plan(), description, **about)
