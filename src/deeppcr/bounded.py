@@ -72,3 +72,20 @@ class Bounded:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+class Hashed:
+    """A key of many parts: they are gone through once, not whenever something is looked up."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Hashable):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Hashed) and self._hash == other._hash and self._parts == other._parts
+        )

@@ -15,7 +15,8 @@ and ``n0``, ``n1``, ...: numbers, arguments of the kernel in the dtype ``REAL``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -73,6 +74,17 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 
 class NotCovered(Exception):
     """An operation, or a size, for which there is no source: "aten.sort is not covered"."""
+
+
+@contextmanager
+def covering() -> Iterator[None]:
+    """Whatever a rule did not foresee, inside, is not covered."""
+    try:
+        yield
+    except NotCovered:
+        raise
+    except Exception as error:
+        raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..bounded import Bounded
+from ..bounded import Bounded, Hashed
 from ..newton import USUAL, Newton
 from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
@@ -80,7 +80,7 @@ class Call:
         else:
             self.length = steps if length is None else length
         self.refusal: str | None = self._find_refusal(step)
-        self._key: _Key | None = None
+        self._key: Hashed | None = None
         self._fused: FusedStep | str | None = None
         self.begun: Ready | None = None
 
@@ -89,11 +89,11 @@ class Call:
         self.begun = begin(self, newton)
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> Hashed:
         """What a kind of solve is known by, but for its length."""
         if self._key is None:
             structure, self.reached = structure_of(self.step)
-            self._key = _Key((structure, self.signature))
+            self._key = Hashed(structure, self.signature)
         return self._key
 
     @cached_property
@@ -189,21 +189,6 @@ class Call:
         """Have such steps be solved otherwise from now on."""
         _steps.put(self.key, reason)
         self._fused = reason
-
-
-class _Key:
-    """Something to be looked up by, its hash computed once: that of all that a step reaches takes longer than a launch."""
-
-    __slots__ = ("_hash", "_value")
-
-    def __init__(self, value: tuple[Any, ...]):
-        self._value, self._hash = value, hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._hash == other._hash and self._value == other._value
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
