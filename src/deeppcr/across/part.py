@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
-from ..linear import BlockDiagonal, Blocks, Dense, Diagonal, LinearSolver, Scalar
+from ..linear import Blocks, LinearSolver
+from ..linear.blocks import STRUCTURES
 from ..linear.sharded import Map, entry_of, solve_local
 from ..sequence import Sequence
 from ..sequence.layout import Layout
 from ..sequence.sequence import find_length
 
-_STRUCTURES: tuple[type[Blocks], ...] = (Dense, Diagonal, BlockDiagonal, Scalar)
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -118,12 +118,12 @@ class Part:
         facts = [-1, 0, 0, 0]
         if blocks is not None and self.trouble.error is None:
             core = [*blocks.data.shape[2:], 0, 0, 0][:3]
-            facts = [_STRUCTURES.index(type(blocks)), *core]
+            facts = [STRUCTURES.index(type(blocks)), *core]
         told = {each for each in self.ranks.agree(self.trouble.take(), *facts) if each[0] >= 0}
         if len(told) > 1:
             raise ValueError("jacobian: the blocks have another structure or width on some ranks than on others")
         kind, *core = told.pop()
-        structure = _STRUCTURES[kind]
+        structure = STRUCTURES[kind]
         return structure(self.empty().new_zeros(0, self.layout.rows, *core[: structure.core_dims]))
 
     def solve(

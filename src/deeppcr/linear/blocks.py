@@ -8,7 +8,7 @@ broadcasts over the batch dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -92,7 +92,29 @@ class Blocks:
         raise NotImplementedError
 
 
-class Dense(Blocks):
+class _Matrices(Blocks):
+    """Blocks whose last two dimensions are matrices."""
+
+    def compose(self, first: Blocks) -> Self:
+        return type(self)(self.data @ first.data)
+
+    def transpose(self) -> Self:
+        return type(self)(self.data.mT)
+
+
+class _Numbers(Blocks):
+    """Blocks of which each number stands by itself."""
+
+    exact_products = True  # nothing is summed up, so nothing cancels
+
+    def compose(self, first: Blocks) -> Self:
+        return type(self)(self.data * first.data)
+
+    def transpose(self) -> Self:
+        return self
+
+
+class Dense(_Matrices):
     """Full matrices.
 
     Args:
@@ -112,12 +134,6 @@ class Dense(Blocks):
     def apply(self, vectors: Tensor) -> Tensor:
         return (self.data @ vectors.unsqueeze(-1)).squeeze(-1)
 
-    def compose(self, first: Blocks) -> Dense:
-        return Dense(self.data @ first.data)
-
-    def transpose(self) -> Dense:
-        return Dense(self.data.mT)
-
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left.unsqueeze(-1) * right.unsqueeze(-2)
 
@@ -128,7 +144,7 @@ class Dense(Blocks):
         return self.data
 
 
-class Diagonal(Blocks):
+class Diagonal(_Numbers):
     """Diagonal matrices.
 
     Args:
@@ -141,7 +157,6 @@ class Diagonal(Blocks):
     """
 
     core_dims = 1
-    exact_products = True  # of numbers: nothing is summed up, so nothing cancels
 
     @property
     def width(self) -> int:
@@ -149,12 +164,6 @@ class Diagonal(Blocks):
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.data * vectors
-
-    def compose(self, first: Blocks) -> Diagonal:
-        return Diagonal(self.data * first.data)
-
-    def transpose(self) -> Diagonal:
-        return self
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left * right
@@ -166,7 +175,7 @@ class Diagonal(Blocks):
         return torch.diag_embed(self.data)
 
 
-class BlockDiagonal(Blocks):
+class BlockDiagonal(_Matrices):
     """Matrices made of K small P x P blocks along the diagonal; D = K P.
 
     Args:
@@ -190,12 +199,6 @@ class BlockDiagonal(Blocks):
         products = (self.data @ self._split(vectors).unsqueeze(-1)).squeeze(-1)
         return products.reshape(*products.shape[:-2], self.width)
 
-    def compose(self, first: Blocks) -> BlockDiagonal:
-        return BlockDiagonal(self.data @ first.data)
-
-    def transpose(self) -> BlockDiagonal:
-        return BlockDiagonal(self.data.mT)
-
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return self._split(left).unsqueeze(-1) * self._split(right).unsqueeze(-2)
 
@@ -210,7 +213,7 @@ class BlockDiagonal(Blocks):
         )
 
 
-class Scalar(Blocks):
+class Scalar(_Numbers):
     """Multiples of the identity, of any width.
 
     Args:
@@ -223,7 +226,6 @@ class Scalar(Blocks):
     """
 
     core_dims = 0
-    exact_products = True
 
     @property
     def width(self) -> None:
@@ -231,12 +233,6 @@ class Scalar(Blocks):
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.data.unsqueeze(-1) * vectors
-
-    def compose(self, first: Blocks) -> Scalar:
-        return Scalar(self.data * first.data)
-
-    def transpose(self) -> Scalar:
-        return self
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1)
@@ -263,8 +259,10 @@ def _real_matrices(matrices: Tensor) -> Tensor:
     return rows.flatten(-4, -3).flatten(-2)
 
 
+STRUCTURES: tuple[type[Blocks], ...] = (Dense, Diagonal, BlockDiagonal, Scalar)
+
 # As pytree nodes, blocks can be returned by a function under torch.vmap.
-for _structure in (Dense, Diagonal, BlockDiagonal, Scalar):
+for _structure in STRUCTURES:
     pytree.register_pytree_node(
         _structure, lambda blocks: ([blocks.data], None), lambda data, _, s=_structure: s(*data)
     )

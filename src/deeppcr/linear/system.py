@@ -21,6 +21,19 @@ def solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: 
     return solution(couplings, rhs, solver, reverse, refined)
 
 
+def with_initial(blocks: Blocks, rhs: Tensor, initial: Tensor | None, reverse: bool) -> tuple[Blocks, Tensor]:
+    """The L - 1 blocks between unknowns, and a right-hand side into which the initial state [*batch, D] is folded.
+
+    The adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
+    """
+    couplings = blocks[:-1] if reverse else blocks[1:]
+    if initial is None:
+        return couplings, rhs
+    if reverse:
+        return couplings, torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
+    return couplings, torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
+
+
 def solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool) -> Tensor:
     """Its values, with what products of blocks lost given back; autograd sees the single operations, if anything."""
     solver, _ = solver.choose(couplings, rhs)

@@ -44,17 +44,21 @@ def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
     inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
     length, states = rhs.shape[0], torch.empty_like(rhs, memory_format=torch.contiguous_format)
     channels = states.numel() // length
-    a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
-    # Time 0 has no coupling: the address of one before the first is only ever computed.
-    a_start, b_start, z_start = -a_step, 0, 0
-    if reverse:
-        a_start, b_start, z_start = ((length - 1) * step for step in (a_step, b_step, z_step))
-        a_step, b_step, z_step = -a_step, -b_step, -z_step
+    of_a, of_b, of_z = in_time((a.tensor.stride(0), b.tensor.stride(0), channels), length, reverse)
     equations = (
-        *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
-        *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
+        *(a.tensor, *of_a, a.outer_stride, a.inner_stride),
+        *(b.tensor, *of_b, b.outer_stride, b.inner_stride),
     )
-    return System(equations, (states, z_start, z_step), length, channels, inner)
+    return System(equations, (states, *of_z), length, channels, inner)
+
+
+def in_time(strides: tuple[int, int, int], length: int, reverse: bool) -> list[tuple[int, int]]:
+    """Of couplings, terms and states that lie so far apart from step to step: where time 0 is, and how far it is to the next."""
+    if reverse:
+        return [((length - 1) * stride, -stride) for stride in strides]
+    # Time 0 has no coupling: the address of one before the first is only ever computed.
+    couplings, *others = strides
+    return [(-couplings, couplings), *((0, stride) for stride in others)]
 
 
 def repair(system: System, marks: Tensor, chunk: int) -> None:
