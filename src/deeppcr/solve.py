@@ -134,9 +134,7 @@ def _solve(
         return solve_over(Ranks.of(mesh), loop, USUAL if solver is None else solver, guess, gradient, on_failure)
     step, z0, xs, length, batch_dims = loop
     if _has_no_rows(z0, batch_dims):
-        every = _every(keep, step, xs, length)
-        steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
-        return of_no_rows(z0, batch_dims, steps).keeping(every)
+        return of_no_rows(z0, batch_dims, find_length(step, xs, length)).keeping(_every(keep, step, xs, length))
     if lengths is not None:
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)
@@ -172,7 +170,7 @@ def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
         return 1
     if keep != "last" and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f'keep: expected "all", "last" or a whole number from 1, got {keep!r}')
-    steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
+    steps = find_length(step, xs, length)
     if keep == "last":
         return steps
     if keep > steps:

@@ -34,20 +34,17 @@ class Kernels:
         from ..fuse.kinds import first_chunk
         from ..fuse.run import Run
 
-        fused, self.call = call.fused, call
-        assert fused is not None
-        assert not isinstance(fused, str)
-        assert call.length is not None
+        (fused, length), self.call = call.known, call
         layout, program = fused.layout, fused.kernels.program
         with torch.no_grad():
             starts = [leaf.detach() for leaf in call.states]
             bases = [base.detach() for base in fused.bases(call.inputs, fused.closures(call.reached))]
-            self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, call.length)
+            self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
         self.refusal: str | None = None
         if not self.run.has_one_matrix or program.dtype != layout.dtype:
             self.refusal = "elementwise steps on several tensors, and half precision, have none over ranks"
         self.elementwise: bool = not self.run.shape.tiled and program.width == 1
-        self.chunk: int = first_chunk(call.length, layout.rows * program.channels, program)
+        self.chunk: int = first_chunk(length, layout.rows * program.channels, program)
 
     @staticmethod
     def of(newton: Newton, *given: Any) -> Kernels | str:

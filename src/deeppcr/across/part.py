@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
@@ -52,8 +52,7 @@ class Part:
         self.sequence: Sequence | None = None
         own, facts = 0, (0, 0)
         with self.trouble.kept():
-            several = isinstance(step, (list, tuple, nn.ModuleList))
-            own = find_length(step if several else None, xs, length, least=0)
+            own = find_length(step, xs, length, least=0)
             self.layout = Layout.of(z0, batch_dims)
             self.initial = self.layout.pack(z0)
             if own:

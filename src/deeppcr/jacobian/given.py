@@ -33,7 +33,8 @@ class ScalarJacobian(Jacobian):
     """
 
     value: float | Tensor
-    exact, name = False, "given"
+    exact = False
+    name = "given"
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, (int, float, Tensor)):

@@ -23,7 +23,7 @@ from .hooks import NoHooks, refuse_hooked
 from .layout import Layout, describe, hint_of_batch_first, note_call
 from .purity import Purity, changes_in_place
 from .rows import check_fold
-from .stack import group_callables
+from .stack import LISTS, group_callables
 from .trace import Trace
 
 
@@ -85,8 +85,8 @@ class Sequence:
         self.layout: Layout = Layout.of(z0, batch_dims)
         self.initial: Tensor = self.layout.pack(z0)
         self.xs = xs
-        several = isinstance(step, (list, tuple, nn.ModuleList))
-        self.length: int = find_length(step if several else None, xs, length)
+        several = isinstance(step, LISTS)
+        self.length: int = find_length(step, xs, length)
         inner = step.step if isinstance(step, Rowwise) else step
         self.history: int = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
@@ -348,8 +348,8 @@ def _as_slice(steps: range) -> slice:
 _SHARED = ". The first dimension counts the steps: what is the same for all of them is closed over by the step"
 
 
-def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
-    """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
+def find_length(step: Any, xs: Any, length: int | None, least: int = 1) -> int:
+    """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does."""
     found: list[tuple[str, int]] = []
     if length is not None:
         try:
@@ -359,8 +359,8 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
         except TypeError:
             raise TypeError(f"length: expected an int, got {type(length).__name__}") from None
         found.append(("length", length))
-    if steps is not None:
-        found.append(("step: the list", len(steps)))
+    if isinstance(step, LISTS):
+        found.append(("step: the list", len(step)))
     for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):

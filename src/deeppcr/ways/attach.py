@@ -21,8 +21,8 @@ def attach(step: Any, z0: Any, xs: Any, states: tuple[Tensor, ...], newton: Newt
         newton: its solver; of a loop the usual one
     """
     call = Call(step, z0, xs, None, batch_dims)
-    if call.has_kernels and not call.fused.kernels.no_gradients:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        return attach_fused(call, call.fused.layout.pack_leaves(states, 1))  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    if call.has_kernels and not call.known[0].kernels.no_gradients:
+        return attach_fused(call, call.known[0].layout.pack_leaves(states, 1))
     sequence = Sequence(step, z0, xs, length=None, batch_dims=batch_dims, watched=False)
     packed = sequence.layout.pack_leaves(states, 1)
     adjoint = Adjoint(sequence, packed, newton.jacobian, newton.linear)

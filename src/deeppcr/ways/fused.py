@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
@@ -21,7 +21,7 @@ from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout
-from ..sequence.stack import as_one_step
+from ..sequence.stack import LISTS, as_one_step
 from ..solution import Result
 from ..tolerance import Tolerance, bears_out
 from .begun import Ready, begin, forget_expected, taken
@@ -67,7 +67,7 @@ class Call:
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
         self.given: tuple[Any, Any] = step, xs
-        several = isinstance(step, (list, tuple, nn.ModuleList))
+        several = isinstance(step, LISTS)
         steps = len(step) if several else None
         if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
@@ -126,8 +126,7 @@ class Call:
         first, length = self.states[0] if self.states else None, self.length
         if not isinstance(first, Tensor) or not has_kernels(device := first.device):
             return "kernels need a CUDA device, Triton and NumPy"
-        several = isinstance(step, (list, tuple, nn.ModuleList))
-        if several or isinstance(self.step, WithHistory) or not callable(self.step):
+        if isinstance(step, LISTS) or isinstance(self.step, WithHistory) or not callable(self.step):
             return "a list of steps that are not alike, or one that looks further back, is not covered"
         if type(length) is not int or length < 1 or self.given_length not in (None, length):
             return "its length is not known"
@@ -161,6 +160,15 @@ class Call:
     def has_kernels(self) -> bool:
         """Whether the step has kernels, as far as anybody has tried."""
         return not isinstance(self.fused, str | None)
+
+    @property
+    def known(self) -> tuple[FusedStep, int]:
+        """The step's kernels, which there are, and L."""
+        fused, length = self.fused, self.length
+        assert fused is not None
+        assert not isinstance(fused, str)
+        assert length is not None
+        return fused, length
 
     def comes_again(self) -> bool:
         """Whether a solve of this kind was seen before; from now on it was."""
@@ -242,10 +250,7 @@ def solve_fused(
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
     back, fuse_run, closer, too_large = _fuse()
-    fused, length = call.fused, call.length
-    assert fused is not None
-    assert not isinstance(fused, str)
-    assert length is not None
+    fused, length = call.known
     layout = fused.layout
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
@@ -327,10 +332,7 @@ def solve_fused(
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
     back, fuse_run, *_ = _fuse()
-    fused, length = call.fused, call.length
-    assert fused is not None
-    assert not isinstance(fused, str)
-    assert length is not None
+    fused, length = call.known
     layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched

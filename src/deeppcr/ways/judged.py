@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from ..newton import Newton
 from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
+from ..sequence.layout import Layout
 from ..sequence.trace import coarser_products
 from ..sequence.words import in_words
-from ..solution import Plan, Result
+from ..solution import Plan, Result, Solution, worst_of
 from ..tolerance import measure
+
+_Adjoint = TypeVar("_Adjoint")
 
 
 class CoarseStep(StepError):
@@ -23,7 +27,7 @@ class CoarseStep(StepError):
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judged(Generic[_Adjoint]):
     """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
 
     Attributes:
@@ -33,14 +37,14 @@ class Judged:
 
     outcome: Outcome
     residual: Tensor
-    adjoint: Adjoint | None
+    adjoint: _Adjoint | None
 
     @property
     def results(self) -> list[Result]:
         return self.outcome.results
 
 
-def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> Judged:
+def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> Judged[Adjoint]:
     """One evaluation of all steps, with a graph where a gradient may be asked for."""
     adjoint = None
     if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
@@ -58,7 +62,9 @@ def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiate
 
 
 @torch.no_grad()
-def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> Judged:
+def _measured(
+    sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor
+) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
     residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
     if solver.stop.promises:
@@ -76,7 +82,7 @@ def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons:
     return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
 
 
-def determined(judged: Judged, solver: Newton, plan: Plan) -> Judged:
+def determined(judged: Judged[Adjoint], solver: Newton, plan: Plan) -> Judged[Adjoint]:
     """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
     outcome, adjoint = judged.outcome, judged.adjoint
     kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
@@ -93,7 +99,7 @@ def determined(judged: Judged, solver: Newton, plan: Plan) -> Judged:
     return replace(judged, outcome=without_claim(outcome, lost, exact, UNDETERMINED))
 
 
-def differentiable(judged: Judged, gradient: Gradient) -> Outcome:
+def differentiable(judged: Judged[Adjoint], gradient: Gradient) -> Outcome:
     """The outcome, its states differentiable where a backward pass may come."""
     outcome = judged.outcome
     if judged.adjoint is None:
@@ -101,7 +107,7 @@ def differentiable(judged: Judged, gradient: Gradient) -> Outcome:
     return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
 
 
-def refused(sequence: Sequence, judged: Judged) -> Outcome:
+def refused(sequence: Sequence, judged: Judged[Adjoint]) -> Outcome:
     """The outcome, rows of which failed; a backward pass through its states raises."""
     outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
     states = refuse_gradients(outcome.states, describe(sequence, outcome), *depends_on)
@@ -134,3 +140,29 @@ def is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newt
 def describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
     return in_words(outcome.results, outcome.exact_steps, sequence.given_inputs, sequence.layout, *outcome.reasons)
+
+
+def solution_of(
+    outcome: Outcome, states: Tensor, residual: Tensor, initial: Tensor, layout: Layout, plan: Plan, **more: Any
+) -> Solution:
+    """An outcome as it is told: in the shapes of the state that was given.
+
+    Args:
+        states: [L, B, D], with their derivatives
+        residual, initial: [B] and [B, D]
+        more: other attributes of a Solution
+    """
+    batch = layout.batch_shape
+    return Solution(
+        states=layout.unpack(states),
+        iterations=outcome.iterations.reshape(batch),
+        residual=residual.reshape(batch),
+        result=worst_of(outcome.results),
+        results=tuple(outcome.results),
+        exact_steps=outcome.exact_steps.reshape(batch),
+        updates=outcome.updates.reshape(-1, *batch),
+        plan=plan,
+        z0=layout.unpack(initial.detach()),
+        local=None if outcome.local is None else outcome.local.reshape(batch),
+        **more,
+    )

@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..gradient import Implicit
@@ -26,6 +26,7 @@ from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, note_call
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
+from ..sequence.stack import LISTS
 from ..sequence.words import in_words
 from ..solution import ConvergenceWarning, Plan, Result, Solution, warn, without_iterations
 from .fused import Call, solve_fused
@@ -41,7 +42,7 @@ _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
 def can_be_planned(call: Call) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
     first, step = call.states[0] if call.states else None, call.given[0]
-    several = isinstance(step, (list, tuple, nn.ModuleList))
+    several = isinstance(step, LISTS)
     if call.has_kernels:  # then the rest was looked at
         return not is_capturing(call.states[0].device)
     return (
@@ -205,7 +206,7 @@ class Planned:
         call, (step, xs), outputs = self.call, self.call.given, []
         both = step.both if isinstance(step, Emitting) else None
         flat, inputs = _flattening(layout), call.inputs if xs is call.xs else pytree.tree_leaves(xs)
-        several = isinstance(step, (list, tuple, nn.ModuleList))
+        several = isinstance(step, LISTS)
         steps = step if several else repeat(step)
         # The caller's own tensors stay as they are, whatever the first step does.
         z = call.z0.clone() if isinstance(call.z0, Tensor) else pytree.tree_map(torch.clone, call.z0)
