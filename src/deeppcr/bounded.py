@@ -24,11 +24,9 @@ class Bounded:
     (None, 'B', 2)
     """
 
-    most: int
-    most_bytes: int | None
-
     def __init__(self, most: int, most_bytes: int | None = None):
-        self.most, self.most_bytes = most, most_bytes
+        self.most: int = most
+        self.most_bytes: int | None = most_bytes
         self._kept: OrderedDict[Hashable, tuple[Any, weakref.ref | None]] = OrderedDict()
         # What is thrown away may be the last to hold an owner, whose end is then told to the thread that is here already.
         self._lock = threading.RLock()

@@ -109,14 +109,12 @@ class Adjoint(Linearised):
         promised: the relative tolerance that the states are said to be within; None where nothing is said
     """
 
-    jacobian: Jacobian
-    linear: LinearSolver
-
     promised: float | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
         super().__init__(sequence, states)
-        self.jacobian, self.linear = jacobian, linear
+        self.jacobian: Jacobian = jacobian
+        self.linear: LinearSolver = linear
 
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""

@@ -34,14 +34,13 @@ class AdjointOver:
         values: [L, B, D], what the steps give, with a graph; of a rank without steps nothing, to be differentiated all the same
     """
 
-    part: Part
-    jacobian: Jacobian
-    linear: LinearSolver
     entry: Tensor
     values: Tensor
 
     def __init__(self, part: Part, states: Tensor, entry: Tensor, jacobian: Jacobian, linear: LinearSolver):
-        self.part, self.jacobian, self.linear = part, jacobian, linear
+        self.part: Part = part
+        self.jacobian: Jacobian = jacobian
+        self.linear: LinearSolver = linear
         self.local: Adjoint | None = None
         if part.sequence is None:
             # Whoever asks for gradients on a rank without steps has to come by here as on the others, which wait for it.

@@ -38,17 +38,12 @@ class Part:
         needs_gradients: whether anything that the states of any rank depend on requires a gradient
     """
 
-    ranks: Ranks
-    trouble: Trouble
     layout: Layout
     initial: Tensor
-    length: int
-    total: int
-    history: int
-    needs_gradients: bool
 
     def __init__(self, ranks: Ranks, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
-        self.ranks, self.trouble = ranks, Trouble()
+        self.ranks: Ranks = ranks
+        self.trouble: Trouble = Trouble()
         self.sequence: Sequence | None = None
         own, facts = 0, (0, 0)
         with self.trouble.kept():
@@ -74,9 +69,11 @@ class Part:
         if not any(lengths):
             raise ValueError("xs: at least one step is needed, and no rank has any")
         self.lengths: list[int] = list(lengths)
-        self.length, self.total = own, sum(lengths)
+        self.length: int = own
+        self.total: int = sum(lengths)
         self.offset: int = sum(lengths[: ranks.rank])
-        self.history, self.needs_gradients = max(histories), any(needing)
+        self.history: int = max(histories)
+        self.needs_gradients: bool = any(needing)
         #: Of the ranks that have steps, the first and the last.
         self.first: int = next(rank for rank, each in enumerate(lengths) if each)
         self.last: int = max(rank for rank, each in enumerate(lengths) if each)

@@ -52,16 +52,15 @@ class TileProgram:
 
     elementwise: bool
     channels: int
-    parts: Parts
-    width: int
-    dtype: torch.dtype
 
     elementwise, channels = False, 1
 
     def __init__(self, parts: Parts, layout: Layout):
         if layout.dtype == torch.float64:
             raise NotCovered(f"a step that mixes {layout.width} numbers is not covered in float64")
-        self.parts, self.width, self.dtype = parts, layout.width, torch.float32
+        self.parts: Parts = parts
+        self.width: int = layout.width
+        self.dtype: torch.dtype = torch.float32
         self.lead: int = max(16, min(_MOST_LEAD, next_power_of_2(self.width)))
         self.code: Code = Code()
         self.tiles: Tiles = Tiles(self.code, self.lead)

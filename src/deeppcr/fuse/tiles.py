@@ -73,11 +73,9 @@ class Tiles:
         lead: tangents at once; all of a program's tiles have as many
     """
 
-    lead: int
-    code: Code
-
     def __init__(self, code: Code, lead: int):
-        self.code, self.lead = code, lead
+        self.code: Code = code
+        self.lead: int = lead
 
     # Places.
 

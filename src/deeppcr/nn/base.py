@@ -46,11 +46,6 @@ def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
 class Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
-    activation: str | Callable[[Tensor], Tensor]
-    newton: Newton
-    guess: Any
-    warm_start: bool
-
     activations: Tensor  # [L, w], the batch mean of the last training step's states
     _kind: str
     _asked_for = 1
@@ -84,8 +79,10 @@ class Network(nn.Module):
             )
         in_features, width = check_size("in_features", in_features), check_size("width", width)
         out_features = check_size("out_features", out_features)
-        self.activation, self.newton = activation, check_newton(newton)
-        self.guess, self.warm_start = guess, warm_start
+        self.activation: str | Callable[[Tensor], Tensor] = activation
+        self.newton: Newton = check_newton(newton)
+        self.guess: Any = guess
+        self.warm_start: bool = warm_start
         self.mode: Mode = check_mode(mode)
         options = {"device": device, "dtype": dtype}
         self.input: nn.Linear = nn.Linear(in_features, width, **options)

@@ -187,14 +187,6 @@ class Kernels:
         on_device, of_call: seconds that a function takes on the device, and from its call to the end of its work
     """
 
-    device: torch.device
-    kind: Kind
-    width: int
-    on_device: Callable[[Callable[[], Any]], float]
-    of_call: Callable[[Callable[[], Any]], float]
-    weight: Tensor
-    bias: Tensor
-
     def __init__(
         self,
         device: torch.device,
@@ -203,8 +195,13 @@ class Kernels:
         on_device: Callable[[Callable[[], Any]], float],
         of_call: Callable[[Callable[[], Any]], float],
     ):
-        self.device, self.kind, self.width, self.on_device, self.of_call = device, kind, width, on_device, of_call
-        self.weight, self.bias = torch.empty(0), torch.empty(0)
+        self.device: torch.device = device
+        self.kind: Kind = kind
+        self.width: int = width
+        self.on_device: Callable[[Callable[[], Any]], float] = on_device
+        self.of_call: Callable[[Callable[[], Any]], float] = of_call
+        self.weight: Tensor = torch.empty(0)
+        self.bias: Tensor = torch.empty(0)
 
     def tensors(self, blocks: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, biases and an initial state; the weights are shared by all."""

@@ -59,11 +59,9 @@ class Cell(Told):
 class ElmanCell(Cell):
     """``h' = f(x + W h)``, the gates of all steps [T, B, H]."""
 
-    activation: Callable[[Tensor], Tensor]
-
     def __init__(self, weights: Weights, activation: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__(weights)
-        self.activation = activation
+        self.activation: Callable[[Tensor], Tensor] = activation
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         return self.activation(gates + self.from_state(h))

@@ -25,14 +25,6 @@ from .recurrent import Recurrent
 class Diagonal(Recurrent):
     """What the two share: parameters by the names that those of ``torch.nn.GRU`` have, and what is checked of arguments."""
 
-    input_size: int
-    hidden_size: int
-    num_layers: int
-    bias: bool
-    batch_first: bool
-    bidirectional: bool
-    dropout: float
-
     #: By name, how many recurrent vectors [H] there are.
     _recurrent: ClassVar[dict[str, int]]
     _gates: ClassVar[int] = 3
@@ -53,9 +45,13 @@ class Diagonal(Recurrent):
         newton: Newton | None = None,
     ):
         super().__init__(mode=mode, newton=newton)
-        self.input_size, self.hidden_size = check_size("input_size", input_size), check_size("hidden_size", hidden_size)
-        self.num_layers, self.bias = check_size("num_layers", num_layers), bias
-        self.batch_first, self.bidirectional, self.dropout = batch_first, bidirectional, float(dropout)
+        self.input_size: int = check_size("input_size", input_size)
+        self.hidden_size: int = check_size("hidden_size", hidden_size)
+        self.num_layers: int = check_size("num_layers", num_layers)
+        self.bias: bool = bias
+        self.batch_first: bool = batch_first
+        self.bidirectional: bool = bidirectional
+        self.dropout: float = float(dropout)
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout: expected a probability, from 0 to 1, got {dropout!r}")
         if self.dropout and self.num_layers == 1:

@@ -133,8 +133,6 @@ class Passes:
     """
 
     constants: tuple[int, bool, str, int, int]
-    rounds: int
-    has_loop: bool
 
     def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
         self.chunk: int = layers.chunk_blocks(blocks)
@@ -145,7 +143,8 @@ class Passes:
         self.shape: dense.Shape = dense.Shape(width)
         self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
         self.faint: float = Tolerance(*layers.tolerance[:2]).faint
-        self.rounds, self.has_loop = 1, False
+        self.rounds: int = 1
+        self.has_loop: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -159,11 +158,6 @@ class _Narrow:
 
     idle_when_settled = True
 
-    weight: Tensor
-    bias: Tensor
-    x: Tensor
-    layers: Layers
-    plan: Passes
     blocks: int
     rows: int
     width: int
@@ -176,7 +170,11 @@ class _Narrow:
     workspace: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
-        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
+        self.weight: Tensor = weight
+        self.bias: Tensor = bias
+        self.x: Tensor = x
+        self.layers: Layers = layers
+        self.plan: Passes = plan
         self.blocks, (_, self.rows, self.width) = weight.shape[0], x.shape
         # Trained residual networks take four rounds as a rule: see docs/performance.md.
         self.captured_rounds = 4 if layers.residual else 3

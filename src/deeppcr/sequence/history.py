@@ -56,11 +56,9 @@ def collapse(
 class WithHistory:
     """A step on the window of the last states; made by ``with_history``."""
 
-    step: Callable[..., Any]
-    history: int
-
     def __init__(self, step: Callable[..., Any], window: int):
-        self.step, self.history = step, window
+        self.step: Callable[..., Any] = step
+        self.history: int = window
 
     def __call__(self, states: tuple[Any, ...], *x: Any) -> tuple[Any, ...]:
         if not isinstance(states, tuple) or len(states) != self.history:

@@ -56,10 +56,6 @@ class Call:
 
     states: list[Any]
     spec: Any
-    z0: Any
-    xs: Any
-    batch_dims: int | None
-    given_length: int | None
     inputs: list[Any]
 
     def __init__(self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1):
@@ -72,7 +68,10 @@ class Call:
         if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
         self.step: Any = step.step if isinstance(step, Rowwise) else step
-        self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
+        self.z0: Any = z0
+        self.xs: Any = xs
+        self.batch_dims: int | None = batch_dims
+        self.given_length: int | None = length
         self.inputs, self._inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         if self.inputs:

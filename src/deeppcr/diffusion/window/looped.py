@@ -40,12 +40,11 @@ class GraphLoop:
         at_once: steps of a graph
     """
 
-    settings: Callable[[torch.device], AbstractContextManager[None]]
-    device: torch.device
     network: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, problem: Problem, settings: Callable[[torch.device], AbstractContextManager[None]]):
-        self.settings, self.device = settings, problem.device
+        self.settings: Callable[[torch.device], AbstractContextManager[None]] = settings
+        self.device: torch.device = problem.device
         self.replayed: Replayed = Replayed(problem.device)
         self.step: float = 0.0
         self.at_once: int = 1

@@ -37,9 +37,6 @@ _LATELY, _FIRST = 6, 6
 class Sliding(Prepared):
     """A window that slides, and gives way to the loop where that is faster."""
 
-    forecast: Forecast
-    graph_loop: GraphLoop
-    replayed: Replayed | None
     halved: bool
     lost: dict[int, int]
 
@@ -48,7 +45,9 @@ class Sliding(Prepared):
 
     def __init__(self, window: Window, problem: Problem, prior: Prior, forecast: Forecast, loop: GraphLoop):
         super().__init__(window, problem, prior)
-        self.forecast, self.graph_loop, self.replayed = forecast, loop, Replayed(problem.device)
+        self.forecast: Forecast = forecast
+        self.graph_loop: GraphLoop = loop
+        self.replayed: Replayed | None = Replayed(problem.device)
         self.gave_way: int | None = None
 
     def loop(self, window: Window, problem: Problem, start: Start, call: Callable[..., None]) -> None:
@@ -120,16 +119,13 @@ class Sliding(Prepared):
 class Planned:
     """What is known of one kind of run, and what it needs: the loop's graphs, and a window's buffers where one is worth it."""
 
-    at_once: Window
-    runs_at_once: int
-    tolerance: float
-
     def __init__(self, window: Window, problem: Problem):
         self.forecast: Forecast = Forecast(problem.length, problem.samples)
         self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
-        self.at_once, self.runs_at_once = replace(window, size=None), 0
-        self.tolerance = window.tolerance_for(problem)
+        self.at_once: Window = replace(window, size=None)
+        self.runs_at_once: int = 0
+        self.tolerance: float = window.tolerance_for(problem)
         self.doubt: str = ""  # why nothing is to be found in parallel
 
     @property

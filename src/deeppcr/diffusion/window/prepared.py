@@ -85,10 +85,6 @@ class Prepared:
     The denoiser itself is not kept: a graph knows where its parameters lie.
     """
 
-    prior: Prior
-    ranks: Ranks | None
-    device: torch.device
-    tolerance: float
     tf32: bool
     kept: Problem
     network: Callable[..., Tensor]
@@ -100,9 +96,11 @@ class Prepared:
     kind: type[Iteration] | None = None
 
     def __init__(self, window: Window, problem: Problem, prior: Prior):
-        self.prior, self.ranks = prior, problem.ranks
+        self.prior: Prior = prior
+        self.ranks: Ranks | None = problem.ranks
         steps, device, dtype = problem.steps, problem.device, problem.dtype
-        self.device, self.tolerance = device, window.tolerance_for(problem)
+        self.device: torch.device = device
+        self.tolerance: float = window.tolerance_for(problem)
         kind = self.kind or kind_for(problem)
         self.coupling: Coupling = Coupling(prior, steps, problem.width, device, dtype, plain=kind.plain)
         self.start_coupling: Coupling = self.coupling
