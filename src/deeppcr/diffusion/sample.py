@@ -340,7 +340,7 @@ def _by_newton(
     problem.check_times()
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
-        states, _ = start.states(problem, coupling, problem.network, start.prepare(problem, prior))
+        states, _ = start.prepare(problem, prior).states(problem, coupling, problem.network)
     if jacobian is not prior:
         coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
     rotated = Rotated(problem, coupling)

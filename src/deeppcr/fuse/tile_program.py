@@ -50,10 +50,8 @@ class TileProgram:
         values: those of the next state
     """
 
-    elementwise: bool
-    channels: int
-
-    elementwise, channels = False, 1
+    elementwise: bool = False
+    channels: int = 1
 
     def __init__(self, parts: Parts, layout: Layout):
         if layout.dtype == torch.float64:

@@ -158,23 +158,8 @@ class _Narrow:
 
     idle_when_settled = True
 
-    blocks: int
-    rows: int
-    width: int
-    initial: Tensor
-    guess: Tensor
-    found: Tensor
-    limit: int
-    guess_step: int
-    guess_row: int
-    workspace: Tensor
-
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
-        self.weight: Tensor = weight
-        self.bias: Tensor = bias
-        self.x: Tensor = x
-        self.layers: Layers = layers
-        self.plan: Passes = plan
+        self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
         self.blocks, (_, self.rows, self.width) = weight.shape[0], x.shape
         # Trained residual networks take four rounds as a rule: see docs/performance.md.
         self.captured_rounds = 4 if layers.residual else 3

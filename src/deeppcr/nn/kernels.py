@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
+from ..fuse.support import finite_or_zero
 from ..linear.kernels.narrow import is_finite, multiply
 from ..tolerance import GOES_ON, LOOKS, STILL_TO_FALL, VISIBLE
 
@@ -167,12 +168,6 @@ def roll(
             if PRODUCT:
                 tile = i[:, None] * WIDTH + i[None, :]
                 tl.store(products + out * WIDTH * WIDTH + tile, product, mask=square)
-
-
-@triton.jit
-def finite_or_zero(values):
-    """Where an iterate has strayed beyond the numbers, the chain of corrections is cut, and the pass settles nothing."""
-    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
 
 
 @triton.jit(do_not_specialize=_SIZES)

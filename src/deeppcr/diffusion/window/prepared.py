@@ -270,7 +270,7 @@ class Prepared:
         prepared = self.starts.get(start) or start.prepare(self.kept, self.prior.of_path)
         if not start.brings_tensors:  # a graph that is recorded now works on what was prepared
             self.starts[start] = prepared
-        states, rows = start.states(self.kept, self.start_coupling, self.in_precision(rough), prepared)
+        states, rows = prepared.states(self.kept, self.start_coupling, self.in_precision(rough))
         self.iteration.load(states, known=start.may_be_good)
         self.iteration.evaluations += rows
 
