@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ..newton import Loop, Newton
-from .arguments import Mode, check_size
+from .arguments import Mode, check_size, complaint_of
 from .cells import DiagonalGRUCell, DiagonalLSTMCell
 from .operator import operated
 from .recurrent import Recurrent
@@ -83,46 +82,16 @@ class Diagonal(Recurrent):
                 nn.init.normal_(weight, std=1 / math.sqrt(self.hidden_size))
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
-        self._check(input, hx)
+        self._is_proper(input, hx)
         # Which way of several takes least time, ``solve`` knows best.
         solver = self.newton if mode == "parallel" else Loop() if mode == "sequential" else None
         return self._by_solve(input, hx, reset, solver)
 
     def _is_proper(self, input: Any, hx: Any) -> bool:
-        self._check(input, hx)
+        wrong = complaint_of(self, input, hx)
+        if wrong is not None:
+            raise wrong
         return True
-
-    def _check(self, input: Any, hx: Any) -> None:
-        packed = isinstance(input, PackedSequence)
-        x = input.data if packed else input
-        if not isinstance(x, Tensor):
-            raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
-        steps = 1 if x.ndim == 3 and self.batch_first else 0
-        if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size or not x.shape[steps]:
-            wanted = "[B, T, {0}]" if self.batch_first else "[T, B, {0}]"
-            wanted = f"{wanted} or [T, {{0}}], T not 0".format(self.input_size)
-            raise ValueError(f"input: expected {wanted}, got {list(x.shape)}")
-        weight = getattr(self, self._all_weights[0][0])
-        if x.device != weight.device:
-            raise ValueError(f"input: expected it on {weight.device}, where the weights are, got {x.device}")
-        loose = torch.is_autocast_enabled(x.device.type)
-        if x.dtype != weight.dtype and not loose:
-            raise TypeError(f"input: expected {weight.dtype}, the dtype of the weights, got {x.dtype}")
-        if hx is None:
-            return
-        rows = (int(input.batch_sizes[0]),) if packed else (x.shape[0 if self.batch_first else 1],) * (x.ndim == 3)
-        shape, count = [len(self._all_weights), *rows, self.hidden_size], len(self._widths())
-        leaves = (hx,) if isinstance(hx, Tensor) else hx
-        if not isinstance(leaves, (tuple, list)) or isinstance(hx, Tensor) != (count == 1) or len(leaves) != count:
-            raise TypeError(
-                f"hx: expected {'a tensor' if count == 1 else 'two tensors, (h, c)'}, got {type(hx).__name__}"
-            )
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or list(leaf.shape) != shape:
-                came = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise ValueError(f"hx: expected {shape}, got {came}")
-            if leaf.dtype != x.dtype and not (loose and leaf.is_floating_point()):
-                raise TypeError(f"hx: expected {x.dtype}, the dtype of the input, got {leaf.dtype}")
 
     def extra_repr(self) -> str:
         said = [f"{self.input_size}, {self.hidden_size}"]
