@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
 from .runtime import is_out_of_memory, outside_of_graph
-from .sequence.emit import Emitting
 from .sequence.evaluate import vmap_over_steps
+from .sequence.history import Emitting
 from .sequence.layout import describe
 from .sequence.riders import DependsOnState, courses
 from .sequence.sequence import find_length

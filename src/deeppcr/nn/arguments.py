@@ -13,6 +13,8 @@ from ..newton import Newton
 
 Mode = Literal["parallel", "sequential", "auto"]
 _MODES = ("parallel", "sequential", "auto")
+#: Why a pass is the loop where nothing was chosen.
+ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 
 
 def check_mode(mode: Any) -> Mode:

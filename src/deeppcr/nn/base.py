@@ -22,14 +22,12 @@ from ..newton.guess import RepeatInitial
 from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, outside_of_graph
 from ..solution import Solution, warn
 from ..solve import solve
-from ..ways.attach import attach
+from ..ways.judged import attach
 from . import kernel_way, operator
-from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose_without_kernels
+from .arguments import ASKED, EMPTY, Mode, check_mode, check_newton, check_size
 from .layers import ACTIVATIONS
 from .operator import in_words
-from .report import looped, one_chunk
-from .rows import solve_finite_rows
+from .report import looped, one_chunk, solve_finite_rows
 
 _REPEATED = RepeatInitial()
 
@@ -150,7 +148,7 @@ class Network(nn.Module):
             if states is not None:
                 return states
         if mode == "auto":
-            mode, why = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, why = kernel_way.choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
@@ -160,7 +158,7 @@ class Network(nn.Module):
     def _is_traced(self, hidden: Tensor, mode: Mode) -> bool:
         """Whether a compiler sees through the layers: any number of rows goes by a loop without kernels."""
         if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
-            mode, _ = choose_without_kernels(self.weight.shape, 1, hidden.device)
+            mode, _ = kernel_way.choose_without_kernels(self.weight.shape, 1, hidden.device)
         return mode == "sequential" and not self._may_use_kernels(hidden)
 
     def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
@@ -171,7 +169,7 @@ class Network(nn.Module):
             if way is not None:
                 return kernel_way.kernels().attach(weight, self.bias, hidden, states, way.layers, last)
         if mode == "auto":
-            mode, _ = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, _ = kernel_way.choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential" or not hidden.isfinite().all():
             return self._run_eagerly(hidden, mode, "", last)
         (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)

@@ -20,9 +20,8 @@ from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
 from ..solution import Result, Solution
 from ..stopping import UpdateTest
 from ..ways.fused import covers
-from .arguments import Mode, complaint_of
+from .arguments import ASKED, EMPTY, Mode, complaint_of
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
-from .choose import ASKED, EMPTY
 from .operator import operated
 from .ragged import Episodes, is_sorted
 from .recurrent import Recurrent

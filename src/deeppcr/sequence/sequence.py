@@ -19,9 +19,8 @@ from ..linear.hierarchical import interleave
 from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
-from .hooks import NoHooks, refuse_hooked
 from .layout import Layout, describe, hint_of_batch_first, note_call
-from .purity import Purity, changes_in_place
+from .purity import NoHooks, Purity, changes_in_place, refuse_hooked
 from .rows import check_fold
 from .stack import LISTS, group_callables
 from .trace import Trace

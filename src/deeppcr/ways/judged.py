@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..gradient import UNDETERMINED, Adjoint, Gradient, refuse_gradients
+from ..gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from ..newton import Newton
 from ..newton.iteration import Outcome
 from ..sequence import Sequence
@@ -18,6 +18,7 @@ from ..sequence.trace import coarser_products
 from ..sequence.words import in_words
 from ..solution import Plan, Result, Solution, worst_of
 from ..tolerance import measure
+from .fused import Call, attach_fused
 
 _Adjoint = TypeVar("_Adjoint")
 
@@ -166,3 +167,22 @@ def solution_of(
         local=None if outcome.local is None else outcome.local.reshape(batch),
         **more,
     )
+
+
+def attach(step: Any, z0: Any, xs: Any, states: tuple[Tensor, ...], newton: Newton, *, batch_dims: int) -> list[Tensor]:
+    """The leaves of states that an earlier solve has found, differentiable by the implicit function theorem in z0, xs and all that the step closes over.
+
+    Args:
+        step, z0, xs, batch_dims: as ``solve`` was given them
+        states: the leaves of what it found, [L, *batch, *state] each
+        newton: its solver; of a loop the usual one
+    """
+    call = Call(step, z0, xs, None, batch_dims)
+    if call.has_kernels and not call.known[0].kernels.no_gradients:
+        return attach_fused(call, call.known[0].layout.pack_leaves(states, 1))
+    sequence = Sequence(step, z0, xs, length=None, batch_dims=batch_dims, watched=False)
+    packed = sequence.layout.pack_leaves(states, 1)
+    adjoint = Adjoint(sequence, packed, newton.jacobian, newton.linear)
+    promised = newton.promised(packed.dtype)
+    adjoint.promised = None if promised is None else promised.rtol
+    return sequence.layout.leaves(Implicit().attach(adjoint, packed))

@@ -19,9 +19,8 @@ from ..newton import USUAL, Loop, Newton
 from ..newton.guess import RepeatInitial
 from ..runtime import has_tangent, is_capturing, random_state, version_of
 from ..sequence import Sequence
-from ..sequence.emit import Emitting
 from ..sequence.evaluate import RandomStep, StepError, first_line
-from ..sequence.history import WithHistory
+from ..sequence.history import Emitting, WithHistory
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, note_call
 from ..sequence.purity import watch

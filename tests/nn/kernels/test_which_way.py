@@ -14,7 +14,7 @@ pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.linear.kernels import dense
 from deeppcr.nn import adjoint, base, calibrate, cost, forward, kernel_way
-from deeppcr.nn.choose import choose
+from deeppcr.nn.kernel_way import choose
 from nn.kernels.modules import TOLERANCE, assert_like_float64, build, in_float64
 
 

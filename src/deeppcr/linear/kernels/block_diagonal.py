@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
-from .channels import Channels, as_channels, multiprocessors
-from .recurrence import first_marked, in_time, places
+from .recurrence import Channels, as_channels, first_marked, in_time, multiprocessors, places
 from .wide import is_missed
 
 LARGEST = 8
