@@ -204,17 +204,17 @@ class Adjoint(Linearised):
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
 
-    def _parts(self, length: int) -> list[slice]:
-        """Slices of steps whose blocks fit the memory budget together."""
-        at_once = self._true_jacobian().steps_at_once(self.sequence)
+    def _parts(self, length: int, jacobian: Jacobian | None = None) -> list[slice]:
+        """Slices of steps whose blocks fit the memory budget together; of the true Jacobians, where no others are given."""
+        at_once = (jacobian or self._true_jacobian()).steps_at_once(self.sequence)
         return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
 
     def _true_jacobian(self) -> Jacobian:
         return self.jacobian if self.jacobian.exact else DenseJacobian()
 
-    def _transposed(self, part: slice) -> Blocks:
-        steps = range(part.start, part.stop)
-        return self._true_jacobian().evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
+    def _transposed(self, part: slice, jacobian: Jacobian | None = None) -> Blocks:
+        jacobian, steps = jacobian or self._true_jacobian(), range(part.start, part.stop)
+        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
 
     def _substitute(self, rhs: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
         """Solve the transposed system part by part, from the last back."""

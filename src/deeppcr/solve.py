@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from .across.solve import solve_over
 from .distributed.ranks import Ranks
 from .gradient import Gradient, Implicit, Unrolled
+from .graphs.cache import forget_graphs
 from .jacobian import Jacobian
 from .newton import USUAL, Loop, Newton
 from .newton.guess import RepeatInitial, as_guess
@@ -21,8 +22,9 @@ from .sequence.sequence import find_length
 from .sequence.words import what_does_not_fit
 from .solution import ConvergenceError, Solution, check_on_failure, of_no_rows
 from .ways import given as ways
-from .ways.fused import Call
+from .ways.fused import Call, forget_kernels
 from .ways.given import Given, solve_by
+from .ways.plan import forget_records
 from .ways.planned import Planned, can_be_planned
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
@@ -222,3 +224,17 @@ def refuse_given(jacobian: Jacobian) -> None:
             "lengths: a GivenJacobian is that of the step alone, while rows that are done keep their state; use DenseJacobian() or "
             "DiagonalJacobian()"
         )
+
+
+def clear_caches() -> None:
+    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory (see ``Newton.capture``); the kernels
+    of steps; and what solves took, by which ``solve`` chooses its way.
+
+    What was compiled stays on disk.
+
+    >>> import deeppcr
+    >>> deeppcr.clear_caches()
+    """
+    forget_graphs()
+    forget_kernels()
+    forget_records()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
-from .sequence import Rowwise, find_length
+from .rows import Rowwise
+from .sequence import find_length
 from .stack import LISTS
 
 
