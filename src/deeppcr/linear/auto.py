@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..runtime import is_traced
 from .blocks import Blocks, Diagonal, Scalar
-from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 _CHUNKS = (2, 4, 8, 16, 32)
 

@@ -43,7 +43,7 @@ class Blocks:
     @property
     def width(self) -> int | None:
         """D, or None where any width fits (scalar blocks)."""
-        raise NotImplementedError
+        return self.data.shape[-1]
 
     def aligned(self, batch_dims: int) -> Blocks:
         """The same blocks with size-1 batch dimensions put in until there are ``batch_dims``."""
@@ -101,6 +101,9 @@ class _Matrices(Blocks):
     def transpose(self) -> Self:
         return type(self)(self.data.mT)
 
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return type(self)(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
+
 
 class _Numbers(Blocks):
     """Blocks of which each number stands by itself."""
@@ -127,18 +130,11 @@ class Dense(_Matrices):
 
     core_dims = 2
 
-    @property
-    def width(self) -> int:
-        return self.data.shape[-1]
-
     def apply(self, vectors: Tensor) -> Tensor:
         return (self.data @ vectors.unsqueeze(-1)).squeeze(-1)
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left.unsqueeze(-1) * right.unsqueeze(-2)
-
-    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
-        return Dense(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         return self.data
@@ -157,10 +153,6 @@ class Diagonal(_Numbers):
     """
 
     core_dims = 1
-
-    @property
-    def width(self) -> int:
-        return self.data.shape[-1]
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.data * vectors
@@ -201,9 +193,6 @@ class BlockDiagonal(_Matrices):
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return self._split(left).unsqueeze(-1) * self._split(right).unsqueeze(-2)
-
-    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
-        return BlockDiagonal(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         count, size = self.data.shape[-3], self.data.shape[-1]

@@ -14,11 +14,10 @@ from torch import Tensor
 from ..runtime import is_transformed
 from .auto import Auto
 from .blocks import STRUCTURES, Blocks
-from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 from .system import pull_back, solution
 
 # A graph holds tensors, numbers and strings: others find structures and solvers by their names.

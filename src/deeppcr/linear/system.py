@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..runtime import apply_directly, in_functorch, is_observed, values_can_be_read
 from .blocks import Blocks
-from .forward import ForwardSubstitution
 from .refine import refine
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 
 def solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool = True) -> Tensor:
