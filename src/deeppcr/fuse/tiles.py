@@ -291,7 +291,7 @@ class Tiles:
         shape = (*tile.shape[:axis], count, *tile.shape[axis + 1 :])
         assert isinstance(index, Value)
         index = code.emit(f"tl.minimum(tl.maximum({index.name}, 0), {padded(size) - 1})", "int", index)
-        dims = [*(["LEAD"] if tile.lead else []), *(str(padded(n)) for n in tile.sizes)]
+        dims = self.dims(tile)
         dims[at] = str(padded(count))
         spots = [":" if i == at else "None" for i in range(len(dims))]
         places = index if len(dims) == 1 else self._indexed(index, spots)
