@@ -269,7 +269,8 @@ class _Wide(_Narrow):
         launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
-def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow:
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> Any:
+    """The passes over a network, by its width."""
     return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
 
 
