@@ -10,7 +10,6 @@ torch.Size([1000, 16])
 """
 
 from . import diffusion, distributed, fuse, linear, nn
-from .caches import clear_caches
 from .check import Finding, check
 from .gradient import Implicit, Unrolled
 from .jacobian import DenseJacobian, DiagonalJacobian, GivenJacobian, HutchinsonJacobian, ScalarJacobian
@@ -23,7 +22,7 @@ from .sequence import rowwise
 from .sequence.evaluate import StepError
 from .sequence.history import collapse, with_history
 from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
-from .solve import solve
+from .solve import clear_caches, solve
 from .stopping import FixedIterations, PaperTest, UpdateTest
 from .version import __version__ as __version__
 

@@ -24,11 +24,9 @@ class Bounded:
     (None, 'B', 2)
     """
 
-    most: int
-    most_bytes: int | None
-
     def __init__(self, most: int, most_bytes: int | None = None):
-        self.most, self.most_bytes = most, most_bytes
+        self.most: int = most
+        self.most_bytes: int | None = most_bytes
         self._kept: OrderedDict[Hashable, tuple[Any, weakref.ref | None]] = OrderedDict()
         # What is thrown away may be the last to hold an owner, whose end is then told to the thread that is here already.
         self._lock = threading.RLock()
@@ -72,3 +70,20 @@ class Bounded:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+class Hashed:
+    """A key of many parts: they are gone through once, not whenever something is looked up."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Hashable):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Hashed) and self._hash == other._hash and self._parts == other._parts
+        )

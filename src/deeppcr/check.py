@@ -271,7 +271,7 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
 
 
 def _structure(sequence: Sequence, looked_at: list[int], states: list[Tensor], jacobian: Jacobian) -> Iterator[Finding]:
-    if not jacobian.true:
+    if not jacobian.exact:
         return  # an approximation claims nothing
     for index, state in zip(looked_at, states, strict=False):
         true = DenseJacobian().evaluate(sequence, state.unsqueeze(0), range(index, index + 1))[1].to_dense()

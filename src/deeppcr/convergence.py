@@ -48,13 +48,6 @@ class Progress:
         chunks: how many they are, where some in between are shorter than C
     """
 
-    layout: Layout
-    length: int
-    chunk: int
-    tolerance: Tolerance
-    quadratic: bool
-    stop: StoppingTest
-
     def __init__(
         self,
         layout: Layout,
@@ -68,9 +61,13 @@ class Progress:
         compare_with_loop: bool,
         chunks: int | None = None,
     ):
-        self.layout, self.length, self.chunk = layout, length, chunk
+        self.layout: Layout = layout
+        self.length: int = length
+        self.chunk: int = chunk
         self.chunks: int = -(-length // chunk) if chunks is None else chunks
-        self.tolerance, self.quadratic, self.stop = tolerance, quadratic, stop
+        self.tolerance: Tolerance = tolerance
+        self.quadratic: bool = quadratic
+        self.stop: StoppingTest = stop
         self.limit: int = max_iterations if stop.fixed is None else stop.fixed
         self.compare_with_loop = compare_with_loop
         self.eps: float = torch.finfo(layout.dtype).eps

@@ -109,14 +109,12 @@ class Adjoint(Linearised):
         promised: the relative tolerance that the states are said to be within; None where nothing is said
     """
 
-    jacobian: Jacobian
-    linear: LinearSolver
-
     promised: float | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
         super().__init__(sequence, states)
-        self.jacobian, self.linear = jacobian, linear
+        self.jacobian: Jacobian = jacobian
+        self.linear: LinearSolver = linear
 
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""
@@ -135,7 +133,7 @@ class Adjoint(Linearised):
                 # them to other steps than the loop does.
                 known = self.solve(gradients.where(finite, 0)) if finite.any() else gradients
                 return known.where(finite, self.walk(gradients))
-            direct = self.jacobian.true or self.sequence.layout.width <= DENSE_WIDTH
+            direct = self.jacobian.exact or self.sequence.layout.width <= DENSE_WIDTH
             if not seen and not direct:
                 raise RuntimeError(
                     "the adjoint of wide states with an approximate Jacobian is found by iterating until it holds, which a CUDA "
@@ -206,17 +204,17 @@ class Adjoint(Linearised):
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
 
-    def _parts(self, length: int) -> list[slice]:
-        """Slices of steps whose blocks fit the memory budget together."""
-        at_once = self._true_jacobian().steps_at_once(self.sequence)
+    def _parts(self, length: int, jacobian: Jacobian | None = None) -> list[slice]:
+        """Slices of steps whose blocks fit the memory budget together; of the true Jacobians, where no others are given."""
+        at_once = (jacobian or self._true_jacobian()).steps_at_once(self.sequence)
         return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
 
     def _true_jacobian(self) -> Jacobian:
-        return self.jacobian if self.jacobian.true else DenseJacobian()
+        return self.jacobian if self.jacobian.exact else DenseJacobian()
 
-    def _transposed(self, part: slice) -> Blocks:
-        steps = range(part.start, part.stop)
-        return self._true_jacobian().evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
+    def _transposed(self, part: slice, jacobian: Jacobian | None = None) -> Blocks:
+        jacobian, steps = jacobian or self._true_jacobian(), range(part.start, part.stop)
+        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
 
     def _substitute(self, rhs: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
         """Solve the transposed system part by part, from the last back."""

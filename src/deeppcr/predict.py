@@ -321,10 +321,9 @@ def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str
         fused = call.make()
     if isinstance(fused, str):
         return dict.fromkeys(("loop kernel", "kernels"), fused)
-    assert call.length is not None
-    in_turn, chunk = _OF_CALL + _OF_STEP * call.length, _chunk_of_kernels(call)
-    passes = probe.iterations(chunk)
-    if chunk == call.length:
+    (_, length), chunk = call.known, _chunk_of_kernels(call)
+    in_turn, passes = _OF_CALL + _OF_STEP * length, probe.iterations(chunk)
+    if chunk == length:
         in_parallel = "so few steps are one chunk, or earlier chunks did not join"
     elif passes is None:
         in_parallel = "the passes are not known"
@@ -335,10 +334,7 @@ def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str
 
 def _chunk_of_kernels(call: Call) -> int:
     """Steps of a chunk in a solve by kernels, which there are, without gradients; all of them where it would be a loop."""
-    fused, length = call.fused, call.length
-    assert fused is not None
-    assert not isinstance(fused, str)
-    assert length is not None
+    fused, length = call.known
     tolerance = Newton().tolerance(fused.layout.dtype)
     return fused.kind(fused.key_of_kind(length, "planned", tolerance, repeated=True)).chunk
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
@@ -235,6 +235,12 @@ def has_numpy() -> bool:
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels that are made of steps run on a device."""
     return device.type in KERNEL_DEVICES and has_triton() and has_numpy()
+
+
+def launching(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, kernels are launched on a device. To change it takes as long as a launch, and as a rule it is the one."""
+    away = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if away else nullcontext()
 
 
 def multiplies_in_tf32(device: torch.device, convolves: bool) -> bool:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
 from .runtime import is_out_of_memory, outside_of_graph
-from .sequence.emit import Emitting
 from .sequence.evaluate import vmap_over_steps
+from .sequence.history import Emitting
 from .sequence.layout import describe
 from .sequence.riders import DependsOnState, courses
 from .sequence.sequence import find_length
 from .sequence.words import read_backwards
-from .solution import Plan, Result, Solution, first_not_finite
+from .solution import Plan, Result, Solution, first_not_finite, without_iterations
 from .solve import refuse_transforms, solve
 
 
@@ -315,17 +315,8 @@ def _solution(states: list[Tensor], length: int, note: str, device: torch.device
     """Of a loop: all of it is one row."""
     at = min((int(first_not_finite(leaf.unsqueeze(1))) % (length + 1) for leaf in states), default=length)
     result = Result.LOOP if at == length else Result.NON_FINITE
-    return Solution(
-        states=tuple(states),
-        iterations=torch.tensor(0, device=device),
-        residual=torch.tensor(0.0, device=device),
-        result=result,
-        results=(result,),
-        exact_steps=torch.tensor(at, device=device),
-        updates=torch.zeros(0, device=device),
-        plan=Plan(notes=[note] if note else []),
-        description=result.value.format(step=at + 1),
-    )
+    exact, plan = torch.tensor(at, device=device), Plan(notes=[note] if note else [])
+    return without_iterations(tuple(states), (result,), exact, plan, result.value.format(step=at + 1))
 
 
 def _all_at_once(body: _Body, previous: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> Any:

@@ -290,22 +290,46 @@ class Solution:
         return f"Solution({self.result.name}, iterations={most}, residual={worst:.1e}: {self.message})"
 
 
+def without_iterations(
+    states: Any,
+    results: Sequence[Result],
+    exact_steps: Tensor,
+    plan: Plan,
+    description: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Solution:
+    """Of states that no iteration has found, as those of a loop: nothing is off, and nothing was corrected.
+
+    Args:
+        results: of the rows; where there are none, it was the loop
+        exact_steps: [*batch]
+        dtype: of the states
+        more: other attributes of a Solution
+    """
+    none = torch.zeros_like(exact_steps)
+    return Solution(
+        states=states,
+        iterations=none,
+        residual=none.to(dtype),
+        result=worst_of(results) if results else Result.LOOP,
+        results=tuple(results),
+        exact_steps=exact_steps,
+        updates=torch.zeros(0, *none.shape, device=none.device),
+        plan=plan,
+        description=description,
+        **more,
+    )
+
+
 def of_no_rows(z0: Any, batch_dims: int | None, length: int) -> Solution:
     """Of a batch without rows, of which no step is taken."""
-    first = pytree.tree_leaves(z0)[0]
+    first, said = pytree.tree_leaves(z0)[0], "there is no row"
     none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
-    return Solution(
-        states=pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0),
-        iterations=none,
-        residual=none.to(first.dtype.to_real()),
-        result=Result.LOOP,
-        results=(),
-        exact_steps=none,
-        updates=none.expand(0, *none.shape),
-        plan=Plan(notes=["there is no row"]),
-        description="there is no row",
-        z0=pytree.tree_map(torch.detach, z0),
-    )
+    states = pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0)
+    about: dict[str, Any] = {"dtype": first.dtype.to_real(), "z0": pytree.tree_map(torch.detach, z0)}
+    return without_iterations(states, (), none, Plan(notes=[said]), said, **about)
 
 
 # The one policy on failure, of ``solve`` and of ``diffusion.sample``.

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .across.solve import solve_over
 from .distributed.ranks import Ranks
 from .gradient import Gradient, Implicit, Unrolled
+from .graphs.cache import forget_graphs
 from .jacobian import Jacobian
 from .newton import USUAL, Loop, Newton
 from .newton.guess import RepeatInitial, as_guess
@@ -24,9 +25,10 @@ from .sequence.sequence import find_length
 from .sequence.words import what_does_not_fit
 from .solution import ConvergenceError, Solution, check_on_failure, of_no_rows
 from .ways import given as ways
-from .ways.fused import Call
+from .ways.fused import Call, forget_kernels
 from .ways.given import solve_by
 from .ways.looped import Given
+from .ways.plan import forget_records
 from .ways.planned import Planned, can_be_planned
 
 _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
@@ -162,9 +164,7 @@ def _solve(
         return solve_over(Ranks.of(mesh), loop, USUAL if solver is None else solver, guess, gradient, on_failure)
     step, z0, xs, length, batch_dims = loop
     if _has_no_rows(z0, batch_dims):
-        every = _every(keep, step, xs, length)
-        steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
-        return of_no_rows(z0, batch_dims, steps).keeping(every)
+        return of_no_rows(z0, batch_dims, find_length(step, xs, length)).keeping(_every(keep, step, xs, length))
     if lengths is not None:
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)
@@ -200,7 +200,7 @@ def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
         return 1
     if keep != "last" and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f'keep: expected "all", "last" or a whole number from 1, got {keep!r}')
-    steps = find_length(step if isinstance(step, (list, tuple, nn.ModuleList)) else None, xs, length)
+    steps = find_length(step, xs, length)
     if keep == "last":
         return steps
     if keep > steps:
@@ -252,3 +252,17 @@ def refuse_given(jacobian: Jacobian) -> None:
             "lengths: a GivenJacobian is that of the step alone, while rows that are done keep their state; use DenseJacobian() or "
             "DiagonalJacobian()"
         )
+
+
+def clear_caches() -> None:
+    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory (see ``Newton.capture``); the kernels
+    of steps; and what solves took, by which ``solve`` chooses its way.
+
+    What was compiled stays on disk.
+
+    >>> import deeppcr
+    >>> deeppcr.clear_caches()
+    """
+    forget_graphs()
+    forget_kernels()
+    forget_records()

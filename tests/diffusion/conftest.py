@@ -28,16 +28,19 @@ def net(device):
     return digits.trained().to(device)
 
 
+_SMALL = {
+    "sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": 8,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def unet() -> nn.Module:
     """Of diffusers, and small."""
     diffusers = _diffusers()
     torch.manual_seed(3)
-    return diffusers.UNet2DModel(
-        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-    ).eval()  # fmt: skip
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    of_blocks = {"down_block_types": down, "up_block_types": up}
+    return diffusers.UNet2DModel(in_channels=1, out_channels=1, **of_blocks, **_SMALL).eval()
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +48,9 @@ def conditional() -> nn.Module:
     """The same, of one that is told of prompts."""
     diffusers = _diffusers()
     torch.manual_seed(4)
-    return diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=6, attention_head_dim=8,
-    ).eval()  # fmt: skip
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    of_blocks = {"down_block_types": down, "up_block_types": up, "cross_attention_dim": 6}
+    return diffusers.UNet2DConditionModel(in_channels=2, out_channels=2, **of_blocks, **_SMALL).eval()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, Noise, Schedule, Steps, Window, sample
 from deeppcr.diffusion.problem import TF32, Problem
-from deeppcr.diffusion.window import planned, prepared
+from deeppcr.diffusion.window import looped, planned, prepared
 from deeppcr.diffusion.window.rounding import Rounding
 from deeppcr.diffusion.window.sliding import SlidingIteration
 from diffusion import digits
@@ -152,7 +152,7 @@ def test_an_exact_network_goes_back(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    for module in (planned, prepared):
+    for module in (looped, planned, prepared):
         monkeypatch.setattr(module, "Replayed", Kept)
     monkeypatch.setattr(Window, "no_graphs", lambda self, problem: None)
     return Clock(monkeypatch, COSTS["as of a UNet of real size"])

@@ -156,7 +156,7 @@ def test_a_step_does_not_leave_while_the_one_before_it_jumps(seed, device):
 def started(initial):
     problem, prior = Problem(two_narrow, DDIM().steps(SCHEDULE), initial), GaussianPrior()
     iteration = window.Prepared(Window(size=50), problem, prior).iteration
-    states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
+    states, _ = GaussianStart().states(problem, iteration.coupling, problem.network)
     iteration.hold(problem.initial, problem.shift)
     iteration.load(states)
     return problem, iteration

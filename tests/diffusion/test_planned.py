@@ -8,7 +8,8 @@ import torch
 import deeppcr
 from deeppcr import Result
 from deeppcr.diffusion import DDIM, DDPM, Noise, Window, sample
-from deeppcr.diffusion.window import planned, prepared, window
+from deeppcr.diffusion.problem import Problem
+from deeppcr.diffusion.window import looped, planned, prepared
 from deeppcr.diffusion.window.forecast import SIZES, Forecast
 from deeppcr.graphs.cache import prepared_samplers
 from diffusion import digits
@@ -23,7 +24,7 @@ class Clock:
     def __init__(self, monkeypatch, cost):
         self.cost = cost
         self.hand = torch.zeros(2, dtype=torch.float64)  # what a tensor holds makes no other kind of run
-        monkeypatch.setattr(planned.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(looped.time, "perf_counter", lambda: self.now)
 
     @property
     def now(self):
@@ -60,7 +61,7 @@ class Kept:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     deeppcr.clear_caches()
-    for module in (planned, prepared):
+    for module in (looped, planned, prepared):
         monkeypatch.setattr(module, "Replayed", Kept)
     monkeypatch.setattr(Window, "no_graphs", lambda self, problem: None)
     yield
@@ -124,7 +125,7 @@ def test_a_window_that_does_not_pay_gives_way_to_the_loop(net, monkeypatch):
         assert sample(denoiser, schedule, noise, solver=AUTO).result is Result.CONVERGED
         kept = prepared_samplers.values()[0]
         wild[0] = 1
-        monkeypatch.setattr(window, "_key", lambda *_: "the same")
+        monkeypatch.setattr(prepared, "Hashed", lambda *_: "the same")
         prepared_samplers.put("the same", kept)
         begun = clock.now
         found = sample(denoiser, schedule, noise, solver=AUTO)
@@ -192,9 +193,9 @@ def test_the_loop_in_graphs_is_the_loop(net, monkeypatch):
     Clock(monkeypatch, lambda rows: 0)
     for length, step in ((50, DDPM()), (33, DDIM()), (20, DDPM(clip=1.0))):
         schedule, noise = digits.TRAINING.take(length), noise_for(3, length)
-        problem = window.Problem(net, step.steps(schedule), noise)
-        loop = planned.GraphLoop(problem, Window().settings)
-        monkeypatch.setattr(planned, "timed", lambda call, device: call() or 1e-4)
+        problem = Problem(net, step.steps(schedule), noise)
+        loop = looped.GraphLoop(problem, Window().settings)
+        monkeypatch.setattr(looped, "timed", lambda call, device: call() or 1e-4)
         with torch.no_grad():
             expected = sample(net, schedule, noise, step=step, solver=deeppcr.Loop(), keep_states=True)
             for _ in range(2):
@@ -208,7 +209,8 @@ def test_the_loop_in_graphs_is_the_loop(net, monkeypatch):
 
 def test_a_loop_in_graphs_has_no_gradients_inside_and_those_of_the_loop_outside(net, monkeypatch):
     """A capture with gradients on would keep what every step computed, and the next replay change it."""
-    monkeypatch.setattr(planned, "timed", lambda call, device: call() or 1e-3)
+    for module in (looped, planned):
+        monkeypatch.setattr(module, "timed", lambda call, device: call() or 1e-3)
     inside, grads = set(), []
 
     def denoiser(z, t):

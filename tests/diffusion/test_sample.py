@@ -206,8 +206,7 @@ def test_a_coarse_start_lies_closer_than_that_of_the_prior_alone(net, device):
         off = []
         for start in (None, CoarseStart(stride=8, sweeps=6)):
             start = as_start(start)
-            prepared = start.prepare(problem, digits.prior())
-            states, _ = start.states(problem, coupling, problem.network, prepared)
+            states, _ = start.prepare(problem, digits.prior()).states(problem, coupling, problem.network)
             off.append(float((states[..., 0] - loop).abs().mean()))
     assert off[1] < 0.3 * off[0], off
 

@@ -183,7 +183,7 @@ def test_what_has_left_stays_as_it_is_and_padding_is_nobodys_row(net, device):
     with torch.no_grad():
         prepared = window.Prepared(Window(size=20), problem, digits.prior())
         iteration = prepared.iteration
-        states, _ = GaussianStart().states(problem, prepared.coupling, problem.network, None)
+        states, _ = GaussianStart().states(problem, prepared.coupling, problem.network)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         while min(iteration.prefix.tolist()) < 60:

@@ -23,7 +23,7 @@ def test_early_steps_are_held_to_less_than_late_ones(net, device):
     assert 90 < (thresholds[-1] / thresholds[0]).item() < 100
     with torch.no_grad():
         iteration = window.Prepared(Window(tolerance=1e-2, freeze=0.5), problem, digits.prior()).iteration
-        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
+        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         while iteration.prefix < 60:
@@ -98,7 +98,7 @@ def test_a_rough_iteration_counts_the_steps_that_still_move(net, device):
     problem = Problem(net, DDPM().steps(digits.TRAINING.take(64)), noise)
     with torch.no_grad():
         iteration = window.Prepared(Window(size=48, accelerate=False, tf32=0.4), problem, digits.prior()).iteration
-        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network, None)
+        states, _ = GaussianStart().states(problem, iteration.coupling, problem.network)
         iteration.hold(problem.initial, problem.shift)
         iteration.load(states)
         before = iteration.states.clone()

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deeppcr import Newton
-from deeppcr.fuse.back import Apply, chunk_of
+from deeppcr.fuse.back import Apply, chunk_of, pull_back
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.expressions import FUNCTIONS
 from deeppcr.fuse.kinds import Kind
@@ -16,6 +16,7 @@ from deeppcr.fuse.run import Run, solve
 from deeppcr.fuse.trace import TRACING, one_row
 from deeppcr.sequence.layout import Layout
 from fuse.emitted import NumPyLanguage
+from kernel_support import error
 
 
 def by_loop(step, z0, xs=None, length=None):
@@ -107,3 +108,14 @@ class Fused:
                 for c in range(channels):
                     into[:, place[c]] += value.reshape(rows, channels)[:, c]
         return values, jacobians, cotangents
+
+
+def check_any_chunk(fused, rounding):
+    """Cotangents are pulled back to the same by chunks of any size."""
+    found, run = fused.solve(4), fused.run()
+    given = torch.randn_like(found.states)
+    initial, bases = pull_back(run, found.states, given, 13)
+    for chunk in (1, 5):
+        of_initial, of_bases = pull_back(run, found.states, given, chunk)
+        for a, b in zip((of_initial, *of_bases), (initial, *bases), strict=True):
+            assert error(a, b) < rounding

@@ -246,8 +246,7 @@ def test_projections_of_xs_are_done_before_the_kernels():
     assert base.per_step
     assert base.per_row
     assert [(leaf.offset, leaf.spacing) for leaf in program.leaves] == [(0, 1), (4, 1), (8, 1)]
-    assert program.are_apart(0)
-    assert program.covers_whole(0)
+    assert program.parts.shown[0] == (True, True)
 
 
 def test_what_a_step_makes_lies_on_its_device():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deeppcr import linear
-from deeppcr.linear import cost, fused
+from deeppcr.linear import auto, fused
 from linear.conformance import assert_compiles
 from linear.reference import random_blocks
 
@@ -72,7 +72,7 @@ def test_the_widest_kernels_need_a_device_with_room(shared_memory, widest, monke
 class TestCounts:
     """The model against a count of what the solvers do."""
 
-    prices = cost.Prices(1.0, 1.0, 1.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    prices = auto.Prices(1.0, 1.0, 1.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 
     @pytest.mark.parametrize("length", [2, 3, 9, 64, 100])
     def test_rounds(self, length, monkeypatch):
@@ -86,29 +86,29 @@ class TestCounts:
             solver.solve_coupled(blocks, rhs)
             return len(applied), sum(applied)
 
-        work = cost.Prices(0.0, 0.0, 0.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+        work = auto.Prices(0.0, 0.0, 0.0, 0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
         assert count(linear.ForwardSubstitution()) == (
-            cost.forward_seconds(length, 0.0, self.prices),
-            cost.forward_seconds(length, 1.0, work),
+            auto.forward_seconds(length, 0.0, self.prices),
+            auto.forward_seconds(length, 1.0, work),
         )
         assert count(linear.PCR()) == (
-            cost.pcr_seconds(length, 0.0, self.prices),
-            cost.pcr_seconds(length, 1.0, work),
+            auto.pcr_seconds(length, 0.0, self.prices),
+            auto.pcr_seconds(length, 1.0, work),
         )
         for chunk in (2, 4, 16):
             operations, applications = count(linear.Hierarchical(chunk=chunk))
-            levels = (cost.hierarchical_seconds(length, chunk, 0.0, 0.0, self.prices) - operations) / 2
+            levels = (auto.hierarchical_seconds(length, chunk, 0.0, 0.0, self.prices) - operations) / 2
             assert levels in range(length.bit_length())
             # Chunks are counted as if all were full.
-            counted = cost.hierarchical_seconds(length, chunk, 0.0, 1.0, work)
+            counted = auto.hierarchical_seconds(length, chunk, 0.0, 1.0, work)
             assert applications <= counted <= applications + 2 * chunk * length.bit_length()
 
     def test_more_takes_longer(self):
         for cpu in (True, False):
-            prices = cost._CPU if cpu else cost._GPU
+            prices = auto._CPU if cpu else auto._GPU
             for seconds in (
-                lambda length, prices=prices: cost.pcr_seconds(length, 1e-7, prices),
-                lambda length, prices=prices: cost.forward_seconds(length, 1e-7, prices),
+                lambda length, prices=prices: auto.pcr_seconds(length, 1e-7, prices),
+                lambda length, prices=prices: auto.forward_seconds(length, 1e-7, prices),
             ):
                 times = [seconds(length) for length in range(2, 300)]
                 assert times == sorted(times)

@@ -8,8 +8,8 @@ import torch
 
 from deeppcr.nn import calibrate
 from deeppcr.nn.calibrate import Kind
-from deeppcr.nn.choose import choose as choose_by_shape
 from deeppcr.nn.cost import Times, candidates, choose, expected_rounds, interpolate
+from deeppcr.nn.kernel_way import choose as choose_by_shape
 
 #: A device that holds 64 chunks at a time.
 TIMES = Times(

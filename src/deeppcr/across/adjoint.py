@@ -34,14 +34,13 @@ class AdjointOver:
         values: [L, B, D], what the steps give, with a graph; of a rank without steps nothing, to be differentiated all the same
     """
 
-    part: Part
-    jacobian: Jacobian
-    linear: LinearSolver
     entry: Tensor
     values: Tensor
 
     def __init__(self, part: Part, states: Tensor, entry: Tensor, jacobian: Jacobian, linear: LinearSolver):
-        self.part, self.jacobian, self.linear = part, jacobian, linear
+        self.part: Part = part
+        self.jacobian: Jacobian = jacobian
+        self.linear: LinearSolver = linear
         self.local: Adjoint | None = None
         if part.sequence is None:
             # Whoever asks for gradients on a rank without steps has to come by here as on the others, which wait for it.
@@ -54,7 +53,7 @@ class AdjointOver:
                 self.entry = sequence.initial
                 self.local = Adjoint(sequence, states, jacobian, linear)
                 self.values = self.local.values
-        self.true: bool = jacobian.true or part.layout.width <= DENSE_WIDTH
+        self.true: bool = jacobian.exact or part.layout.width <= DENSE_WIDTH
         self.matters: Tensor | None = None  # of the last sweep: see Adjoint.warn_of_lost_digits
 
     def promise(self, rtol: float) -> None:
@@ -96,9 +95,8 @@ class AdjointOver:
         structure = None
         with part.trouble.kept():
             if local is not None:
-                at_once = jacobian.steps_at_once(local.sequence)
-                parts = [slice(start, start + at_once) for start in range(0, len(gradients), at_once)]
-                blocks = self._transposed(jacobian, parts[0])
+                parts = local._parts(len(gradients), jacobian)
+                blocks = local._transposed(parts[0], jacobian)
                 kept = [blocks] if len(parts) == 1 else [None] * len(parts)
                 structure = blocks[:0]
         none = part.agree_on(structure)
@@ -128,21 +126,15 @@ class AdjointOver:
             size_before = size
         return adjoint, False
 
-    def _transposed(self, jacobian: Jacobian, where: slice) -> Blocks:
-        local = self.local
-        assert local is not None
-        previous = local.previous.detach()[where]
-        steps = range(where.start, where.start + len(previous))
-        return jacobian.evaluate(local.sequence, previous, steps)[1].transpose()
-
     def _substituted(
         self, jacobian: Jacobian, missing: Tensor, parts: list[slice], kept: list[Blocks | None], none: Blocks
     ) -> Tensor:
         """What a right-hand side [L, B, D] makes of the adjoint, part by part of the steps that fit in memory together."""
-        own, dtype = Map.of(*in_full(none, missing[:0])), missing.dtype
+        local, own, dtype = self.local, Map.of(*in_full(none, missing[:0])), missing.dtype
 
         def system(number: int) -> tuple[Blocks, Tensor]:
-            blocks = kept[number] or self._transposed(jacobian, parts[number])
+            assert local is not None
+            blocks = kept[number] or local._transposed(parts[number], jacobian)
             return in_full(blocks, blocks.apply(missing[parts[number]]))
 
         error = None

@@ -25,7 +25,6 @@ from .progress import Shared
 class Certified(Safeguarded[Shared]):
     """What an iteration over ranks asks of what it found."""
 
-    part: Part
     entry: Tensor
     ends: Tensor  # these are Safeguarded's: said again for type checkers, which infer what a subclass sets
     first: int
@@ -33,7 +32,7 @@ class Certified(Safeguarded[Shared]):
 
     def __init__(self, newton: Newton, part: Part, ends: Tensor, chunk: int, plan: Plan):
         super().__init__(newton, Shared(part, newton, chunk), ends, chunk, plan)
-        self.part = part
+        self.part: Part = part
 
     def linearise(self) -> tuple[Tensor, Blocks]:
         raise NotImplementedError

@@ -46,8 +46,6 @@ class Iteration(Certified):
     after: Tensor | None
     values: Tensor | None
     unit: Tensor | None
-    far: bool
-    faint: Tensor
 
     def __init__(
         self,
@@ -68,7 +66,8 @@ class Iteration(Certified):
         # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank; whether some
         # state of some rank may have been thrown far away; rows that are faint somewhere.
         self.values = self.unit = None
-        self.far, self.faint = False, torch.zeros_like(self.progress.active)
+        self.far: bool = False
+        self.faint: Tensor = torch.zeros_like(self.progress.active)
         self.tell()
 
     @property

@@ -5,7 +5,6 @@ What ranks join, and what they say to each other, is the same with kernels and w
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..jacobian import DenseJacobian
 from ..linear import Blocks, Dense, Diagonal
 from ..newton import Newton
+from ..runtime import launching
 from ..ways.fused import Call
 
 if TYPE_CHECKING:  # it needs Triton and NumPy
@@ -34,20 +34,17 @@ class Kernels:
         from ..fuse.kinds import first_chunk
         from ..fuse.run import Run
 
-        fused, self.call = call.fused, call
-        assert fused is not None
-        assert not isinstance(fused, str)
-        assert call.length is not None
+        (fused, length), self.call = call.known, call
         layout, program = fused.layout, fused.kernels.program
         with torch.no_grad():
             starts = [leaf.detach() for leaf in call.states]
             bases = [base.detach() for base in fused.bases(call.inputs, fused.closures(call.reached))]
-            self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, call.length)
+            self.run: Run = Run(fused.kernels, layout.pack_leaves(starts), bases, length)
         self.refusal: str | None = None
         if not self.run.has_one_matrix or program.dtype != layout.dtype:
             self.refusal = "elementwise steps on several tensors, and half precision, have none over ranks"
         self.elementwise: bool = not self.run.shape.tiled and program.width == 1
-        self.chunk: int = first_chunk(call.length, layout.rows * program.channels, program)
+        self.chunk: int = first_chunk(length, layout.rows * program.channels, program)
 
     @staticmethod
     def of(newton: Newton, *given: Any) -> Kernels | str:
@@ -68,7 +65,7 @@ class Kernels:
         from triton import OutOfResources
 
         try:
-            with self._device():
+            with launching(self.run.device):
                 ends, products = self.run.roll_out(starts, chunk, first * chunk)
         except OutOfResources as error:
             self.call.refuse(f"its kernels do not fit the device ({error})")
@@ -77,10 +74,5 @@ class Kernels:
 
     def roll_out(self, starts: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """As of a Sequence: the states after the chunks, and all states."""
-        with self._device():
+        with launching(self.run.device):
             return self.run.roll_out(starts, chunk, first * chunk, product=False)
-
-    def _device(self) -> Any:
-        """Where kernels are launched."""
-        device = self.run.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -11,17 +11,17 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
-from ..linear import BlockDiagonal, Blocks, Dense, Diagonal, LinearSolver, Scalar
+from ..linear import Blocks, LinearSolver
+from ..linear.blocks import STRUCTURES
 from ..linear.sharded import Map, entry_of, solve_local
 from ..sequence import Sequence
 from ..sequence.layout import Layout, refuse_not_finite
 from ..sequence.sequence import find_length
 
-_STRUCTURES: tuple[type[Blocks], ...] = (Dense, Diagonal, BlockDiagonal, Scalar)
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -38,22 +38,16 @@ class Part:
         needs_gradients: whether anything that the states of any rank depend on requires a gradient
     """
 
-    ranks: Ranks
-    trouble: Trouble
     layout: Layout
     initial: Tensor
-    length: int
-    total: int
-    history: int
-    needs_gradients: bool
 
     def __init__(self, ranks: Ranks, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None):
-        self.ranks, self.trouble = ranks, Trouble()
+        self.ranks: Ranks = ranks
+        self.trouble: Trouble = Trouble()
         self.sequence: Sequence | None = None
         own, facts = 0, (0, 0)
         with self.trouble.kept():
-            several = isinstance(step, (list, tuple, nn.ModuleList))
-            own = find_length(step if several else None, xs, length, least=0)
+            own = find_length(step, xs, length, least=0)
             self.layout = Layout.of(z0, batch_dims)
             refuse_not_finite(z0)
             self.initial = self.layout.pack(z0)
@@ -76,9 +70,11 @@ class Part:
         if not any(lengths):
             raise ValueError("xs: at least one step is needed, and no rank has any")
         self.lengths: list[int] = list(lengths)
-        self.length, self.total = own, sum(lengths)
+        self.length: int = own
+        self.total: int = sum(lengths)
         self.offset: int = sum(lengths[: ranks.rank])
-        self.history, self.needs_gradients = max(histories), any(needing)
+        self.history: int = max(histories)
+        self.needs_gradients: bool = any(needing)
         #: Of the ranks that have steps, the first and the last.
         self.first: int = next(rank for rank, each in enumerate(lengths) if each)
         self.last: int = max(rank for rank, each in enumerate(lengths) if each)
@@ -119,12 +115,12 @@ class Part:
         facts = [-1, 0, 0, 0]
         if blocks is not None and self.trouble.error is None:
             core = [*blocks.data.shape[2:], 0, 0, 0][:3]
-            facts = [_STRUCTURES.index(type(blocks)), *core]
+            facts = [STRUCTURES.index(type(blocks)), *core]
         told = {each for each in self.ranks.agree(self.trouble.take(), *facts) if each[0] >= 0}
         if len(told) > 1:
             raise ValueError("jacobian: the blocks have another structure or width on some ranks than on others")
         kind, *core = told.pop()
-        structure = _STRUCTURES[kind]
+        structure = STRUCTURES[kind]
         return structure(self.empty().new_zeros(0, self.layout.rows, *core[: structure.core_dims]))
 
     def solve(

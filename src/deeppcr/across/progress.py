@@ -24,9 +24,6 @@ _GROUPS = 256
 class Shared(Progress):
     """The status of every row, the same on all ranks; chunks are counted through all of them."""
 
-    part: Part
-    before: int
-    index: Tensor
     count: int
     prefix: Tensor
     iterations: Tensor
@@ -37,9 +34,10 @@ class Shared(Progress):
         counts, before = part.cut(chunk)
         settings = newton.of_progress(part.layout.dtype)
         super().__init__(part.layout, part.total, chunk, chunks=before[-1], **settings)
-        self.part, self.before = part, before[part.ranks.rank]
+        self.part: Part = part
+        self.before: int = before[part.ranks.rank]
         own = torch.arange(counts[part.ranks.rank], device=part.layout.device)
-        self.index = own.unsqueeze(1) + self.before
+        self.index: Tensor = own.unsqueeze(1) + self.before
 
     @property
     def exact_steps(self) -> Tensor:

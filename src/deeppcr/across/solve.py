@@ -24,7 +24,7 @@ from ..runtime import is_capturing
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
 from ..tolerance import misses
-from ..ways.judged import without_claim
+from ..ways.judged import Judged, solution_of, without_claim
 from ..ways.looped import Given
 from .adjoint import AdjointOver
 from .iteration import Iteration
@@ -85,22 +85,10 @@ def _watched(part: Part) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Judged:
-    """An outcome that the steps themselves have borne out.
+class _Judged(Judged[AdjointOver]):
+    """An outcome that the steps themselves have borne out; ``residual`` and ``known`` are of the whole."""
 
-    Attributes:
-        residual, known: [B], of the whole
-        adjoint: what a backward pass needs; None where there can be none
-    """
-
-    outcome: Outcome
-    residual: Tensor
     known: Tensor
-    adjoint: AdjointOver | None
-
-    @property
-    def results(self) -> list[Result]:
-        return self.outcome.results
 
 
 class _Solve:
@@ -207,7 +195,7 @@ class _Solve:
             adjoint.promise(self.tolerance.rtol)
         if lost_anywhere.any() and adjoint is not None:
             outcome = self._determined(outcome, adjoint, sizes, before, lost_before)
-        return _Judged(outcome, residual.to(states.dtype), known.amin(-1).long(), adjoint)
+        return _Judged(outcome, residual.to(states.dtype), adjoint, known.amin(-1).long())
 
     def _determined(
         self, outcome: Outcome, adjoint: AdjointOver, sizes: Tensor, before: Tensor, lost_before: Tensor | None
@@ -328,7 +316,7 @@ class _Solve:
 
     def _solution(self, judged: _Judged, *, failed: bool, promised: Any) -> Solution:
         part, outcome, plan = self.part, judged.outcome, self.plan
-        states, layout, batch = outcome.states, part.layout, part.layout.batch_shape
+        states, layout = outcome.states, part.layout
         held = states[-1] if len(states) else torch.zeros_like(part.initial)
         final = part.ranks.spread(held.detach(), part.last)
         description = self._describe(judged)
@@ -343,18 +331,6 @@ class _Solve:
         known = judged.known if promised is not None else outcome.exact_steps
         if promised is not None and outcome.local is not None:
             known = torch.where(outcome.local, part.total, known)
-        return Solution(
-            states=layout.unpack(states),
-            iterations=outcome.iterations.reshape(batch),
-            residual=judged.residual.reshape(batch),
-            result=worst_of(outcome.results),
-            results=tuple(outcome.results),
-            exact_steps=outcome.exact_steps.reshape(batch),
-            updates=outcome.updates.reshape(-1, *batch),
-            plan=plan,
-            description=description,
-            z0=layout.unpack(part.initial.detach()),
-            tolerance=promised,
-            local=None if outcome.local is None else outcome.local.reshape(batch),
-            dropped=Dropped(1, part.total, layout.unpack(final), known.reshape(batch)),
-        )
+        dropped = Dropped(1, part.total, layout.unpack(final), known.reshape(layout.batch_shape))
+        about: dict[str, Any] = {"description": description, "tolerance": promised, "dropped": dropped}
+        return solution_of(outcome, states, judged.residual, part.initial, layout, plan, **about)

@@ -1,6 +1,6 @@
 """Sampling from diffusion models in parallel over the denoising steps."""
 
-from .diagonal import DiagonalPart
+from ..jacobian.diagonal import DiagonalPart
 from .diffusers.loop import ParallelLoop, parallelize
 from .diffusers.pipeline import PipelineSample, parallel_sample
 from .diffusers.scheduler import UnsupportedScheduler, read_scheduler

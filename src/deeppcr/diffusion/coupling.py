@@ -28,9 +28,6 @@ class Coupling:
         offsets: [L, 1, D] or None: what the ideal output holds, in the basis, beside its slope times the sample
     """
 
-    prior: Prior
-    steps: Steps
-    plain: bool
     slots: int
 
     def __init__(
@@ -43,7 +40,9 @@ class Coupling:
         *,
         plain: bool = False,
     ):
-        self.prior, self.steps, self.plain = prior, steps, plain
+        self.prior: Prior = prior
+        self.steps: Steps = steps
+        self.plain: bool = plain
         self.slots, length = steps.slots, len(steps)
         self.basis: Tensor | None = None
         data = prior.couplings(steps).to(device, dtype)

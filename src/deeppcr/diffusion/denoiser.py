@@ -45,10 +45,6 @@ class Denoiser:
         unconditional: what stands for no class: a label, or a nest like ``classes``
     """
 
-    function: Callable[..., Any]
-    shape: torch.Size
-    samples: int
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -60,7 +56,9 @@ class Denoiser:
     ):
         if not callable(function):
             raise TypeError(f"denoiser: expected a callable, got {type(function).__name__}")
-        self.function, self.shape, self.samples = function, shape, samples
+        self.function: Callable[..., Any] = function
+        self.shape: torch.Size = shape
+        self.samples: int = samples
         if guidance is not None and not (isinstance(guidance, (int, float)) and math.isfinite(guidance)):
             raise TypeError(f"guidance: expected a finite number for all samples, got {guidance!r}")
         self.guidance: float | None = guidance if guidance != 1 else None

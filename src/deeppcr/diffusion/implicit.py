@@ -32,11 +32,9 @@ class Rotated:
         xs: tensors [L, B', ...] by name
     """
 
-    problem: Problem
-    coupling: Coupling
-
     def __init__(self, problem: Problem, coupling: Coupling, who: Tensor | None = None):
-        self.problem, self.coupling = problem, coupling
+        self.problem: Problem = problem
+        self.coupling: Coupling = coupling
         initial, shift = problem.initial, problem.shift
         if who is None:
             who = torch.arange(problem.samples, device=problem.device)

@@ -54,15 +54,6 @@ class Problem:
         ranks: over which the rows of a call are spread; None: they are not
     """
 
-    noise: Noise
-    steps: Steps
-    length: int
-    ranks: Ranks | None
-    samples: int
-    shape: torch.Size
-    width: int
-    slots: int
-
     def __init__(
         self,
         denoiser: Callable[..., Any],
@@ -78,9 +69,14 @@ class Problem:
             raise TypeError(f"noise: expected Noise(...) or a tensor [B, *shape], got {type(noise).__name__}")
         noise.check(len(steps), needed=steps.adds_noise)
         initial, steps = noise.initial, steps.balanced()
-        self.noise, self.steps, self.length, self.ranks = noise, steps, len(steps), ranks
-        self.samples, self.shape = initial.shape[0], initial.shape[1:]
-        self.width, self.slots = self.shape.numel(), steps.slots
+        self.noise: Noise = noise
+        self.steps: Steps = steps
+        self.length: int = len(steps)
+        self.ranks: Ranks | None = ranks
+        self.samples: int = initial.shape[0]
+        self.shape: torch.Size = initial.shape[1:]
+        self.width: int = self.shape.numel()
+        self.slots: int = steps.slots
         # Half precision is the network's affair: states add up many small steps.
         self.network_dtype: torch.dtype = initial.dtype
         self.dtype: torch.dtype = torch.float32 if initial.dtype in (torch.float16, torch.bfloat16) else initial.dtype

@@ -30,8 +30,10 @@ from .samplers import DDIM, DDPM, Prediction, Sampler, Steps
 from .schedule import Schedule
 from .spread import check_alike, spread
 from .start import as_start
+from .window.looped import loop_by_graph
+from .window.planned import run
 from .window.prepared import Outcome
-from .window.window import Window, loop_by_graph
+from .window.window import Window
 
 #: Where rounding leaves a little more than was asked for, the result says so and nobody is disturbed: the estimate is from above, and
 #: the loop is no better. From so many times on two of the digits that were asked for are missing.
@@ -199,7 +201,7 @@ def _by_window(
     plan.note(f"jacobian: {prior.in_words}")
     plan.note(start.in_words(_name_of(prior)))
     try:
-        outcome = window.run(problem, prior, start, plan)
+        outcome = run(window, problem, prior, start, plan)
     except Exception:
         problem.check_finite()
         raise
@@ -338,7 +340,7 @@ def _by_newton(
     problem.check_times()
     coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
     with torch.no_grad():
-        states, _ = start.states(problem, coupling, problem.network, start.prepare(problem, prior))
+        states, _ = start.prepare(problem, prior).states(problem, coupling, problem.network)
     if jacobian is not prior:
         coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype)
     rotated = Rotated(problem, coupling)

@@ -5,8 +5,6 @@ Shapes: N rows of a call. What is done with the outputs is done by all ranks ali
 
 from __future__ import annotations
 
-import math
-import struct
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -95,8 +93,7 @@ def check_alike(ranks: Ranks, initial: Tensor, steps: Tensor | None) -> None:
     """Raise on all ranks where they were given different noise."""
     shapes = zlib.crc32(repr((initial.shape, None if steps is None else steps.shape, initial.dtype)).encode())
     total = float(initial.detach().double().sum() + (0 if steps is None else steps.detach().double().sum()))
-    told = ranks.agree(None, shapes, struct.unpack("q", struct.pack("d", total))[0])
-    sums = [struct.unpack("d", struct.pack("q", each))[0] for _, each in told]
-    same = max(sums) - min(sums) <= 1e-6 * max(map(abs, sums)) or any(math.isnan(each) for each in sums)
-    if len({each for each, _ in told}) > 1 or not same:
+    kinds, sums = ranks.gather(torch.tensor([shapes, total], dtype=torch.float64)).T
+    same = sums.max() - sums.min() <= 1e-6 * sums.abs().max() or sums.isnan().any()
+    if len(kinds.unique()) > 1 or not same:
         raise ValueError("noise: must be the same on every rank")

@@ -17,6 +17,8 @@ from .prior import GaussianPrior
 from .problem import Problem
 from .result import Samples
 
+Network = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Start:
     """Strategy: a guess of the sample after every step.
@@ -29,16 +31,15 @@ class Start:
 
     may_be_good = brings_tensors = asks_network = False
 
-    def prepare(self, problem: Problem, prior: GaussianPrior) -> Any:
-        """What ``states`` needs, found once for a kind of run.
+    def prepare(self, problem: Problem, prior: GaussianPrior) -> Start | Coarse:
+        """What gives ``states``, found once for a kind of run.
 
         Args:
             prior: of the path through Gaussian data
         """
+        return self
 
-    def states(
-        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
-    ) -> tuple[Tensor, int]:
+    def states(self, problem: Problem, coupling: Coupling, network: Network) -> tuple[Tensor, int]:
         """States [L, B, D, K], and how many rows of each sample the network saw for them.
 
         Args:
@@ -61,9 +62,7 @@ class GaussianStart(Start):
     GaussianStart()
     """
 
-    def states(
-        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
-    ) -> tuple[Tensor, int]:
+    def states(self, problem: Problem, coupling: Coupling, network: Network) -> tuple[Tensor, int]:
         return _path(problem, coupling, coupling.offsets), 0
 
     def in_words(self, prior: str) -> str:
@@ -85,9 +84,7 @@ class MeanStart(Start):
     mean: Tensor
     brings_tensors = True
 
-    def states(
-        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
-    ) -> tuple[Tensor, int]:
+    def states(self, problem: Problem, coupling: Coupling, network: Network) -> tuple[Tensor, int]:
         return _widen(problem, _mean(problem, self.mean)), 0
 
     def in_words(self, prior: str) -> str:
@@ -120,11 +117,6 @@ class CoarseStart(Start):
     def prepare(self, problem: Problem, prior: GaussianPrior) -> Coarse:
         return Coarse(self, problem, prior)
 
-    def states(
-        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Coarse
-    ) -> tuple[Tensor, int]:
-        return prepared.states(problem, coupling, network), prepared.rows
-
     def in_words(self, prior: str) -> str:
         return f"start: {self!r}, the network at every {self.stride}th step"
 
@@ -137,9 +129,7 @@ class GivenStart(Start):
     name: str
     may_be_good = brings_tensors = True
 
-    def states(
-        self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor], prepared: Any
-    ) -> tuple[Tensor, int]:
+    def states(self, problem: Problem, coupling: Coupling, network: Network) -> tuple[Tensor, int]:
         expected = (problem.length, problem.samples, *problem.shape)
         if self.given.shape != expected:
             raise ValueError(f"start: expected states [L, B, *shape] = {expected}, got {tuple(self.given.shape)}")
@@ -232,8 +222,8 @@ class Coarse:
         self.who: Tensor = torch.arange(samples, device=device).repeat(len(picked))
         self.scale: Tensor = problem.coefficients.scale[picked].reshape(-1, 1, 1)
 
-    def states(self, problem: Problem, coupling: Coupling, network: Callable[..., Tensor]) -> Tensor:
-        """[L, B, D, K]: the prior's path through what the network says at the picked steps. The host looks at nothing."""
+    def states(self, problem: Problem, coupling: Coupling, network: Network) -> tuple[Tensor, int]:
+        """As of a ``Start``: the prior's path through what the network says at the picked steps. The host looks at nothing."""
         states = _path(problem, coupling, coupling.offsets)
         for _ in range(self.sweeps if self.rows else 0):
             before = torch.cat([problem.initial.detach().unsqueeze(0), states[:-1]])[self.picked][..., 0]
@@ -241,4 +231,4 @@ class Coarse:
             linear = self.slopes.unsqueeze(-1) * coupling.into(before.unsqueeze(-1))
             rest = (coupling.into(outputs.unsqueeze(-1)) - linear).squeeze(-1)
             states = _path(problem, coupling, torch.lerp(rest[self.left], rest[self.left + 1], self.share))
-        return states
+        return states, self.rows

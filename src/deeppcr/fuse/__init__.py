@@ -12,7 +12,7 @@ from ..sequence import Rowwise
 from ..sequence.layout import Layout
 from ..sequence.lengths import up_to
 from ..sequence.sequence import find_length
-from ..sequence.stack import as_one_step
+from ..sequence.stack import LISTS, as_one_step
 
 __all__ = ["source"]
 
@@ -48,13 +48,12 @@ def source(
     from .expressions import NotCovered
     from .trace import one_row
 
-    several = isinstance(step, (list, tuple, nn.ModuleList))
-    if several or xs is not None or length is not None:
-        find_length(step if several else None, xs, length)  # which names what is wrong
+    if isinstance(step, LISTS) or xs is not None or length is not None:
+        find_length(step, xs, length)  # which names what is wrong
     if lengths is not None:
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     one: Any = step.step if isinstance(step, Rowwise) else step
-    if isinstance(one, (list, tuple, nn.ModuleList)):
+    if isinstance(one, LISTS):
         found = (one[0], xs) if len(one) == 1 else as_one_step(one, xs)
         if found is None:
             raise NotCovered("a list of steps that are not alike is not covered")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..runtime import is_capturing
 from ..sequence.layout import Layout
 from . import templates, tile_templates
-from .expressions import NotCovered
+from .expressions import NotCovered, covering
 from .joints import joints_source
 from .program import Program, program_of
 from .text import module_text
@@ -55,19 +55,6 @@ class Kernels:
     def backward_source(self) -> str:
         with TRACING:
             return module_text(self.program.dtype, self._frames.sweep(self.program))
-
-    def make_forward_source(self) -> None:
-        """Make it now.
-
-        Raises:
-            NotCovered: there is none, and why
-        """
-        try:
-            self.forward_source  # noqa: B018 - which is made here
-        except NotCovered:
-            raise
-        except Exception as error:  # whatever a rule did not foresee
-            raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
 
     @cached_property
     def no_gradients(self) -> str | None:
@@ -118,16 +105,21 @@ def kernels_of(row: OneRow, layout: Layout) -> Kernels:
     Raises:
         NotCovered: there are none, and why
     """
-    kernels = Kernels(program_of(row, layout))
-    kernels.make_forward_source()
+    kernels = _with_source(program_of(row, layout))
     if not kernels.is_long:
         return kernels
     try:
-        shorter = Kernels(program_of(row, layout, narrow=0))
-        shorter.make_forward_source()
+        shorter = _with_source(program_of(row, layout, narrow=0))
     except NotCovered:
         return kernels
     return kernels if shorter.no_gradients and not kernels.no_gradients else shorter
+
+
+def _with_source(program: Program | TileProgram) -> Kernels:
+    kernels = Kernels(program)
+    with covering():
+        kernels.forward_source  # noqa: B018 - which is made here
+    return kernels
 
 
 #: Numbers that graphs of callers read whenever they are replayed, whatever becomes of the step.

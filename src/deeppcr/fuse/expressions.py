@@ -15,7 +15,8 @@ and ``n0``, ``n1``, ...: numbers, arguments of the kernel in the dtype ``REAL``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -24,40 +25,19 @@ import numpy as np
 Kind = Literal["real", "int", "bool"]
 _KINDS: tuple[Kind, ...] = ("bool", "int", "real")  # of two, the later is that of their sum
 
+_SAME_NAME = (
+    *("ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor", "fmod", "hypot", "log", "log10", "log1p", "log2"),
+    *("rint", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+)
 #: Functions of real numbers, by the names that they have in libdevice, and how NumPy computes them. Codes call them, numbers
 #: are folded by them, and so are kernels interpreted.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "acos": np.arccos,
-    "acosh": np.arccosh,
-    "asin": np.arcsin,
-    "asinh": np.arcsinh,
-    "atan": np.arctan,
-    "atan2": np.arctan2,
-    "atanh": np.arctanh,
-    "ceil": np.ceil,
-    "cos": np.cos,
-    "cosh": np.cosh,
+    **{name: getattr(np, name) for name in _SAME_NAME},
+    **{f"a{name}": getattr(np, f"arc{name}") for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
     "erf": np.vectorize(math.erf, otypes=[float]),
     "erfc": np.vectorize(math.erfc, otypes=[float]),
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "floor": np.floor,
-    "fmod": np.fmod,
-    "hypot": np.hypot,
-    "log": np.log,
-    "log10": np.log10,
-    "log1p": np.log1p,
-    "log2": np.log2,
     "pow": np.power,
-    "rint": np.rint,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sin": np.sin,
-    "sinh": np.sinh,
-    "sqrt": np.sqrt,
-    "tan": np.tan,
-    "tanh": np.tanh,
-    "trunc": np.trunc,
 }
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}
@@ -73,6 +53,17 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 
 class NotCovered(Exception):
     """An operation, or a size, for which there is no source: "aten.sort is not covered"."""
+
+
+@contextmanager
+def covering() -> Iterator[None]:
+    """Whatever a rule did not foresee, inside, is not covered."""
+    try:
+        yield
+    except NotCovered:
+        raise
+    except Exception as error:
+        raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)

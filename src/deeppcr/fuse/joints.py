@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .text import for_each, for_pairs, kernel_text, module_text, row_of
+from .text import for_each, for_pairs, indented, kernel_text, module_text, row_of
 
 #: So many times as much as over all of it, one number may move another within a chunk.
 _WITHIN = 8.0
@@ -66,12 +66,12 @@ def _over_groups(width: int) -> list[str]:
         *for_pairs(width, "    p{i}_{j} = a{i}_{j}"),
         *for_each(width, "    t{k} = b{k}", "    o{k} = c{k}"),
         f"    each += {map_size(width)} * rows",
-        *("    " + line for line in load("live & (e + 1 < g)")),
+        *indented(load("live & (e + 1 < g)")),
     ]
 
 
 def _in_part(condition: str, lines: list[str]) -> list[str]:
-    return [f"if {condition}:", *("    " + line for line in lines)]
+    return [f"if {condition}:", *indented(lines)]
 
 
 def _join(width: int) -> str:
@@ -86,14 +86,14 @@ def _join(width: int) -> str:
     carried = [f"a{i} = {_WITHIN} * ({' + '.join(others[i] or ['o0'])})" for i in range(width)]
     gather = [
         "# Every group as one map, from the correction before it to the one after it; behind the last chunk nobody asks for one.",
-        *("" + line for line in for_each(width, "t{k} = tl.zeros((GROUPS * LANES,), REAL)", "m{k} = tl.zeros((GROUPS * LANES,), REAL)", "a{k} = tl.zeros((GROUPS * LANES,), REAL)")),
-        *("" + line for line in [f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)]),
+        *for_each(width, *(f"{name}{{k}} = tl.zeros((GROUPS * LANES,), REAL)" for name in "tma")),
+        *(f"j{i}_{k} = tl.full((GROUPS * LANES,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
-        *("    " + line for line in places),
+        *indented(places),
         "    ok = live & (n < chunks - 1)",
-        *("    " + line for line in for_pairs(width, matrix)),
-        *("    " + line for line in for_each(
+        *indented(for_pairs(width, matrix)),
+        *indented(for_each(
             width,
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
             f"f{{k}} = tl.load(starts + {chunk_after}, mask=ok, other=0)",
@@ -102,25 +102,25 @@ def _join(width: int) -> str:
         )),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 't{k}')} + (e{i} - f{i})" for i in range(width)),
         *(f"    u{i}_{j} = {row_of(i, width, 'p{i}_{k}', f'j{{k}}_{j}')}" for i in range(width) for j in range(width)),
-        *("    " + line for line in carried),
-        *("    " + line for line in for_each(width, "t{k} = u{k}")),
-        *("    " + line for line in for_pairs(width, "j{i}_{j} = u{i}_{j}")),
-        *("" + line for line in for_each(
+        *indented(carried),
+        *indented(for_each(width, "t{k} = u{k}")),
+        *indented(for_pairs(width, "j{i}_{j} = u{i}_{j}")),
+        *for_each(
             width, "tl.store(own + {k} * rows, t{k}, mask=live)",
             f"tl.store(own + ({size - width} + {{k}}) * rows, a{{k}}, mask=live)",
             f"tl.store(own + ({width + square} + {{k}}) * rows, m{{k}}, mask=live)",
-        )),
-        *("" + line for line in for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)")),
+        ),
+        *for_pairs(width, f"tl.store(own + ({width} + {{at}}) * rows, j{{i}}_{{j}}, mask=live)"),
     ]  # fmt: skip
     between = [
         "# The correction before the group, and how large the states have been so far.",
-        *("" + line for line in for_each(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
-                                         "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
-                                         "m{k} = z{k}")),
+        *for_each(width, "d{k} = tl.zeros((GROUPS * LANES,), REAL)",
+                  "z{k} = tl.abs(tl.load(starts + {k} * rows + r, mask=live, other=0))",
+                  "m{k} = z{k}"),
         *_over_groups(width),
         *for_each(width, "    m{k} = tl.maximum(m{k}, o{k})"),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')} + t{i}" for i in range(width)),
-        *("    " + line for line in for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
+        *indented(for_each(width, "largest = tl.where(ok & ~(tl.abs(u{k}) < float('inf')), float('inf'), largest)",
                                              "d{k} = tl.where(ok, finite_or_zero(u{k}), d{k})")),
     ]  # fmt: skip
     widest = "c0"
@@ -138,11 +138,11 @@ def _join(width: int) -> str:
         ),
         "for q in range(0, group_chunks):",
         "    n = g * group_chunks + q",
-        *("    " + line for line in places),
+        *indented(places),
         "    ok = live & (n < chunks)",
         "    joined = ok & (n > 0)",
-        *("    " + line for line in for_pairs(width, matrix)),
-        *("    " + line for line in for_each(
+        *indented(for_pairs(width, matrix)),
+        *indented(for_each(
             width,
             f"z{{k}} = tl.load(starts + {chunk_of}, mask=ok, other=0)",
             f"e{{k}} = tl.load(ends + {chunk_of}, mask=ok, other=0)",
@@ -162,7 +162,7 @@ def _join(width: int) -> str:
         f"    beside = {widest}",
         "    known = joined",
         "    far = tl.zeros((GROUPS * LANES,), tl.int1)",
-        *("    " + line for line in for_each(
+        *indented(for_each(
             width,
             "known = known & (tl.abs(d{k}) < float('inf')) & (tl.abs(w{k}) < float('inf')) & (tl.abs(e{k}) < float('inf'))",
             # Overflow, or far beyond where the linearisation holds: on from the end of the chunk before.
@@ -185,24 +185,24 @@ def _join(width: int) -> str:
             f"    largest = tl.where(blind & (tl.abs(e{i} - f{i}) > m{i} * (SMOOTH * EPS)), float('inf'), largest)",
         )),
         "    exact = n <= passes + 1",
-        *("    " + line for line in for_each(
+        *indented(for_each(
             width,
             "y{k} = tl.where(exact, h{k}, tl.where(far, tl.where(tl.abs(h{k}) < float('inf'), h{k}, z{k}), y{k}))",
             "tl.store(starts + " + chunk_of + ", y{k}, mask=joined)",
             "d{k} = tl.where(joined, y{k} - z{k}, 0.0)  # which is what the chunks that follow hear of",
         )),
         *(f"    u{i} = {row_of(i, width, 'p{i}_{k}', 'd{k}')}" for i in range(width)),
-        *("    " + line for line in for_each(
+        *indented(for_each(
             width,
             # How far the correction of its start moves the end of the chunk: of the last one, nobody else asks.
             "largest = tl.maximum(largest, tl.where(ok, in_units(tl.abs(u{k}), s{k}), 0.0))",
         )),
-        *("    " + line for line in for_each(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
+        *indented(for_each(width, "known = known & (tl.abs(u{k}) < float('inf'))")),
         "    largest = tl.where(joined & ~known, float('inf'), largest)",
-        *("    " + line for line in for_each(
+        *indented(for_each(
             width, "d{k} = finite_or_zero(u{k} + (e{k} - f{k}))", "h{k} = e{k}",
         )),
-        *("    " + line for line in carried),
+        *indented(carried),
     ]  # fmt: skip
     note = [
         "# What was found: of a lane the largest of its groups.",
@@ -228,7 +228,7 @@ def _join(width: int) -> str:
         "gross = tl.zeros((GROUPS * LANES,), REAL)  # the largest correction in tolerances of the largest size so far",
         "hidden = tl.zeros((GROUPS * LANES,), REAL)",
         "if tl.sum(live.to(tl.int32), 0) > 0:",
-        *("    " + line for line in [
+        *indented([
             *_in_part("PART <= 1", gather),
             *_in_part("PART == 0", ["tl.debug_barrier()"]),
             *_in_part("PART % 2 == 0", between),

@@ -44,7 +44,7 @@ class Outputs:
         inside: list[tuple[int, int]] = []  # of every leaf, its channels' spacing and its offset
         for leaf in program.leaves:
             base, kind = run.bases[leaf.base], (leaf.per_step, leaf.per_row)
-            apart, whole = program.are_apart(leaf.base), program.covers_whole(leaf.base)
+            apart, whole = program.parts.shown[leaf.base]
             alone = leaf.per_step and (leaf.per_row or self._batch == 1)  # of a single row there is no sum over rows
             if not leaf.dtype.is_floating_point:  # nothing is written
                 self._slots.append(None)

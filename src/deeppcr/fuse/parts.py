@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -91,6 +93,22 @@ class Parts:
         if all(base.node in holders for base in self.bases):
             return [holders.index(base.node) for base in self.bases]
         return None
+
+    @cached_property
+    def shown(self) -> list[tuple[bool, bool]]:
+        """Of every base whether its leaves do not overlap, and whether each of its numbers belongs to one."""
+        taken: list[list[int]] = [[] for _ in self.bases]
+        for leaf in self.leaves:
+            count = math.prod(leaf.shape)
+            dims = [(count, leaf.spacing if self.elementwise else 1)]
+            if self.tiled:
+                dims = list(zip(leaf.shape, leaf.strides, strict=True))
+            steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in dims]
+            taken[leaf.base] += [leaf.offset + sum(each) for each in product(*steps)]
+        return [
+            (len(set(places)) == len(places), len(set(places)) == math.prod(base.shape))
+            for places, base in zip(taken, self.bases, strict=True)
+        ]
 
     @property
     def are_given(self) -> bool:

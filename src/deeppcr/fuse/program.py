@@ -7,7 +7,7 @@ every row is a lane; of a *narrow* one they are the whole state of a row. So the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..sequence.layout import Layout
 from .derivatives import cotangent_graph, tangent_graph, values_graph
-from .expressions import Code, NotCovered, Scalar, Value
+from .expressions import Code, NotCovered, Scalar, Value, covering
 from .operations import evaluate, interpreted, is_pointwise, kind_of_dtype, pointwise
 from .parts import Leaf, Parts, take_apart
 from .tile_program import WIDEST, TileProgram
@@ -35,13 +35,9 @@ def program_of(row: OneRow, layout: Layout, narrow: int = NARROW) -> Program | T
     Raises:
         NotCovered: there are no kernels for it, and why
     """
-    parts = take_apart(row, narrow, WIDEST)
-    try:
+    with covering():
+        parts = take_apart(row, narrow, WIDEST)
         return TileProgram(parts, layout) if parts.tiled else Program(parts, layout)
-    except NotCovered:
-        raise
-    except Exception as error:  # whatever a rule did not foresee
-        raise NotCovered(f"the step cannot be written as a kernel ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
@@ -80,32 +76,12 @@ class Program:
         self._state_arrays = self._arrays_of_state(self.state)
         self._leaf_arrays = [self._array_of_leaf(i, leaf) for i, leaf in enumerate(self.parts.leaves)]
         self.values: list[Scalar] = self._run(values_graph(self.parts, self.dtype), self._state_arrays)
-        self._check_kinds(self.values)
+        if any(isinstance(each, Value) and each.kind != "real" for each in self.values):
+            raise NotCovered("a state that is not floating is not covered")
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return self.parts.leaves
-
-    def _taken_of(self, base: int) -> list[int]:
-        """The places in a base that its leaves show, once for each time."""
-        found = []
-        for leaf in self.leaves:
-            if leaf.base == base:
-                count = self.channels if self.elementwise else int(np.prod(leaf.shape, dtype=int))
-                spacing = leaf.spacing if self.elementwise else 1
-                found += [leaf.offset + spacing * i for i in range(count)]
-        return found
-
-    @lru_cache(maxsize=64)  # noqa: B019 - of one program there are as many as it has bases
-    def are_apart(self, base: int) -> bool:
-        """Whether the leaves of a base do not overlap."""
-        taken = self._taken_of(base)
-        return len(set(taken)) == len(taken)
-
-    @lru_cache(maxsize=64)  # noqa: B019
-    def covers_whole(self, base: int) -> bool:
-        """Whether every number of a base belongs to a leaf."""
-        return len(set(self._taken_of(base))) == int(np.prod(self.parts.bases[base].shape, dtype=int))
 
     @cached_property
     def jacobian(self) -> list[list[Scalar]]:
@@ -163,10 +139,6 @@ class Program:
         if not self.elementwise:
             return evaluate(graph.graph, [*state, *self._leaf_arrays], constants, self.code)
         return _evaluate_channel(graph, [array.item() for array in (*state, *self._leaf_arrays)], self.code)
-
-    def _check_kinds(self, scalars: list[Scalar]) -> None:
-        if any(isinstance(each, Value) and each.kind != "real" for each in scalars):
-            raise NotCovered("a state that is not floating is not covered")
 
 
 def _evaluate_channel(graph: fx.GraphModule, inputs: list[Scalar], code: Code) -> list[np.ndarray]:

@@ -65,6 +65,11 @@ def _value(node: fx.Node) -> Tensor:
     return node.meta["val"]
 
 
+def _nodes(node: fx.Node) -> list[fx.Node]:
+    """Those that it is given."""
+    return [each for each in node.args if isinstance(each, fx.Node)]
+
+
 def _rewritten(node: fx.Node, rewriter: _Rewriter) -> bool:
     """Whether a node was replaced by others."""
     replacement = _without_split(node, rewriter) or _without_slice(node, rewriter) or _without_cat(node, rewriter)
@@ -104,22 +109,16 @@ def _without_slice(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
         return rewriter.slice(node, each, at, start, end)
 
     if source.target is _aten.mm.default:
-        a, b = source.args
-        assert isinstance(a, fx.Node)
-        assert isinstance(b, fx.Node)
+        a, b = _nodes(source)
         return rewriter.make(node, _aten.mm.default, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))))
     if source.target is _aten.addmm.default:
-        start_from, a, b = source.args
-        assert isinstance(start_from, fx.Node)
-        assert isinstance(a, fx.Node)
-        assert isinstance(b, fx.Node)
+        start_from, a, b = _nodes(source)
         more = _cut_broadcast(rewriter, node, start_from, dim, _value(source).ndim, start, end)
         return rewriter.make(
             node, _aten.addmm.default, more, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))), **source.kwargs
         )
     if source.target is _aten.permute.default:
-        inner, dims = source.args
-        assert isinstance(inner, fx.Node)
+        (inner,), dims = _nodes(source), source.args[1]
         return rewriter.make(node, _aten.permute.default, cut(inner, dims[dim] % _value(inner).ndim), dims)  # pyright: ignore
     if source.target is _aten.cat.default:
         return _part_of_cat(source, dim, start, end)
@@ -171,9 +170,7 @@ def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
     """A product with tensors one beside the other, as a sum of products."""
     if node.target is not _aten.mm.default:
         return None
-    a, b = node.args
-    assert isinstance(a, fx.Node)
-    assert isinstance(b, fx.Node)
+    a, b = _nodes(node)
     for wide, dim in ((a, 1), (b, 0)):
         args: Any = wide.args
         if wide.target is not _aten.cat.default or (args[1] if len(args) > 1 else 0) % 2 != dim:

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 
 from .expressions import Scalar, Value
 from .program import Program, Read
-from .text import RESETS, Lines, for_each, for_pairs, kernel_text
+from .text import CASTS, RESETS, Lines, for_each, for_pairs, indented, kernel_text, leaf_arguments
 
 
 def _load(program: Program, read: Read, mask: str) -> str:
     value, leaf = read.value, read.leaf
     offset = f" + {read.offset}" if read.offset else ""
-    cast = {"real": ".to(REAL)", "int": ".to(tl.int64)", "bool": " != 0"}[value.kind]
     masked = "" if _is_one_for_all(program, leaf) else f", mask={mask}, other=0"
-    return f"{value.name} = tl.load(a{leaf}{offset}{masked}){cast}"
+    return f"{value.name} = tl.load(a{leaf}{offset}{masked}){CASTS[value.kind]}"
 
 
 def _is_one_for_all(program: Program, leaf: int) -> bool:
@@ -31,17 +30,9 @@ def _is_one_for_all(program: Program, leaf: int) -> bool:
     return not (program.elementwise or each.per_step or each.per_row)
 
 
-def _leaf_arguments(program: Program) -> tuple[list[str], list[str]]:
-    """Of every leaf where its base lies, how far apart steps, rows and channels are, and where the first channel stands."""
-    pointers = [f"p{i}" for i in range(len(program.leaves))]
-    strides = [f"{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
-    return pointers, strides
-
-
 def _addresses(program: Program, lines: Lines, begin: str) -> list[str]:
-    used = sorted({read.leaf for read in (*lines.fixed, *lines.moving)})
     found = []
-    for i in used:
+    for i in lines.leaves:
         text = f"a{i} = p{i} + offset{i}"
         if not _is_one_for_all(program, i):
             text += f" + b * row{i}"
@@ -53,13 +44,9 @@ def _addresses(program: Program, lines: Lines, begin: str) -> list[str]:
     return found
 
 
-def _advance(program: Program, lines: Lines, sign: str) -> list[str]:
-    return [f"a{i} {sign}= step{i}" for i in sorted({read.leaf for read in lines.moving})]
-
-
 def _prologue(program: Program, lines: Lines, begin: str) -> list[str]:
     return [
-        *(f"{name} = tl.load(numbers + {name[1:]})" for name in lines.numbers),
+        *lines.numbers_loaded(),
         *_addresses(program, lines, begin),
         *(_load(program, read, "live") for read in lines.fixed),
         *lines.before,
@@ -101,7 +88,7 @@ def roll(program: Program) -> str:
     width, code = program.width, program.code
     products = _product_scalars(program)
     plain, whole = Lines(program, program.values), Lines(program, [*program.values, *products])
-    pointers, strides = _leaf_arguments(program)
+    pointers, strides = leaf_arguments(program)
     next_state = [f"y{k} = {code.text(value)} + tl.zeros_like(z{k})" if not isinstance(value, Value) else
                   f"y{k} = {code.text(value)}" for k, value in enumerate(program.values)]  # fmt: skip
     next_product = [f"y{i // width}_{i % width} = {code.text(value)}" for i, value in enumerate(products)]
@@ -110,26 +97,26 @@ def roll(program: Program) -> str:
         "active = live & (l < steps)",
         *(_load(program, read, "active") for read in whole.moving),
         "if PRODUCT:",
-        *("    " + line for line in (*whole.body, *next_state, *next_product)),
-        *("    " + line for line in for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
+        *indented((*whole.body, *next_state, *next_product)),
+        *indented(for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
         "else:",
-        *("    " + line for line in (*plain.body, *next_state)),
+        *indented((*plain.body, *next_state)),
         *for_each(width, "z{k} = tl.where(active, y{k}, z{k})", "m{k} = tl.maximum(m{k}, tl.abs(z{k}))"),
         "if ALL:",
-        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active)")),
+        *indented(for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active)")),
         "    out += rows * " + str(width),
         "else:",
         "    if WHOLE:",
-        *("        " + line for line in for_each(width, "m{k} = tl.where(z{k} == z{k}, m{k}, float('inf'))")),
-        *("    " + line for line in for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active & (due == 0))")),
+        *indented(for_each(width, "m{k} = tl.where(z{k} == z{k}, m{k}, float('inf'))"), 2),
+        *indented(for_each(width, "tl.store(out + {k} * channels, z{k}, mask=active & (due == 0))")),
         "    out += tl.where(due == 0, rows * " + str(width) + ", 0)",
         "    due = tl.where(due == 0, every, due) - 1",
-        *_advance(program, whole, "+"),
+        *whole.advance("+"),
     ]  # fmt: skip
     lines = [
         *_begin(width),
         "    begin = first + n * chunk",
-        *("    " + line for line in _prologue(program, whole, "begin")),
+        *indented(_prologue(program, whole, "begin")),
         "    if (passes == 0) | WHOLE:",
         "        earlier = live & (n > 0)",
         *("        " + line for line in for_each(
@@ -139,10 +126,10 @@ def roll(program: Program) -> str:
             "z{k} = tl.where(earlier, g{k}, z{k})",
         )),
         "    else:",
-        *("        " + line for line in for_each(width, "z{k} = tl.load(starts + (n * " + str(width) + " + {k}) * rows + r, mask=live, other=0)")),
+        *indented(for_each(width, "z{k} = tl.load(starts + (n * " + str(width) + " + {k}) * rows + r, mask=live, other=0)"), 2),
         "    if not WHOLE:",
-        *("        " + line for line in for_each(width, "tl.store(starts + (n * " + str(width) + " + {k}) * rows + r, z{k}, mask=live)")),
-        *("    " + line for line in for_each(width, "m{k} = tl.abs(z{k})")),
+        *indented(for_each(width, "tl.store(starts + (n * " + str(width) + " + {k}) * rows + r, z{k}, mask=live)"), 2),
+        *indented(for_each(width, "m{k} = tl.abs(z{k})")),
         "    if PRODUCT:",
         *("        " + line for line in [
             f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)
@@ -153,7 +140,7 @@ def roll(program: Program) -> str:
         f"        out = states + (begin // every) * rows * {width} + at",
         "        due = every - 1 - begin % every  # steps until one is kept",
         "    for t in tl.range(0, turns, num_stages=STAGES):",
-        *("        " + line for line in turns),
+        *indented(turns, 2),
         "    if WHOLE and not ALL:",
         *("        " + line for line in for_each(
             width, "tl.store(ends + {k} * rows + r, z{k}, mask=live)", "tl.store(sizes + {k} * rows + r, m{k}, mask=live)"
@@ -190,9 +177,7 @@ def sweep(program: Program) -> str:
     of_reads = program.cotangents
     as_map, with_them = Lines(program, [*maps, *pulled]), Lines(program, [*pulled, *(value for _, value in of_reads)])
     both = Lines(program, [*maps, *pulled, *(value for _, value in of_reads)])
-    pointers, strides = _leaf_arguments(program)
-    outputs = [f"g{i}" for i in range(len(program.leaves))]
-    strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
+    pointers, strides = leaf_arguments(program, cotangents=True)
     stepwise = [(at, read, value) for at, (read, value) in enumerate(of_reads) if program.leaves[read.leaf].per_step]
     shared = [(at, read, value) for at, (read, value) in enumerate(of_reads) if not program.leaves[read.leaf].per_step]
 
@@ -209,18 +194,18 @@ def sweep(program: Program) -> str:
               "z{k} = tl.where(l > 0, z{k}, q{k})",
               "q{k} = tl.load(given + (l - 1) * given_step + at + {k} * channels, mask=active & (l > 0), other=0).to(REAL)"),
         "if MAP:",
-        *("    " + line for line in as_map.body),
+        *indented(as_map.body),
         *("    " + assigned(f"y{i // width}_{i % width}", value) for i, value in enumerate(maps)),
         *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
-        *("    " + line for line in for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
+        *indented(for_pairs(width, "j{i}_{j} = tl.where(active, y{i}_{j}, j{i}_{j})")),
         "else:",
-        *("    " + line for line in with_them.body),
+        *indented(with_them.body),
         *("    " + f"tl.store({_output(program, read, 'l')}, {code.text(value)}, mask=active)" for _, read, value in stepwise),
         *("    " + f"sum{at} += tl.where(active, {code.text(value)}, 0.0)" for at, _, value in shared),
         *("    " + assigned(f"y{i}", value) for i, value in enumerate(pulled)),
         *for_each(width, "w{k} = tl.where(active, y{k} + q{k}, w{k})", "m{k} = tl.maximum(m{k}, tl.abs(w{k}))"),
         f"before -= rows * {width}",
-        *_advance(program, both, "-"),
+        *both.advance("-"),
     ]  # fmt: skip
     place = f"((chunks - 1 - n) * {width} + {{k}}) * rows + r"
     one_chunk = [
@@ -232,44 +217,41 @@ def sweep(program: Program) -> str:
         *(["    pass"] if not shared else []),
         "for u in tl.range(0, chunk, num_stages=STAGES):",
         "    t = chunk - 1 - u",
-        *("    " + line for line in turns),
+        *indented(turns),
         "if not MAP:",
-        *(
-            "    " + line
-            for line in for_each(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")
-        ),
+        *indented(for_each(width, "tl.store(of_initial + at + {k} * channels, w{k}, mask=live & (n == 0))")),
         *("    " + f"tl.store({_output(program, read, 'n')}, sum{at}, mask=live)" for at, read, _ in shared),
     ]
     lines = [
         *_begin(width),
-        *("    " + line for line in [
+        *indented([
             "if WHOLE:",
             "    n = r * 0 + chunks - 1",
             "if MAP | WHOLE:",
             "    last = live & (n == chunks - 1)",
-            *("    " + line for line in for_each(width, "w{k} = tl.load(given + (r * 0 + steps - 1) * given_step + at + {k} * channels, mask=last, other=0).to(REAL)")),
+            *indented(for_each(width, "w{k} = tl.load(given + (r * 0 + steps - 1) * given_step + at + {k} * channels, mask=last, other=0).to(REAL)")),
             "else:",
-            *("    " + line for line in for_each(width, f"w{{k}} = tl.load(starts + {place}, mask=live, other=0)")),
+            *indented(for_each(width, f"w{{k}} = tl.load(starts + {place}, mask=live, other=0)")),
             *for_each(width, "m{k} = tl.abs(w{k})"),
             "if MAP:",
-            *("    " + line for line in for_each(width, f"tl.store(starts + {place}, w{{k}}, mask=live)")),
+            *indented(for_each(width, f"tl.store(starts + {place}, w{{k}}, mask=live)")),
             *("    " + f"j{i}_{k} = tl.full((BLOCK,), {1.0 if i == k else 0.0}, REAL)" for i in range(width) for k in range(width)),
             "if WHOLE:",
             "    for _ in range(0, chunks):",
-            *("        " + line for line in one_chunk),
+            *indented(one_chunk, 2),
             "        n -= 1",
             "else:",
-            *("    " + line for line in one_chunk),
-            *("    " + line for line in for_each(
+            *indented(one_chunk),
+            *indented(for_each(
                 width, f"tl.store(ends + {place}, w{{k}}, mask=live)", f"tl.store(sizes + {place}, m{{k}}, mask=live)"
             )),
             "if MAP:",
-            *("    " + line for line in for_pairs(width, f"tl.store(products + ((chunks - 1 - n) * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
+            *indented(for_pairs(width, f"tl.store(products + ((chunks - 1 - n) * {width * width} + {{at}}) * rows + r, j{{i}}_{{j}}, mask=live)")),
         ]),
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "states", "given", "starts", "ends", "products", "sizes", "found", "unsettled", "of_initial",
-        *pointers, *outputs, *strides, "given_step", "rows", "channels", "steps", "chunk", "chunks", "passes", "limit",
+        *pointers, *strides, "given_step", "rows", "channels", "steps", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = (
         '"""Run chunks backwards, from the cotangents behind them, which are counted from the end, to those before them. MAP: from none, and '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,6 +40,30 @@ class Lines:
         self.fixed: list[Any] = [read for read in reads if read.value.level == 0]
         self.moving: list[Any] = [read for read in reads if read.value.level == 1]
 
+    @property
+    def leaves(self) -> list[int]:
+        return sorted({read.leaf for read in (*self.fixed, *self.moving)})
+
+    def numbers_loaded(self) -> list[str]:
+        return [f"{name} = tl.load(numbers + {name[1:]})" for name in self.numbers]
+
+    def advance(self, sign: str) -> list[str]:
+        """To what is read at the next step."""
+        return [f"a{i} {sign}= step{i}" for i in sorted({read.leaf for read in self.moving})]
+
+
+#: By the kind of a value, how what is read becomes one.
+CASTS = {"real": ".to(REAL)", "int": ".to(tl.int64)", "bool": " != 0"}
+
+
+def leaf_arguments(program: Program | TileProgram, *, cotangents: bool = False) -> tuple[list[str], list[str]]:
+    """Of every leaf where its base lies; how far apart steps, rows and channels are, and where the first channel stands. The same of what
+    its cotangents are written to."""
+    every, strides = range(len(program.leaves)), ("step", "row", "channel", "offset")
+    pairs = [("p", ""), ("g", "to_")][: 1 + cotangents]
+    pointers = [f"{name}{i}" for name, _ in pairs for i in every]
+    return pointers, [f"{prefix}{what}{i}" for _, prefix in pairs for i in every for what in strides]
+
 
 def module_text(dtype: torch.dtype, *kernels: str) -> str:
     names = {name for text in kernels for name in _NAME.findall(text)}
@@ -58,8 +83,8 @@ def module_text(dtype: torch.dtype, *kernels: str) -> str:
     return "\n".join(head) + "".join("\n\n\n" + text for text in kernels) + "\n"
 
 
-def _indented(lines: list[str], depth: int) -> str:
-    return "\n".join("    " * depth + line if line else "" for line in lines)
+def indented(lines: Iterable[str], depth: int = 1) -> list[str]:
+    return ["    " * depth + line for line in lines]
 
 
 def for_each(width: int, *texts: str) -> list[str]:
@@ -89,5 +114,5 @@ def kernel_text(name: str, arguments: list[str], constants: list[str], doc: str,
         f"@triton.jit(do_not_specialize=[{sizes}])",
         f"def {name}({', '.join(arguments)}, {constant}):",
         "    " + doc,
-        _indented(lines, 1),
+        *indented(lines),
     ])  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 import torch
 
@@ -51,18 +50,15 @@ class TileProgram:
         values: those of the next state
     """
 
-    elementwise: bool
-    channels: int
-    parts: Parts
-    width: int
-    dtype: torch.dtype
-
-    elementwise, channels = False, 1
+    elementwise: bool = False
+    channels: int = 1
 
     def __init__(self, parts: Parts, layout: Layout):
         if layout.dtype == torch.float64:
             raise NotCovered(f"a step that mixes {layout.width} numbers is not covered in float64")
-        self.parts, self.width, self.dtype = parts, layout.width, torch.float32
+        self.parts: Parts = parts
+        self.width: int = layout.width
+        self.dtype: torch.dtype = torch.float32
         self.lead: int = max(16, min(_MOST_LEAD, next_power_of_2(self.width)))
         self.code: Code = Code()
         self.tiles: Tiles = Tiles(self.code, self.lead)
@@ -140,26 +136,6 @@ class TileProgram:
         """How far apart the numbers of a leaf's tile are."""
         found = self.leaves[leaf]
         return [stride for stride, size in zip(found.strides, found.shape, strict=True) if size > 1]
-
-    def _taken_of(self, base: int) -> list[int]:
-        found = []
-        for leaf in self.leaves:
-            if leaf.base == base:
-                steps = [
-                    range(0, size * stride, stride) if stride else [0] * size
-                    for size, stride in zip(leaf.shape, leaf.strides, strict=True)
-                ]
-                found += [leaf.offset + sum(each) for each in product(*steps)]
-        return found
-
-    def are_apart(self, base: int) -> bool:
-        """Whether the leaves of a base do not overlap."""
-        taken = self._taken_of(base)
-        return len(set(taken)) == len(taken)
-
-    def covers_whole(self, base: int) -> bool:
-        """Whether every number of a base belongs to a leaf."""
-        return len(set(self._taken_of(base))) == torch.Size(self.parts.bases[base].shape).numel()
 
 
 def state_strides(shape: tuple[int, ...]) -> list[int]:

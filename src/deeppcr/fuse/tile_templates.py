@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from .expressions import Scalar, Value
-from .text import RESETS, Lines, kernel_text
+from .text import CASTS, RESETS, Lines, indented, kernel_text, leaf_arguments
 from .tile_program import Read, TileProgram, state_strides
 from .tiles import Tile
 
@@ -58,21 +58,14 @@ def _masked(inside: str, *others: str) -> str:
 
 def _load(places: _Places, read: Read) -> str:
     offsets, inside = places.of_leaf(read)
-    cast = {"real": ".to(REAL)", "int": ".to(tl.int64)", "bool": " != 0"}[read.value.kind]
     other = ", other=0" if inside != "True" else ""
-    return f"{read.value.name} = tl.load(a{read.leaf} + {offsets}{_masked(inside)}{other}){cast}"
-
-
-def _leaf_arguments(program: TileProgram) -> tuple[list[str], list[str]]:
-    pointers = [f"p{i}" for i in range(len(program.leaves))]
-    strides = [f"{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
-    return pointers, strides
+    return f"{read.value.name} = tl.load(a{read.leaf} + {offsets}{_masked(inside)}{other}){CASTS[read.value.kind]}"
 
 
 def _addresses(program: TileProgram, lines: Lines, begin: str) -> list[str]:
     """Where leaves begin, in words that tell the compiler how far apart the least of them are: EVEN, by four numbers."""
     even, found = [], []
-    for i in sorted({read.leaf for read in (*lines.fixed, *lines.moving)}):
+    for i in lines.leaves:
         leaf = program.leaves[i]
         steps = [*(["row"] if leaf.per_row else []), *(["step"] if leaf.per_step else [])]
         even += [f"    {name}{i} = tl.multiple_of({name}{i}, 4)" for name in steps]
@@ -80,11 +73,6 @@ def _addresses(program: TileProgram, lines: Lines, begin: str) -> list[str]:
         parts += [*([f"b * row{i}"] if leaf.per_row else []), *([f"{begin} * step{i}"] if leaf.per_step else [])]
         found.append(f"a{i} = {' + '.join(parts)}")
     return [*(["if EVEN:", *even] if even else []), *found]
-
-
-def _advance(program: TileProgram, lines: Lines, sign: str) -> list[str]:
-    moving = sorted({read.leaf for read in lines.moving if program.leaves[read.leaf].per_step})
-    return [f"a{i} {sign}= step{i}" for i in moving]
 
 
 def _whole_tile(program: TileProgram, tile: Tile) -> str:
@@ -137,10 +125,6 @@ def _identity(program: TileProgram, places: _Places, at: int) -> str:
     return f"t{at} = tl.where({hit if inside == 'True' else f'{hit} & ({inside})'}, 1.0, 0.0).to(REAL)"
 
 
-def _indented(lines: list[str], depth: int = 1) -> list[str]:
-    return ["    " * depth + line for line in lines]
-
-
 def roll(program: TileProgram) -> str:
     width, count = program.width, len(program.shapes)
     tangents = [_with_lead(program, tile) for tile in program.tangents]
@@ -148,7 +132,7 @@ def roll(program: TileProgram) -> str:
     whole = Lines(program, [tile.value for tile in (*program.values, *tangents)])
     places = _Places(program)
     spots = [places.of_state(at) for at in range(count)]
-    pointers, strides = _leaf_arguments(program)
+    pointers, strides = leaf_arguments(program)
     loads = [_load(places, read) for read in whole.moving]
     fixed = [_load(places, read) for read in whole.fixed]
     next_state = [
@@ -163,7 +147,7 @@ def roll(program: TileProgram) -> str:
             f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})"
             for at, (offsets, inside) in enumerate(spots)
         ]
-        return ["if block == 0:", *_indented(stores)]
+        return ["if block == 0:", *indented(stores)]
 
     def loaded(pointer: str) -> list[str]:
         return [
@@ -174,13 +158,13 @@ def roll(program: TileProgram) -> str:
     turns = [
         *loads,
         "if PRODUCT:",
-        *_indented([*whole.body, *next_state, *next_tangents, *(f"t{at} = u{at}" for at in range(count))]),
+        *indented([*whole.body, *next_state, *next_tangents, *(f"t{at} = u{at}" for at in range(count))]),
         "else:",
-        *_indented([*plain.body, *next_state]),
+        *indented([*plain.body, *next_state]),
         *(line for at in range(count) for line in (f"z{at} = y{at}", f"m{at} = tl.maximum(m{at}, tl.abs(z{at}))")),
         *stored("out", "z"),
         f"out += rows * {width}",
-        *_advance(program, whole, "+"),
+        *whole.advance("+"),
     ]
     rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
     columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
@@ -188,35 +172,30 @@ def roll(program: TileProgram) -> str:
         *_program_lines(),
         "    begin = first + n * chunk",
         "    turns = (tl.minimum(begin + chunk, steps) - begin).to(tl.int32)",
-        *_indented(
-            [
-                *(f"{name} = tl.load(numbers + {name[1:]})" for name in whole.numbers),
-                *_addresses(program, whole, "begin"),
-            ]
-        ),
-        *_indented(_in_order(program, places.lines)),
-        *_indented([*fixed, *(line for line in whole.before if line not in set(places.lines))]),
+        *indented([*whole.numbers_loaded(), *_addresses(program, whole, "begin")]),
+        *indented(_in_order(program, places.lines)),
+        *indented([*fixed, *(line for line in whole.before if line not in set(places.lines))]),
         "    if WHOLE:",
-        *_indented(loaded(f"initial + b * {width}"), 2),
+        *indented(loaded(f"initial + b * {width}"), 2),
         "    else:",
         "        here = (n * rows + b) * " + str(width),
         "        if passes > 0:",
-        *_indented(loaded("starts + here"), 3),
+        *indented(loaded("starts + here"), 3),
         "        elif n == 0:",
-        *_indented(loaded(f"initial + b * {width}"), 3),
+        *indented(loaded(f"initial + b * {width}"), 3),
         "        else:",
-        *_indented(loaded(f"guess + (n * chunk - 1) * guess_step + b * {width}"), 3),
-        *_indented(stored("starts + here", "z"), 2),
+        *indented(loaded(f"guess + (n * chunk - 1) * guess_step + b * {width}"), 3),
+        *indented(stored("starts + here", "z"), 2),
         *(f"    m{at} = tl.abs(z{at})" for at in range(count)),
         "    if PRODUCT:",
         "        which = block * LEAD + tl.arange(0, LEAD)  # tangents",
-        *_indented(identity, 2),
+        *indented(identity, 2),
         f"    out = states + (begin * rows + b) * {width}",
         "    for turn in tl.range(0, turns, num_stages=STAGES):",
-        *_indented(turns, 2),
+        *indented(turns, 2),
         "    if not WHOLE:",
-        *_indented(stored("ends + here", "z"), 2),
-        *_indented(stored("sizes + here", "m"), 2),
+        *indented(stored("ends + here", "z"), 2),
+        *indented(stored("sizes + here", "m"), 2),
         "        if PRODUCT:",
         *(
             f"            tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
@@ -243,9 +222,7 @@ def sweep(program: TileProgram) -> str:
     places = _Places(program)
     spots = [places.of_state(at) for at in range(count)]
     tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
-    pointers, strides = _leaf_arguments(program)
-    outputs = [f"g{i}" for i in range(len(program.leaves))]
-    strides += [f"to_{what}{i}" for i in range(len(program.leaves)) for what in ("step", "row", "channel", "offset")]
+    pointers, strides = leaf_arguments(program, cotangents=True)
     loads = [_load(places, read) for read in both.moving]
     fixed = [_load(places, read) for read in both.fixed]
     stepwise = [(read, tile) for read, tile in of_reads if program.leaves[read.leaf].per_step]
@@ -279,19 +256,19 @@ def sweep(program: TileProgram) -> str:
         *(f"z{at} = tl.where(l > 0, z{at}, i{at})" for at in range(count)),
         *loaded("q", f"given + (l - 1) * given_step + b * {width}", later=True),
         "if MAP:",
-        *_indented([*as_map.body, *next_map, *next_single]),
-        *_indented([f"t{at} = u{at}" for at in range(count)]),
+        *indented([*as_map.body, *next_map, *next_single]),
+        *indented([f"t{at} = u{at}" for at in range(count)]),
         "else:",
-        *_indented([*with_them.body, *next_single]),
-        *_indented([put(read, _whole_tile(program, tile), "l") for read, tile in stepwise]),
-        *_indented([f"sum{at} += {_whole_tile(program, tile)}" for at, _, tile in shared]),
+        *indented([*with_them.body, *next_single]),
+        *indented([put(read, _whole_tile(program, tile), "l") for read, tile in stepwise]),
+        *indented([f"sum{at} += {_whole_tile(program, tile)}" for at, _, tile in shared]),
         *(
             line
             for at in range(count)
             for line in (f"w{at} = y{at} + q{at}", f"m{at} = tl.maximum(m{at}, tl.abs(w{at}))")
         ),
         f"before -= rows * {width}",
-        *_advance(program, both, "-"),
+        *both.advance("-"),
     ]
     rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
     columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
@@ -304,41 +281,41 @@ def sweep(program: TileProgram) -> str:
         *(line for line in both.before if line not in set(places.lines)),
         f"before = states + ((begin + turns - 2) * rows + b) * {width}",
         "if not MAP:",
-        *_indented([f"sum{at} = {_zero(program, tile)}" for at, _, tile in shared] or ["pass"]),
+        *indented([f"sum{at} = {_zero(program, tile)}" for at, _, tile in shared] or ["pass"]),
         "for turn in tl.range(0, turns, num_stages=STAGES):",
         "    l = begin + turns - 1 - turn",
-        *_indented(turns),
+        *indented(turns),
         "if not MAP:",
         "    if n == 0:",
-        *_indented(stored(f"of_initial + b * {width}", "w"), 2),
-        *_indented([put(read, f"sum{at}", "n") for at, read, _ in shared]),
+        *indented(stored(f"of_initial + b * {width}", "w"), 2),
+        *indented([put(read, f"sum{at}", "n") for at, read, _ in shared]),
     ]
     last = loaded("w", f"given + (b * 0 + steps - 1) * given_step + b * {width}")
     nothing = [f"w{at} = {_zero(program, tile)}" for at, tile in enumerate(program.states)]
     lines = [
         *_program_lines(),
-        *_indented([
-            *(f"{name} = tl.load(numbers + {name[1:]})" for name in both.numbers),
+        *indented([
+            *both.numbers_loaded(),
             *_in_order(program, places.lines),
             *loaded("i", f"initial + b * {width}"),
             "if WHOLE:",
             "    n = b * 0 + chunks - 1",
             f"here = ((chunks - 1 - n) * rows + b) * {width}  # counted from the end",
             "if MAP | WHOLE:",
-            *_indented([*nothing, "if n == chunks - 1:", *_indented(last)]),
+            *indented([*nothing, "if n == chunks - 1:", *indented(last)]),
             "else:",
-            *_indented(loaded("w", "starts + here")),
+            *indented(loaded("w", "starts + here")),
             *(f"m{at} = tl.abs(w{at})" for at in range(count)),
             "if MAP:",
             "    which = block * LEAD + tl.arange(0, LEAD)  # cotangents",
-            *_indented([*identity, "if block == 0:", *_indented(stored("starts + here", "w"))]),
+            *indented([*identity, "if block == 0:", *indented(stored("starts + here", "w"))]),
             "if WHOLE:",
             "    for _ in range(0, chunks):",
-            *_indented([*one_chunk, "n -= 1"], 2),
+            *indented([*one_chunk, "n -= 1"], 2),
             "else:",
-            *_indented(one_chunk),
+            *indented(one_chunk),
             "    if block == 0:",
-            *_indented([*stored("ends + here", "w"), *stored("sizes + here", "m")], 2),
+            *indented([*stored("ends + here", "w"), *stored("sizes + here", "m")], 2),
             "if MAP:",
             *(
                 f"    tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
@@ -348,7 +325,7 @@ def sweep(program: TileProgram) -> str:
     ]  # fmt: skip
     arguments = [
         "initial", "numbers", "states", "given", "starts", "ends", "products", "sizes", "found", "unsettled", "worst", "of_initial",
-        *pointers, *outputs, *strides, "given_step", "rows", "steps", "chunk", "chunks", "passes", "limit",
+        *pointers, *strides, "given_step", "rows", "steps", "chunk", "chunks", "passes", "limit",
     ]  # fmt: skip
     doc = '"""Run a chunk backwards: see ``templates``."""'
     return kernel_text(

@@ -73,11 +73,9 @@ class Tiles:
         lead: tangents at once; all of a program's tiles have as many
     """
 
-    lead: int
-    code: Code
-
     def __init__(self, code: Code, lead: int):
-        self.code, self.lead = code, lead
+        self.code: Code = code
+        self.lead: int = lead
 
     # Places.
 
@@ -293,7 +291,7 @@ class Tiles:
         shape = (*tile.shape[:axis], count, *tile.shape[axis + 1 :])
         assert isinstance(index, Value)
         index = code.emit(f"tl.minimum(tl.maximum({index.name}, 0), {padded(size) - 1})", "int", index)
-        dims = [*(["LEAD"] if tile.lead else []), *(str(padded(n)) for n in tile.sizes)]
+        dims = self.dims(tile)
         dims[at] = str(padded(count))
         spots = [":" if i == at else "None" for i in range(len(dims))]
         places = index if len(dims) == 1 else self._indexed(index, spots)

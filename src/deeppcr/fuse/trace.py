@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import as_written
+from ..sequence.evaluate import first_line
 from ..sequence.layout import Layout
 from .expressions import NotCovered
 from .operations import DECOMPOSITIONS, check_dtypes
@@ -124,7 +125,7 @@ def one_row(step: Callable[..., Any], layout: Layout, inputs: Any) -> OneRow:
     except NotCovered:
         raise
     except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
-        raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})") from error
+        raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {first_line(error)})") from error
     with torch.inference_mode(False):  # where nobody could differentiate what was made in it
         for name, constant in list(row.graph.named_buffers()):
             setattr(row.graph, name, constant.clone())
@@ -241,7 +242,3 @@ def _tidy(traced: fx.GraphModule) -> None:
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
     graph.eliminate_dead_code()
     traced.recompile()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:120]

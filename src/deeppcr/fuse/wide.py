@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..linear.kernels.wide import places_of
 from .support import FAR, SMOOTH, finite_or_zero, in_units, lives_on, note, settled
 
 #: Sizes that a kernel is not compiled for anew.
@@ -30,9 +31,7 @@ def gather(
     """Every group as one map, with its term and the size of its states."""
     block, pair = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     group, row = (pair // rows).to(tl.int64), (pair % rows).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     if not settled(found, passes, row, rows, row >= 0):
         which = block * LEAD + tl.arange(0, LEAD)
         product = tl.where(which[:, None] == i[None, :], 1.0, 0.0)
@@ -77,9 +76,7 @@ def spread(
     What is noted is kept number by number: to look for the largest of a row takes as long as all else.
     """
     group, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     tile = i[:, None] * WIDTH + i[None, :]
     if not settled(found, passes, row, rows, row >= 0):
         d = tl.zeros((PADDED,), tl.float32)

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -54,9 +54,9 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class Scratch:
-    """A stream and a pool of memory on a device for graphs that keep nothing there: their results lie in buffers elsewhere.
+    """A stream and a pool of memory on a device for graphs: what nobody holds between replays, they share.
 
-    So all of them work on the same memory, which is as large as the largest needs it; and one thread at a time has its turn.
+    So the pool is as large as the largest of them needs it; and one thread at a time has its turn.
     What the first calls of a function leave to the stream, the next ones take again.
     """
 
@@ -121,10 +121,8 @@ class Recorder:
         self.device = device
         self._lock = threading.Lock()
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._lock:
-            yield
+    def turn(self) -> AbstractContextManager[Any]:
+        return self._lock
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """A function that does again on the device what ``function`` does now."""
@@ -139,29 +137,20 @@ class Recorder:
 
 
 class CudaGraphs(Recorder):
-    """CUDA graphs, all in one pool of memory: what is not needed between replays, they share."""
+    """CUDA graphs: what is not needed between replays, they share."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        anchor = torch.zeros(1, device=device)
-        self._anchor = self.record(lambda: anchor.zero_())  # a pool lives as long as one of its graphs
+        self._scratch = Scratch(device)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._lock, torch.cuda.device(self.device):
-            try:
-                yield
-            finally:  # the next solve may work on that memory on another stream, or give it back
-                torch.cuda.current_stream().synchronize()
+    def turn(self) -> AbstractContextManager[None]:
+        return self._scratch.turn()
 
     def record(self, function: Callable[[], Any]) -> Callable[[], None]:
         # A rehearsal must not get into what another thread captures; and what was rehearsed is what is captured.
         with RECORDING, as_written():
-            with on_stream(self._stream):
-                self.rehearse(function)
-            return capture(function, self._stream, self._pool)[0]
+            self._scratch.call(lambda: self.rehearse(function))
+            return self._scratch.record(function)
 
 
 #: By type of device. Elsewhere there is nothing to gain.

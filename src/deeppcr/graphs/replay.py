@@ -44,13 +44,11 @@ class Recording:
         misses: solves in a row that had to be handed over
     """
 
-    structure: int
-    misses: int
-
     def __init__(
         self, newton: Newton, sequence: Sequence, ends: Tensor, chunk: int, recorder: Recorder, structure: int
     ):
-        self.structure, self.misses = structure, 0
+        self.structure: int = structure
+        self.misses: int = 0
         # Each iteration makes one more chunk exact: after all of them there is nothing left to change.
         chunks = -(-sequence.length // chunk)
         self._fixed = None if newton.stop.fixed is None else min(newton.stop.fixed, chunks)

@@ -19,25 +19,19 @@ class Jacobian:
     """Strategy: Jacobians of the steps. Subclasses give ``evaluate``; collapsing steps into chunks comes with it.
 
     Attributes:
+        exact: whether the blocks are the true Jacobians, so that Newton's iteration converges quadratically
+        name: how derivatives are formed, for the plan; "" where the sequence knows
         repeatable: whether a recording of its operations may stand for it, given what ``trace`` and ``settings`` tell
         asks_nothing: whether nothing that it does looks at values, so that a CUDA graph of the caller's may hold it
     """
 
+    exact: bool
+    name: str = ""
     # A class says these for itself (``runtime.declares``): a subclass may do anything.
     repeatable = False
     asks_nothing = False
     #: Whether the blocks are what the caller says they are, rather than derivatives of the step.
     given = False
-
-    @property
-    def true(self) -> bool:
-        """Whether the blocks are the true Jacobians, so that Newton's iteration converges quadratically."""
-        raise NotImplementedError
-
-    @property
-    def name(self) -> str:
-        """How derivatives are formed, for the plan; "" where the sequence knows."""
-        return ""
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         """Values [N, B, D] and N blocks, at the states ``previous`` [N, B, D] before ``steps``."""

@@ -37,15 +37,11 @@ class DenseJacobian(Jacobian):
     """
 
     memory_budget: int | None = None
-    repeatable = asks_nothing = True
+    exact = repeatable = asks_nothing = True
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None and (not isinstance(self.memory_budget, int) or self.memory_budget < 1):
             raise ValueError(f"memory_budget: expected a number of bytes, got {self.memory_budget!r}")
-
-    @property
-    def true(self) -> bool:
-        return True
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Dense]:
         parts = [

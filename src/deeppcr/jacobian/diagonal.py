@@ -16,6 +16,7 @@ from ..sequence import Sequence
 from ..sequence.evaluate import StepError
 from ..sequence.layout import Layout
 from .base import Jacobian
+from .dense import DenseJacobian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,7 @@ class DiagonalJacobian(Jacobian):
     'CONVERGED'
     """
 
-    repeatable = True
-
-    @property
-    def true(self) -> bool:
-        return True
+    exact = repeatable = True
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         layout = sequence.layout
@@ -127,14 +124,11 @@ class HutchinsonJacobian(Jacobian):
 
     samples: int = 1
     seed: int = 0
+    exact = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples: expected a whole number from 1, got {self.samples!r}")
-
-    @property
-    def true(self) -> bool:
-        return False
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
         layout = sequence.layout
@@ -142,6 +136,42 @@ class HutchinsonJacobian(Jacobian):
         signs = _signs(shape, layout, self.seed)
         values, pushed = sequence.push(previous, signs, steps)
         return values, Diagonal((signs * pushed).mean(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagonalPart(Jacobian):
+    """The diagonal of every step's full Jacobian, for ``deeppcr.Newton``; the rest is left out.
+
+    It costs what the full Jacobian costs to form, and its systems what diagonal ones cost to solve.
+
+    Args:
+        memory_budget: see ``deeppcr.DenseJacobian``
+
+    >>> import torch, deeppcr
+    >>> from deeppcr.diffusion import Noise, Schedule, sample
+    >>> mix = torch.eye(4) + 0.1
+    >>> noise = Noise.draw((1, 4), steps=30)
+    >>> sample(
+    ...     lambda z, t: torch.sin(z @ mix),
+    ...     Schedule.linear(30),
+    ...     noise,
+    ...     solver=deeppcr.Newton(),
+    ...     jacobian=DiagonalPart(),
+    ... ).result.name
+    'CONVERGED'
+    """
+
+    memory_budget: int | None = None
+    exact = False
+
+    def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
+        dense = DenseJacobian(memory_budget=self.memory_budget)
+        values, diagonals = [], []
+        for part in dense.slices(sequence, len(steps)):
+            value, blocks = dense.evaluate(sequence, previous[part], steps[part])
+            values.append(value)
+            diagonals.append(blocks.data.diagonal(dim1=-2, dim2=-1).clone())
+        return torch.cat(values), Diagonal(torch.cat(diagonals))
 
 
 def _signs(shape: tuple[int, ...], layout: Layout, seed: int) -> Tensor:

@@ -33,18 +33,12 @@ class ScalarJacobian(Jacobian):
     """
 
     value: float | Tensor
+    exact = False
+    name = "given"
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, (int, float, Tensor)):
             raise TypeError(f"value: expected a number or a tensor [L] or [L, B], got {type(self.value).__name__}")
-
-    @property
-    def true(self) -> bool:
-        return False
-
-    @property
-    def name(self) -> str:
-        return "given"
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Scalar]:
         layout = sequence.layout
@@ -83,8 +77,8 @@ class GivenJacobian(Jacobian):
 
     blocks: Blocks | Callable[..., Blocks]
     exact: bool = False
-    repeatable = asks_nothing = True
-    given = True
+    repeatable = asks_nothing = given = True
+    name = "given"
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, Blocks) and (isinstance(self.blocks, Tensor) or not callable(self.blocks)):
@@ -92,14 +86,6 @@ class GivenJacobian(Jacobian):
                 "blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, or a function, got "
                 f"{type(self.blocks).__name__}"
             )
-
-    @property
-    def true(self) -> bool:
-        return self.exact
-
-    @property
-    def name(self) -> str:
-        return "given"
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         return sequence.values(previous, steps), self.blocks_at(sequence, previous, steps)

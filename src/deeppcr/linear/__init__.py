@@ -3,12 +3,11 @@
 from .auto import Auto
 from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
 from .filters import lfilter
-from .forward import ForwardSubstitution
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
 from .solve import solve, solve_coupled
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 __all__ = [
     "PCR",

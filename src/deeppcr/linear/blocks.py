@@ -8,7 +8,7 @@ broadcasts over the batch dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Blocks:
     @property
     def width(self) -> int | None:
         """D, or None where any width fits (scalar blocks)."""
-        raise NotImplementedError
+        return self.data.shape[-1]
 
     def aligned(self, batch_dims: int) -> Blocks:
         """The same blocks with size-1 batch dimensions put in until there are ``batch_dims``."""
@@ -92,7 +92,32 @@ class Blocks:
         raise NotImplementedError
 
 
-class Dense(Blocks):
+class _Matrices(Blocks):
+    """Blocks whose last two dimensions are matrices."""
+
+    def compose(self, first: Blocks) -> Self:
+        return type(self)(self.data @ first.data)
+
+    def transpose(self) -> Self:
+        return type(self)(self.data.mT)
+
+    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
+        return type(self)(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
+
+
+class _Numbers(Blocks):
+    """Blocks of which each number stands by itself."""
+
+    exact_products = True  # nothing is summed up, so nothing cancels
+
+    def compose(self, first: Blocks) -> Self:
+        return type(self)(self.data * first.data)
+
+    def transpose(self) -> Self:
+        return self
+
+
+class Dense(_Matrices):
     """Full matrices.
 
     Args:
@@ -105,30 +130,17 @@ class Dense(Blocks):
 
     core_dims = 2
 
-    @property
-    def width(self) -> int:
-        return self.data.shape[-1]
-
     def apply(self, vectors: Tensor) -> Tensor:
         return (self.data @ vectors.unsqueeze(-1)).squeeze(-1)
 
-    def compose(self, first: Blocks) -> Dense:
-        return Dense(self.data @ first.data)
-
-    def transpose(self) -> Dense:
-        return Dense(self.data.mT)
-
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left.unsqueeze(-1) * right.unsqueeze(-2)
-
-    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
-        return Dense(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         return self.data
 
 
-class Diagonal(Blocks):
+class Diagonal(_Numbers):
     """Diagonal matrices.
 
     Args:
@@ -141,20 +153,9 @@ class Diagonal(Blocks):
     """
 
     core_dims = 1
-    exact_products = True  # of numbers: nothing is summed up, so nothing cancels
-
-    @property
-    def width(self) -> int:
-        return self.data.shape[-1]
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.data * vectors
-
-    def compose(self, first: Blocks) -> Diagonal:
-        return Diagonal(self.data * first.data)
-
-    def transpose(self) -> Diagonal:
-        return self
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return left * right
@@ -166,7 +167,7 @@ class Diagonal(Blocks):
         return torch.diag_embed(self.data)
 
 
-class BlockDiagonal(Blocks):
+class BlockDiagonal(_Matrices):
     """Matrices made of K small P x P blocks along the diagonal; D = K P.
 
     Args:
@@ -190,17 +191,8 @@ class BlockDiagonal(Blocks):
         products = (self.data @ self._split(vectors).unsqueeze(-1)).squeeze(-1)
         return products.reshape(*products.shape[:-2], self.width)
 
-    def compose(self, first: Blocks) -> BlockDiagonal:
-        return BlockDiagonal(self.data @ first.data)
-
-    def transpose(self) -> BlockDiagonal:
-        return BlockDiagonal(self.data.mT)
-
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return self._split(left).unsqueeze(-1) * self._split(right).unsqueeze(-2)
-
-    def as_real(self, vectors: Tensor) -> tuple[Blocks, Tensor]:
-        return BlockDiagonal(_real_matrices(self.data)), _real_pairs(vectors).flatten(-2)
 
     def to_dense(self, width: int | None = None) -> Tensor:
         count, size = self.data.shape[-3], self.data.shape[-1]
@@ -210,7 +202,7 @@ class BlockDiagonal(Blocks):
         )
 
 
-class Scalar(Blocks):
+class Scalar(_Numbers):
     """Multiples of the identity, of any width.
 
     Args:
@@ -223,7 +215,6 @@ class Scalar(Blocks):
     """
 
     core_dims = 0
-    exact_products = True
 
     @property
     def width(self) -> None:
@@ -231,12 +222,6 @@ class Scalar(Blocks):
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.data.unsqueeze(-1) * vectors
-
-    def compose(self, first: Blocks) -> Scalar:
-        return Scalar(self.data * first.data)
-
-    def transpose(self) -> Scalar:
-        return self
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1)
@@ -263,8 +248,10 @@ def _real_matrices(matrices: Tensor) -> Tensor:
     return rows.flatten(-4, -3).flatten(-2)
 
 
+STRUCTURES: tuple[type[Blocks], ...] = (Dense, Diagonal, BlockDiagonal, Scalar)
+
 # As pytree nodes, blocks can be returned by a function under torch.vmap.
-for _structure in (Dense, Diagonal, BlockDiagonal, Scalar):
+for _structure in STRUCTURES:
     pytree.register_pytree_node(
         _structure, lambda blocks: ([blocks.data], None), lambda data, _, s=_structure: s(*data)
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..runtime import apply_directly, has_kernels, is_traced, is_transformed
+from ..runtime import apply_directly, has_kernels, is_traced, is_transformed, launching
 from .blocks import Dense
 from .solve import solve
 
@@ -105,7 +105,5 @@ def _run(b: Tensor, a: Tensor, x: Tensor, reverse: bool) -> Tensor:
 
     coefficients = torch.cat([b, a[1:]]).double()
     x = x.detach().resolve_neg()
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return biquad.run(coefficients, x, reverse=reverse)
-    with torch.cuda.device(x.device):  # where kernels are launched
+    with launching(x.device):
         return biquad.run(coefficients, x, reverse=reverse)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import has_triton
+from ..runtime import has_triton, launching
 from .blocks import BlockDiagonal, Blocks, Dense
 from .solver import LinearSolver
 
@@ -65,9 +65,7 @@ class Fused(LinearSolver):
             return torch.view_as_complex(found.reshape(*rhs.shape, 2))
         if couplings.data.is_neg() or rhs.is_neg():  # kernels read memory as it is
             couplings, rhs = type(couplings)(couplings.data.resolve_neg()), rhs.resolve_neg()
-        if rhs.device.index == torch.cuda.current_device():  # to change it takes as long as a launch
-            return _launch(couplings, rhs, reverse)
-        with torch.cuda.device(rhs.device):
+        with launching(rhs.device):
             return _launch(couplings, rhs, reverse)
 
     def noted(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Any:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Blocks
-from .forward import ForwardSubstitution
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from ..runtime import is_transformed
 from .auto import Auto
-from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
-from .forward import ForwardSubstitution
+from .blocks import STRUCTURES, Blocks
 from .fused import Fused
 from .hierarchical import Hierarchical
 from .pcr import PCR
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 from .system import pull_back, solution
 
 # A graph holds tensors, numbers and strings: others find structures and solvers by their names.
-_STRUCTURES: dict[str, type[Blocks]] = {each.__name__: each for each in (Dense, Diagonal, BlockDiagonal, Scalar)}
+_STRUCTURES: dict[str, type[Blocks]] = {each.__name__: each for each in STRUCTURES}
 _SOLVERS: dict[str, type[LinearSolver]] = {
     each.__name__: each for each in (Auto, Fused, PCR, ForwardSubstitution, Hierarchical)
 }

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..runtime import values_can_be_read
 from .blocks import Blocks
-from .forward import ForwardSubstitution
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 #: Where steps miss by so many roundings and no correction helps, they are taken one after the other: the error is about ten times that of
 #: forward substitution. Random blocks that contract, turn or grow a little stay below over 16,384 steps; a turn that is always the same may not.

@@ -9,15 +9,16 @@ Shapes: L steps on this rank, which may be none, ``*batch``, D the width of a st
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.ranks import FEW, Ranks
-from .blocks import BlockDiagonal, Blocks, Dense, Diagonal, Scalar
+from .blocks import STRUCTURES, BlockDiagonal, Blocks, Dense
 from .solver import LinearSolver
-from .system import solve_system
+from .system import solve_system, with_initial
 
 #: Of what a rank hands on, so many roundings may be missing in what the next one starts from.
 _ROUNDINGS = 40.0
@@ -25,6 +26,7 @@ _ROUNDINGS = 40.0
 _DIGIT = 0.1
 
 
+@dataclass(frozen=True, eq=False)
 class Map:
     """What a part of a system makes of what comes before it: ``z -> A z + b``.
 
@@ -35,9 +37,6 @@ class Map:
 
     block: Blocks
     term: Tensor
-
-    def __init__(self, block: Blocks, term: Tensor):
-        self.block, self.term = block, term
 
     @staticmethod
     def of(blocks: Blocks, rhs: Tensor, *, reverse: bool = False) -> Map:
@@ -101,12 +100,7 @@ def solve_local(
     """The states of this rank [L, *batch, D], from what it starts from [*batch, D]."""
     if not len(blocks):
         return rhs.clone()
-    if reverse:
-        rhs = torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(entry.unsqueeze(0))])
-        couplings = blocks[:-1]
-    else:
-        rhs = torch.cat([rhs[:1] + blocks[:1].apply(entry.unsqueeze(0)), rhs[1:]])
-        couplings = blocks[1:]
+    couplings, rhs = with_initial(blocks, rhs, entry, reverse)
     return solve_system(couplings, rhs, solver, reverse, refined) if len(couplings) else rhs
 
 
@@ -226,12 +220,9 @@ class SolveOver(torch.autograd.Function):
         return of_data, adjoint, of_initial.sum_to_size(ctx.initial_shape), handed, None, None, None, None
 
 
-_STRUCTURES = (Dense, Diagonal, BlockDiagonal, Scalar)
-
-
 def facts_of(blocks: Blocks, rhs: Tensor, batch: torch.Size, initial: Tensor | None) -> tuple[int, ...]:
     """What must be the same on all ranks, as numbers."""
-    structure = next((n for n, each in enumerate(_STRUCTURES) if type(blocks) is each), -1)
+    structure = STRUCTURES.index(type(blocks)) if type(blocks) in STRUCTURES else -1
     sizes = [*blocks.data.shape[1:], -1, *rhs.shape[-1:], *batch]
     mixed = 0
     for each in (structure, rhs.dtype.itemsize, rhs.is_complex(), initial is None, *sizes):

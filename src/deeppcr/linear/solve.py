@@ -15,7 +15,7 @@ from .fused import Fused, layout_of
 from .operator import has_operator, solve_by_operator
 from .sharded import SolveOver, facts_of, solve_over
 from .solver import LinearSolver
-from .system import solution, solve_system
+from .system import solution, solve_system, with_initial
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -84,22 +84,8 @@ def solve(
             return solve(blocks, rhs, initial, reverse=reverse, solver=solver)
     _check_solver(solver)
     result_dtype = rhs.dtype
-    if result_dtype in _HALF:  # from here on, so that the initial state is not rounded once more
-        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
-        initial = initial.float() if initial is not None else None
-
-    if rhs.shape[1:-1] != batch:
-        rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
-        rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
-    blocks = blocks.aligned(len(batch))
-
-    # With the initial state folded into the first right-hand side, only the L - 1 blocks between unknowns are left:
-    # the adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
-    couplings = blocks[:-1] if reverse else blocks[1:]
-    if initial is not None and reverse:
-        rhs = torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
-    elif initial is not None:
-        rhs = torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
+    blocks, rhs, initial = _in_full(blocks, rhs, initial, batch)
+    couplings, rhs = with_initial(blocks, rhs, initial, reverse)
     states = solve_coupled(couplings, rhs, reverse=reverse, solver=solver)
     if initial is None and rhs is given[1]:  # not in another precision or shape
         _prepare(*given, couplings, reverse, solver)
@@ -204,11 +190,7 @@ def _over_ranks(
             "blocks, rhs, initial, mesh: structure, dtypes and all sizes but the number of steps must be the same on every rank"
         )
     result_dtype = rhs.dtype
-    if result_dtype in _HALF:
-        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
-        initial = initial.float() if initial is not None else None
-    rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))].expand(len(rhs), *batch, rhs.shape[-1])
-    blocks = blocks.aligned(len(batch))
+    blocks, rhs, initial = _in_full(blocks, rhs, initial, batch)
     first = rhs.new_zeros(rhs.shape[1:]) if initial is None else initial.expand(rhs.shape[1:])
     ranks, extra = ranks.reversed() if reverse else ranks, rhs.new_zeros(rhs.shape[1:])
     with torch.autocast(rhs.device.type, enabled=False):
@@ -218,6 +200,19 @@ def _over_ranks(
         else:
             states, *_ = solve_over(ranks, blocks, rhs, first, extra, solver, reverse=reverse)
     return states if states.dtype == result_dtype else states.to(result_dtype)
+
+
+def _in_full(
+    blocks: Blocks, rhs: Tensor, initial: Tensor | None, batch: torch.Size
+) -> tuple[Blocks, Tensor, Tensor | None]:
+    """In float32 at least, from here on, so that the initial state is not rounded once more; and with all batch dimensions."""
+    if rhs.dtype in _HALF:
+        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
+        initial = initial.float() if initial is not None else None
+    if rhs.shape[1:-1] != batch:
+        rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
+        rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
+    return blocks.aligned(len(batch)), rhs, initial
 
 
 def _check_solver(solver: Any) -> None:

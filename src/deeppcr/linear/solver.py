@@ -1,9 +1,11 @@
-"""What every solver of block bidiagonal systems offers."""
+"""What every solver of block bidiagonal systems offers; and forward substitution, the reference every other one is held against."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .blocks import Blocks
@@ -38,3 +40,31 @@ class LinearSolver:
             rhs: [L, *batch, D], its batch the full (broadcast) one
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSubstitution(LinearSolver):
+    """L steps one after the other: the least work and memory, no parallelism over steps.
+
+    >>> import torch
+    >>> from deeppcr import linear
+    >>> halves, ones = linear.Scalar(torch.full((3,), 0.5)), torch.ones(3, 1)
+    >>> linear.solve(halves, ones, solver=ForwardSubstitution()).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
+    """
+
+    overflows = False
+    repeatable = True
+
+    def solve_coupled(self, couplings: Blocks, rhs: Tensor, *, reverse: bool = False) -> Tensor:
+        last = rhs.shape[0] - 1
+        if reverse:
+            states = [rhs[last:]]
+            for j in range(last - 1, -1, -1):
+                states.append(couplings[j : j + 1].apply(states[-1]) + rhs[j : j + 1])
+            states.reverse()
+        else:
+            states = [rhs[:1]]
+            for j in range(last):
+                states.append(couplings[j : j + 1].apply(states[-1]) + rhs[j + 1 : j + 2])
+        return torch.cat(states)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..runtime import apply_directly, in_functorch, is_observed, values_can_be_read
 from .blocks import Blocks
-from .forward import ForwardSubstitution
 from .refine import refine
-from .solver import LinearSolver
+from .solver import ForwardSubstitution, LinearSolver
 
 
 def solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool = True) -> Tensor:
@@ -19,6 +18,19 @@ def solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: 
     if is_observed(couplings.data, rhs):
         return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse, refined)
     return solution(couplings, rhs, solver, reverse, refined)
+
+
+def with_initial(blocks: Blocks, rhs: Tensor, initial: Tensor | None, reverse: bool) -> tuple[Blocks, Tensor]:
+    """The L - 1 blocks between unknowns, and a right-hand side into which the initial state [*batch, D] is folded.
+
+    The adjoint system then has the very same couplings, transposed, and no block needs shifting or copying.
+    """
+    couplings = blocks[:-1] if reverse else blocks[1:]
+    if initial is None:
+        return couplings, rhs
+    if reverse:
+        return couplings, torch.cat([rhs[:-1], rhs[-1:] + blocks[-1:].apply(initial.unsqueeze(0))])
+    return couplings, torch.cat([rhs[:1] + blocks[:1].apply(initial.unsqueeze(0)), rhs[1:]])
 
 
 def solution(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool) -> Tensor:

@@ -91,7 +91,7 @@ class Newton:
     @property
     def quadratic(self) -> bool:
         """Whether the iteration is Newton's own, with true Jacobians."""
-        return self.jacobian.true and self.shrink == 1.0
+        return self.jacobian.exact and self.shrink == 1.0
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         rtol = default_tolerance(dtype) if self.rtol is None else self.rtol

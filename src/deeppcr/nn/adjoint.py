@@ -18,6 +18,7 @@ from torch import Tensor
 from ..launch import aligned, launch, repeat
 from ..linear.kernels import dense
 from ..linear.kernels.narrow import is_finite, multiply
+from ..linear.kernels.wide import places_of
 from .kernels import activate
 from .layers import ACTIVATIONS, Layers
 
@@ -42,9 +43,7 @@ def adjoint_reduce(
     EVERY: ``gradients`` are of the outputs of all blocks [blocks, B, w], else of the last one alone [B, w].
     """
     q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     chunks = (blocks + chunk_blocks - 1) // chunk_blocks
     first = (chunks - 1 - q) * chunk_blocks
     last = tl.minimum(first + chunk_blocks, blocks)
@@ -90,9 +89,7 @@ def adjoint_substitute(
     all blocks of its row one after the other. WHOLE: there is one chunk.
     """
     q, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     chunks = 1 if WHOLE else (blocks + chunk_blocks - 1) // chunk_blocks
     first = 0 if WHOLE else (chunks - 1 - q) * chunk_blocks
     last = blocks if WHOLE else tl.minimum(first + chunk_blocks, blocks)
@@ -129,9 +126,7 @@ def gradients_of_layers(
 ):  # fmt: skip
     """The gradients of one layer's weights and biases, from the adjoints of its output and from its inputs."""
     layer = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     of_weights = tl.zeros((PADDED, PADDED), tl.float32)
     of_biases = tl.zeros((PADDED,), tl.float32)
     for row in tl.range(0, rows, num_stages=STAGES):

@@ -19,17 +19,15 @@ from ..jacobian import GivenJacobian
 from ..linear import Dense
 from ..newton import Newton
 from ..newton.guess import RepeatInitial
-from ..runtime import has_triton, in_functorch, is_capturing
+from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, outside_of_graph
 from ..solution import Solution, warn
 from ..solve import solve
-from ..ways.attach import attach
-from . import kernel_way
-from .arguments import Mode, check_mode, check_newton, check_size
-from .choose import ASKED, EMPTY, choose_without_kernels
+from ..ways.judged import attach
+from . import kernel_way, operator
+from .arguments import ASKED, EMPTY, Mode, check_mode, check_newton, check_size
 from .layers import ACTIVATIONS
-from .operated_network import OperatedNetwork
-from .report import looped, one_chunk
-from .rows import solve_finite_rows
+from .operator import in_words
+from .report import looped, one_chunk, solve_finite_rows
 
 _REPEATED = RepeatInitial()
 
@@ -43,15 +41,12 @@ def _changes_its_argument(activation: Callable[[Tensor], Tensor]) -> bool:
     return not torch.equal(given, kept)
 
 
-class Network(OperatedNetwork):
+class Network(nn.Module):
     """What MLP and ResNet share: an input layer, L stacked steps, an output layer, and two ways to run the steps."""
 
-    activation: str | Callable[[Tensor], Tensor]
-    newton: Newton
-    guess: Any
-    warm_start: bool
-
     activations: Tensor  # [L, w], the batch mean of the last training step's states
+    _kind: str
+    _asked_for = 1
     #: The settings that were last asked about, and what ``is_usual`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
 
@@ -82,8 +77,10 @@ class Network(OperatedNetwork):
             )
         in_features, width = check_size("in_features", in_features), check_size("width", width)
         out_features = check_size("out_features", out_features)
-        self.activation, self.newton = activation, check_newton(newton)
-        self.guess, self.warm_start = guess, warm_start
+        self.activation: str | Callable[[Tensor], Tensor] = activation
+        self.newton: Newton = check_newton(newton)
+        self.guess: Any = guess
+        self.warm_start: bool = warm_start
         self.mode: Mode = check_mode(mode)
         options = {"device": device, "dtype": dtype}
         self.input: nn.Linear = nn.Linear(in_features, width, **options)
@@ -151,7 +148,7 @@ class Network(OperatedNetwork):
             if states is not None:
                 return states
         if mode == "auto":
-            mode, why = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, why = kernel_way.choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential":
             self._looped = hidden.shape[0], why or ASKED
         with torch.autocast(hidden.device.type, enabled=False):
@@ -161,7 +158,7 @@ class Network(OperatedNetwork):
     def _is_traced(self, hidden: Tensor, mode: Mode) -> bool:
         """Whether a compiler sees through the layers: any number of rows goes by a loop without kernels."""
         if mode == "auto":  # no number of rows is more in favour of a parallel pass than one
-            mode, _ = choose_without_kernels(self.weight.shape, 1, hidden.device)
+            mode, _ = kernel_way.choose_without_kernels(self.weight.shape, 1, hidden.device)
         return mode == "sequential" and not self._may_use_kernels(hidden)
 
     def _run_again(self, hidden: Tensor, states: Tensor, last: bool) -> Tensor:
@@ -172,7 +169,7 @@ class Network(OperatedNetwork):
             if way is not None:
                 return kernel_way.kernels().attach(weight, self.bias, hidden, states, way.layers, last)
         if mode == "auto":
-            mode, _ = choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
+            mode, _ = kernel_way.choose_without_kernels(weight.shape, hidden.shape[0], hidden.device)
         if mode == "sequential" or not hidden.isfinite().all():
             return self._run_eagerly(hidden, mode, "", last)
         (found,) = attach(self._step, hidden, (weight, self.bias), (states,), self._solver(), batch_dims=1)
@@ -312,3 +309,48 @@ class Network(OperatedNetwork):
         layers = self.weight.shape[:-2]
         skip = f"skip={layers[1]}, " if len(layers) == 2 else ""
         return f"depth={layers.numel()}, {skip}width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
+
+    # As one operation of a compiler's graph: see ``operator.Operated``.
+
+    def _run_in_graph(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
+        """A loop without kernels is traced; else all layers are one operation, which chooses its way when it runs."""
+        if self._is_traced(hidden, mode):
+            with torch.autocast(hidden.device.type, enabled=False):
+                states = self._loop(hidden)
+            return states[-1] if last else states
+        words = self._in_words(mode)
+        if words is None or is_transformed():
+            why = "a network with a warm start, settings or an activation of your own, or inside a transform, is no operator"
+            return outside_of_graph(self._run_eagerly, f"{why}: it runs in parallel by looking at values")(
+                hidden, mode, "", last
+            )
+        return operator.run_in_graph(words, [hidden, self.weight, self.bias], last=last)[0]
+
+    def _in_words(self, mode: Mode) -> str | None:
+        """The layers alone; None where there are no words for them: a warm start writes to the module."""
+        told = [in_words(each) for each in (self.activation, self.newton, self.guess)]
+        if self.warm_start or None in told:
+            return None
+        steps, width = self.weight.shape[:-2], self.weight.shape[-1]
+        depth, skip = math.prod(steps), f", skip={steps[1]}" if len(steps) == 2 else ""
+        options = f"activation={told[0]}, mode={mode!r}, newton={told[1]}, guess={told[2]}"
+        return f"{self._kind}({width}, {width}, {depth}, {width}{skip}, {options})"
+
+    def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        hidden, weight, _ = tensors
+        states, one = hidden.new_empty((weight.shape[0], *hidden.shape)), hidden.new_empty(hidden.shape)
+        return [states] if not last else [one, states] if gradients else [one]
+
+    def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
+        hidden, module = self._with(tensors)
+        states = module._run_eagerly(hidden, module.mode, "", last and not gradients)
+        return [states[-1], states] if last and gradients else [states]
+
+    def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
+        (hidden, module), states = self._with(tensors), found[-1]
+        return [module._run_again(hidden, states, last)]
+
+    def _with(self, tensors: list[Tensor]) -> tuple[Tensor, Any]:
+        """A network with these weights, and what it is run on."""
+        hidden, weight, bias = tensors
+        return hidden, operator.with_tensors(self, weight=weight, bias=bias)

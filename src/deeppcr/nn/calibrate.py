@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,23 +119,7 @@ def _measure(device: torch.device, kind: Kind, width: int, path: Path | None, ab
     return found
 
 
-class Bench(Protocol):
-    """What ``measure`` asks for, all in seconds."""
-
-    def loop(self, blocks: int, rows: int) -> float:
-        """On the device."""
-        ...
-
-    def round(self, chunks: int, chunk: int, rows: int) -> float:
-        """On the device."""
-        ...
-
-    def host(self) -> tuple[float, float]:
-        """``Times.host_loop`` and ``host_parallel``."""
-        ...
-
-
-def measure(bench: Bench, kind: Kind, width: int) -> Times:
+def measure(bench: Kernels, kind: Kind, width: int) -> Times:
     """Two lengths each, whose difference is the time of a block; what is left of the shorter one is all the rest."""
     most_blocks = min(2**14, _MOST_WEIGHTS // (kind.skip * width**2))
     alone = bench.loop(64, 1)
@@ -187,14 +171,6 @@ class Kernels:
         on_device, of_call: seconds that a function takes on the device, and from its call to the end of its work
     """
 
-    device: torch.device
-    kind: Kind
-    width: int
-    on_device: Callable[[Callable[[], Any]], float]
-    of_call: Callable[[Callable[[], Any]], float]
-    weight: Tensor
-    bias: Tensor
-
     def __init__(
         self,
         device: torch.device,
@@ -203,8 +179,13 @@ class Kernels:
         on_device: Callable[[Callable[[], Any]], float],
         of_call: Callable[[Callable[[], Any]], float],
     ):
-        self.device, self.kind, self.width, self.on_device, self.of_call = device, kind, width, on_device, of_call
-        self.weight, self.bias = torch.empty(0), torch.empty(0)
+        self.device: torch.device = device
+        self.kind: Kind = kind
+        self.width: int = width
+        self.on_device: Callable[[Callable[[], Any]], float] = on_device
+        self.of_call: Callable[[Callable[[], Any]], float] = of_call
+        self.weight: Tensor = torch.empty(0)
+        self.bias: Tensor = torch.empty(0)
 
     def tensors(self, blocks: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, biases and an initial state; the weights are shared by all."""
@@ -234,6 +215,7 @@ class Kernels:
         return forward.Layers(self.kind.skip, self.kind.residual, self.kind.activation, chunk=chunk)
 
     def loop(self, blocks: int, rows: int) -> float:
+        """Seconds on the device."""
         network, initial, found = self.prepared(blocks, blocks, rows)
         return self.on_device(lambda: network.whole(initial, 0, found, 0))
 
@@ -242,6 +224,7 @@ class Kernels:
         return self.on_device(lambda: network.one_round(0))
 
     def host(self) -> tuple[float, float]:
+        """``Times.host_loop`` and ``host_parallel``."""
         from . import forward
 
         tensors = self.tensors(16, 1)

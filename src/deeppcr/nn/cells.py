@@ -59,11 +59,9 @@ class Cell(Told):
 class ElmanCell(Cell):
     """``h' = f(x + W h)``, the gates of all steps [T, B, H]."""
 
-    activation: Callable[[Tensor], Tensor]
-
     def __init__(self, weights: Weights, activation: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__(weights)
-        self.activation = activation
+        self.activation: Callable[[Tensor], Tensor] = activation
 
     def __call__(self, h: Tensor, gates: Tensor) -> Tensor:
         return self.activation(gates + self.from_state(h))
@@ -89,7 +87,7 @@ class GRUCell(Cell):
 class LSTMCell(Cell):
     """PyTorch's long short-term memory, the gates of all steps [T, B, 4 H]: write, forget, new, read; the state is (h [B, P], c [B, H])."""
 
-    uses = (*Cell.uses, "weight_hr")
+    uses: tuple[str, ...] = (*Cell.uses, "weight_hr")
 
     def __init__(self, weights: Weights):
         super().__init__(weights)
@@ -119,7 +117,7 @@ class DiagonalLSTMCell(Cell):
     """An LSTM each of whose channels sees itself alone, that writes as much as it forgets: recurrent weights [3, H] for forget, new, read;
     and [2, H] by which the gates that forget and read see the memory."""
 
-    uses = (*Cell.uses, "weight_ch")
+    uses: tuple[str, ...] = (*Cell.uses, "weight_ch")
 
     def __init__(self, weights: Weights):
         super().__init__(weights)

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ..newton import Loop, Newton
-from .arguments import Mode, check_size
+from .arguments import Mode, check_size, complaint_of
 from .cells import DiagonalGRUCell, DiagonalLSTMCell
 from .operator import operated
 from .recurrent import Recurrent
@@ -24,14 +23,6 @@ from .recurrent import Recurrent
 
 class Diagonal(Recurrent):
     """What the two share: parameters by the names that those of ``torch.nn.GRU`` have, and what is checked of arguments."""
-
-    input_size: int
-    hidden_size: int
-    num_layers: int
-    bias: bool
-    batch_first: bool
-    bidirectional: bool
-    dropout: float
 
     #: By name, how many recurrent vectors [H] there are.
     _recurrent: ClassVar[dict[str, int]]
@@ -53,9 +44,13 @@ class Diagonal(Recurrent):
         newton: Newton | None = None,
     ):
         super().__init__(mode=mode, newton=newton)
-        self.input_size, self.hidden_size = check_size("input_size", input_size), check_size("hidden_size", hidden_size)
-        self.num_layers, self.bias = check_size("num_layers", num_layers), bias
-        self.batch_first, self.bidirectional, self.dropout = batch_first, bidirectional, float(dropout)
+        self.input_size: int = check_size("input_size", input_size)
+        self.hidden_size: int = check_size("hidden_size", hidden_size)
+        self.num_layers: int = check_size("num_layers", num_layers)
+        self.bias: bool = bias
+        self.batch_first: bool = batch_first
+        self.bidirectional: bool = bidirectional
+        self.dropout: float = float(dropout)
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout: expected a probability, from 0 to 1, got {dropout!r}")
         if self.dropout and self.num_layers == 1:
@@ -87,46 +82,16 @@ class Diagonal(Recurrent):
                 nn.init.normal_(weight, std=1 / math.sqrt(self.hidden_size))
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
-        self._check(input, hx)
+        self._is_proper(input, hx)
         # Which way of several takes least time, ``solve`` knows best.
         solver = self.newton if mode == "parallel" else Loop() if mode == "sequential" else None
         return self._by_solve(input, hx, reset, solver)
 
     def _is_proper(self, input: Any, hx: Any) -> bool:
-        self._check(input, hx)
+        wrong = complaint_of(self, input, hx)
+        if wrong is not None:
+            raise wrong
         return True
-
-    def _check(self, input: Any, hx: Any) -> None:
-        packed = isinstance(input, PackedSequence)
-        x = input.data if packed else input
-        if not isinstance(x, Tensor):
-            raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
-        steps = 1 if x.ndim == 3 and self.batch_first else 0
-        if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != self.input_size or not x.shape[steps]:
-            wanted = "[B, T, {0}]" if self.batch_first else "[T, B, {0}]"
-            wanted = f"{wanted} or [T, {{0}}], T not 0".format(self.input_size)
-            raise ValueError(f"input: expected {wanted}, got {list(x.shape)}")
-        weight = getattr(self, self._all_weights[0][0])
-        if x.device != weight.device:
-            raise ValueError(f"input: expected it on {weight.device}, where the weights are, got {x.device}")
-        loose = torch.is_autocast_enabled(x.device.type)
-        if x.dtype != weight.dtype and not loose:
-            raise TypeError(f"input: expected {weight.dtype}, the dtype of the weights, got {x.dtype}")
-        if hx is None:
-            return
-        rows = (int(input.batch_sizes[0]),) if packed else (x.shape[0 if self.batch_first else 1],) * (x.ndim == 3)
-        shape, count = [len(self._all_weights), *rows, self.hidden_size], len(self._widths())
-        leaves = (hx,) if isinstance(hx, Tensor) else hx
-        if not isinstance(leaves, (tuple, list)) or isinstance(hx, Tensor) != (count == 1) or len(leaves) != count:
-            raise TypeError(
-                f"hx: expected {'a tensor' if count == 1 else 'two tensors, (h, c)'}, got {type(hx).__name__}"
-            )
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or list(leaf.shape) != shape:
-                came = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise ValueError(f"hx: expected {shape}, got {came}")
-            if leaf.dtype != x.dtype and not (loose and leaf.is_floating_point()):
-                raise TypeError(f"hx: expected {x.dtype}, the dtype of the input, got {leaf.dtype}")
 
     def extra_repr(self) -> str:
         said = [f"{self.input_size}, {self.hidden_size}"]

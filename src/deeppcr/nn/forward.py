@@ -133,8 +133,6 @@ class Passes:
     """
 
     constants: tuple[int, bool, str, int, int]
-    rounds: int
-    has_loop: bool
 
     def __init__(self, blocks: int, rows: int, width: int, layers: Layers):
         self.chunk: int = layers.chunk_blocks(blocks)
@@ -145,7 +143,8 @@ class Passes:
         self.shape: dense.Shape = dense.Shape(width)
         self.constants = (layers.skip, layers.residual, layers.activation, width, self.shape.padded)
         self.faint: float = Tolerance(*layers.tolerance[:2]).faint
-        self.rounds, self.has_loop = 1, False
+        self.rounds: int = 1
+        self.has_loop: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -158,22 +157,6 @@ class _Narrow:
     """The passes over a network whose layers fit the registers of one program."""
 
     idle_when_settled = True
-
-    weight: Tensor
-    bias: Tensor
-    x: Tensor
-    layers: Layers
-    plan: Passes
-    blocks: int
-    rows: int
-    width: int
-    initial: Tensor
-    guess: Tensor
-    found: Tensor
-    limit: int
-    guess_step: int
-    guess_row: int
-    workspace: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes):
         self.weight, self.bias, self.x, self.layers, self.plan = weight, bias, x, layers, plan
@@ -286,7 +269,8 @@ class _Wide(_Narrow):
         launch(kernels.correct_wide, plan.chunks * self.rows, arguments, self.constants[1:3], warps=4)
 
 
-def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> _Narrow:
+def network_of(weight: Tensor, bias: Tensor, x: Tensor, layers: Layers, plan: Passes) -> Any:
+    """The passes over a network, by its width."""
     return (_Narrow if x.shape[-1] <= dense.NARROW else _Wide)(weight, bias, x, layers, plan)
 
 

@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 
 from ..convergence import ENOUGH, NEGLIGIBLE
+from ..fuse.support import finite_or_zero
 from ..linear.kernels.narrow import is_finite, multiply
+from ..linear.kernels.wide import places_of
 from ..tolerance import GOES_ON, LOOKS, STILL_TO_FALL, VISIBLE
 
 #: Sizes that a kernel is not compiled for anew.
@@ -111,9 +113,7 @@ def roll(
     WHOLE: one chunk from ``first_block`` to the end, and nothing but ``x``.
     """
     chunk, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     products, _, ends, _, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if (chunk == 0) & (not WHOLE):  # before anybody adds to it; a pass that does nothing leaves zeros too
         tl.store(found + passes * 2 * rows + row, 0.0)
@@ -169,12 +169,6 @@ def roll(
                 tl.store(products + out * WIDTH * WIDTH + tile, product, mask=square)
 
 
-@triton.jit
-def finite_or_zero(values):
-    """Where an iterate has strayed beyond the numbers, the chain of corrections is cut, and the pass settles nothing."""
-    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def gather(
     workspace, found, rows, passes, group_chunks, chunks, groups,
@@ -183,9 +177,7 @@ def gather(
 ):  # fmt: skip
     """One equation for a group of chunks: from the correction before it to the one after it. The last group needs none."""
     group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):
         term = tl.zeros((PADDED,), tl.float32)
@@ -256,9 +248,7 @@ def spread(
     ``Tolerance.faint``.
     """
     group, row = tl.program_id(0) // rows, tl.program_id(0) % rows
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     tile = i[:, None] * WIDTH + i[None, :]
     products, group_products, ends, group_terms, starts = parts(workspace, rows, chunks, groups, WIDTH)
     if not settled(found, passes, row, rows):

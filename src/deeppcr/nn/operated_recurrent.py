@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ..newton import Newton
 from ..runtime import is_transformed
 from ..solution import Solution
-from ..ways.attach import attach
 from ..ways.fused_solution import FusedSolution
+from ..ways.judged import attach
 from . import operator
 from .arguments import Mode
 from .operator import in_words

@@ -5,14 +5,16 @@ Shapes: N chunks, B rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..convergence import ENOUGH, error_left_of_one
-from ..solution import Dropped, Plan, Result, Solution
+from ..runtime import in_functorch, is_capturing
+from ..solution import Dropped, Plan, Result, Solution, warn, without_iterations
 from ..tolerance import Tolerance, size_at_first
 
 
@@ -94,27 +96,55 @@ class Report:
 def one_chunk(blocks: int, rows: int, device: torch.device) -> Solution:
     """How a pass over a single chunk went: there was nothing to solve."""
     plan = Plan(evaluation="fused kernels", derivative="analytic", linear="none", chunk=blocks)
-    return _exact(Result.CONVERGED, 1, blocks, rows, device, plan, Result.CONVERGED.value)
+    found = _exact(Result.CONVERGED, blocks, rows, device, plan, Result.CONVERGED.value)
+    once = torch.ones_like(found.iterations)
+    return replace(found, iterations=once, updates=torch.zeros(1, rows, device=device))
 
 
 def looped(steps: int, rows: int, device: torch.device, why: str) -> Solution:
     """How a pass went that took one step after the other."""
     message = f"computed one step after the other: {why}"
-    return _exact(Result.LOOP, 0, steps, rows, device, Plan(chunk=steps, notes=[why]), message)
+    return _exact(Result.LOOP, steps, rows, device, Plan(chunk=steps, notes=[why]), message)
 
 
-def _exact(
-    result: Result, iterations: int, steps: int, rows: int, device: torch.device, plan: Plan, message: str
-) -> Solution:
+def _exact(result: Result, steps: int, rows: int, device: torch.device, plan: Plan, message: str) -> Solution:
     """Of a pass that left nothing to be found."""
-    return Solution(
-        states=None,
-        iterations=torch.full((rows,), iterations, device=device),
-        residual=torch.zeros(rows, device=device),
-        result=result,
-        results=(result,) * rows,
-        exact_steps=torch.full((rows,), steps, device=device),
-        updates=torch.zeros(iterations, rows, device=device),
-        plan=plan,
+    exact = torch.full((rows,), steps, device=device)
+    return without_iterations(None, (result,) * rows, exact, plan, message)
+
+
+def solve_finite_rows(solve: Callable[[Tensor], Solution], loop: Callable[[Tensor], Tensor], start: Tensor) -> Solution:
+    """``solve(start)``, with the states of ``loop`` in those rows of ``start`` [B, ...] that are not finite.
+
+    A start of at most one dimension is a single row.
+    """
+    if in_functorch() or is_capturing(start.device):
+        return solve(start)  # which says in one line that it cannot, or does what it can without a look
+    finite = torch.isfinite(start.detach())
+    finite = finite.flatten(1).all(1) if start.ndim > 1 else finite.all()
+    if finite.all():
+        return solve(start)
+
+    rows = (~finite).flatten().nonzero().flatten().tolist()
+    message = (
+        f"input: row {rows[0]} holds values that are not finite, and so does its result ({len(rows)} of "
+        f"{finite.numel()} rows)"
+    )
+    warn(message)
+    if not finite.any():
+        results, none = (Result.NON_FINITE,) * finite.numel(), torch.zeros_like(finite, dtype=torch.long)
+        return without_iterations(loop(start), results, none, Plan(), message, dtype=start.dtype)
+    # Another row in their place is as harmless as the batch itself; zeros need not be.
+    harmless = start.detach()[finite][:1]
+    solution = solve(start.where(finite.view(-1, *(1,) * (start.ndim - 1)), harmless))
+    states = solution.states.clone()
+    states[:, ~finite] = loop(start[~finite])
+    results = [Result.NON_FINITE if row in rows else result for row, result in enumerate(solution.results)]
+    return replace(
+        solution,
+        states=states,
+        result=Result.NON_FINITE,
+        results=tuple(results),
+        exact_steps=solution.exact_steps.where(finite, 0),
         description=message,
     )

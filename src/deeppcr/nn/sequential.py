@@ -12,10 +12,8 @@ from ..newton import Newton
 from ..runtime import outside_of_graph
 from ..solution import Solution
 from ..solve import solve
-from .arguments import Mode, check_mode, check_newton
-from .choose import ASKED, EMPTY
-from .report import looped
-from .rows import solve_finite_rows
+from .arguments import ASKED, EMPTY, Mode, check_mode, check_newton
+from .report import looped, solve_finite_rows
 
 #: So many layers are run in parallel on an accelerator, where it is to be chosen.
 DEEP = 64

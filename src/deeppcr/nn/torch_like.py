@@ -20,9 +20,8 @@ from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
 from ..solution import Result, Solution
 from ..stopping import UpdateTest
 from ..ways.fused import covers
-from .arguments import Mode
+from .arguments import ASKED, EMPTY, Mode, complaint_of
 from .cells import ElmanCell, GRUCell, LSTMCell, Weights
-from .choose import ASKED, EMPTY
 from .operator import operated
 from .ragged import Episodes, is_sorted
 from .recurrent import Recurrent
@@ -99,34 +98,11 @@ class TorchLike(Recurrent):
 
     def _is_proper(self, input: Any, hx: Any) -> bool:
         """Whether arguments are such as PyTorch takes, and there is something to compute."""
-        packed = isinstance(input, PackedSequence)
-        x: Any = input.data if packed else input
-        weight = getattr(self, self._all_weights[0][0])
-        if not isinstance(x, Tensor) or x.ndim not in ((2,) if packed else (2, 3)) or not x.numel():
+        if complaint_of(self, input, hx) is not None:
             return False
-        loose = torch.is_autocast_enabled(x.device.type)  # which brings all to one dtype
-        if x.shape[-1] != self.input_size or x.device != weight.device or not (loose or x.dtype == weight.dtype):
-            return False
-        batch: tuple[int, ...] = ()
-        if packed:
-            if not is_sorted(input):
-                return False
-            batch = (int(input.batch_sizes[0]),)
-        elif x.ndim == 3:
-            batch = (x.shape[0 if self.batch_first else 1],)
-        if hx is None:
-            return True
-        leaves = (hx,) if isinstance(hx, Tensor) else hx
-        if not isinstance(leaves, (tuple, list)) or isinstance(hx, Tensor) != (len(self._widths()) == 1):
-            return False
-        expected = [(len(self._all_weights), *batch, width) for width in self._widths()]
-        return len(leaves) == len(expected) and all(
-            isinstance(leaf, Tensor)
-            and leaf.shape == shape
-            and leaf.device == x.device
-            and (leaf.dtype == x.dtype or (loose and leaf.is_floating_point()))
-            for leaf, shape in zip(leaves, expected, strict=True)
-        )
+        if isinstance(input, PackedSequence):
+            return is_sorted(input) and bool(input.data.numel())
+        return bool(input.numel())
 
     def _improper(self, input: Any, hx: Any, reset: Tensor | None) -> Any:
         """PyTorch says what is wrong, or that nothing is: an empty batch."""

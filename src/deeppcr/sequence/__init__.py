@@ -2,6 +2,7 @@
 
 from .evaluate import StepError
 from .layout import Layout
-from .sequence import Rowwise, Sequence, rowwise
+from .rows import Rowwise, rowwise
+from .sequence import Sequence
 
 __all__ = ["Layout", "Rowwise", "Sequence", "StepError", "rowwise"]

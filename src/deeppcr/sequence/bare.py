@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .emit import Emitting
 from .evaluate import StepError, returned
+from .history import Emitting
 from .kept import KeptStates
 from .layout import Layout, note_call
 

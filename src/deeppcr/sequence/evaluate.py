@@ -102,11 +102,6 @@ class StepGroup:
         module: whose parameters and buffers stand in xs, by name
     """
 
-    function: Callable[..., Any]
-    xs: Any
-    layout: Layout
-    module: nn.Module | None
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -117,7 +112,10 @@ class StepGroup:
         one_by_one: bool = False,
         module: nn.Module | None = None,
     ):
-        self.function, self.xs, self.layout, self.module = function, xs, layout, module
+        self.function: Callable[..., Any] = function
+        self.xs: Any = xs
+        self.layout: Layout = layout
+        self.module: nn.Module | None = module
         self.way = "rowwise" if rowwise else "loop" if one_by_one else "vmap"
         self.derivative: str = "none"
         self.notes: list[str] = []

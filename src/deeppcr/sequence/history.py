@@ -1,4 +1,4 @@
-"""Loops whose steps look back further than one state, as sequences of steps that do not."""
+"""Loops whose steps look back further than one state, as sequences of steps that do not; and steps that give more than a state."""
 
 from __future__ import annotations
 
@@ -56,11 +56,9 @@ def collapse(
 class WithHistory:
     """A step on the window of the last states; made by ``with_history``."""
 
-    step: Callable[..., Any]
-    history: int
-
     def __init__(self, step: Callable[..., Any], window: int):
-        self.step, self.history = step, window
+        self.step: Callable[..., Any] = step
+        self.history: int = window
 
     def __call__(self, states: tuple[Any, ...], *x: Any) -> tuple[Any, ...]:
         if not isinstance(states, tuple) or len(states) != self.history:
@@ -97,3 +95,13 @@ def with_history(step: Callable[..., Any], window: int | Literal["all"]) -> Call
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"window: expected a whole number from 1, got {window!r}")
     return WithHistory(step, window)
+
+
+class Emitting:
+    """A step ``both(z, x)`` that gives the next state and an output; called, the state alone."""
+
+    def both(self, z: Any, x: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        return self.both(z, x)[0]

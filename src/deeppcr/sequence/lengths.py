@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .layout import Layout
-from .sequence import Rowwise, find_length
+from .rows import Rowwise
+from .sequence import find_length
+from .stack import LISTS
 
 
 class UpTo(nn.Module):
@@ -67,8 +69,7 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     """
     if isinstance(lengths, (list, tuple)) and all(type(each) is int for each in lengths):
         lengths = torch.tensor(lengths)
-    several = isinstance(step, (list, tuple, nn.ModuleList))
-    steps = find_length(step if several else None, xs, length)
+    steps = find_length(step, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)
     layout = Layout.of(z0, batch_dims)
     lengths = _check(lengths, layout.batch_shape, steps).to(layout.device, non_blocking=True)
@@ -103,7 +104,7 @@ def _check(lengths: Any, batch: torch.Size, steps: int) -> Tensor:
 def _wrapped(step: Any) -> Any:
     if isinstance(step, Rowwise):
         return Rowwise(UpTo(step.step))
-    if not isinstance(step, (list, tuple, nn.ModuleList)):
+    if not isinstance(step, LISTS):
         return UpTo(step) if callable(step) else step  # which is refused where all steps are
     known = {id(each): UpTo(each) if callable(each) else each for each in step}
     return [known[id(each)] for each in step]  # those that were one are one

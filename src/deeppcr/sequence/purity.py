@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
@@ -284,3 +286,33 @@ def close(a: Tensor, b: Tensor) -> bool:
     eps = torch.finfo(a.dtype).eps
     size = float(1 + b[b.isfinite()].abs().sum() / max(1, b.numel()))
     return torch.allclose(a, b, rtol=1000 * eps, atol=1000 * eps * size, equal_nan=True)
+
+
+# Hooks on gradients: the loop calls them at every step, a backward pass through all steps at once does not.
+
+_NOT_CALLED = (
+    "which a backward pass through all steps at once does not call: the gradient would not be the loop's. Take it away (a "
+    "torch.autograd.Function changes gradients, too), use solver=Loop(), or torch.no_grad() where no gradient is needed"
+)
+
+
+class NoHooks(TorchFunctionMode):
+    """Inside, a hook on the gradient of a tensor is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # PyTorch's own (of counters of operations, say) look on and change nothing.
+        if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
+            raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_hooked(roots: Iterable[nn.Module]) -> None:
+    """Raise where a module or one inside of it has a hook on its gradient."""
+    roots = list(roots)
+    if roots and (all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks):
+        raise StepError(f"step: all modules have a backward hook, {_NOT_CALLED}")
+    for root in roots:
+        for name, module in root.named_modules():
+            if getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None):
+                path = ".".join([type(root).__name__, *([name] if name else [])])
+                raise StepError(f"step: the module {path} has a backward hook, {_NOT_CALLED}")

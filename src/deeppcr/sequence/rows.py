@@ -1,4 +1,4 @@
-"""Whether a row gives the same beside other rows: the ONE comparison, and that of steps that are folded into rows of one call.
+"""Whether a row gives the same beside other rows: the ONE comparison; and steps that are folded into rows of one call.
 
 Shapes: L steps, B rows, D the packed state.
 """
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..runtime import is_out_of_memory
 from .evaluate import StepError, StepGroup
-from .layout import Layout
+from .layout import Layout, describe
 
 
 def rows_that_differ(found: Tensor, expected: Tensor, allowed: Tensor | float) -> Tensor:
@@ -51,6 +51,49 @@ def find_influence(step: Callable[[Tensor], Tensor], state: Tensor, layout: Layo
         if changed.any():
             return row, int(changed.nonzero()[0])
     return None
+
+
+class Rowwise:
+    """A step that takes any number of rows; made by ``rowwise``."""
+
+    def __init__(self, step: Callable[..., Any]):
+        self.step = step
+
+    def __call__(self, *args: Any) -> Any:
+        return self.step(*args)
+
+
+def rowwise(step: Callable[..., Any]) -> Rowwise:
+    """Declare that ``step`` treats every row by itself and takes any number of them.
+
+    All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
+    ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
+    nothing that ``step`` closes over may have rows of its own. In every solve the first step, the last, and one made up of
+    values from the whole range of ``xs`` are compared with a folded call; where they differ, StepError.
+
+    >>> import torch, deeppcr
+    >>> cell = torch.nn.LSTMCell(3, 4)
+    >>> step = deeppcr.rowwise(lambda state, x: cell(x, state))
+    >>> zeros = torch.zeros(2, 4)
+    >>> h, c = deeppcr.solve(step, (zeros, zeros), torch.randn(100, 2, 3)).states
+    >>> h.shape
+    torch.Size([100, 2, 4])
+    """
+    if not callable(step):
+        raise TypeError(f"step: expected a callable, got {type(step).__name__}")
+    return Rowwise(step)
+
+
+def check_rows(xs: Any, length: int, layout: Layout) -> None:
+    """Raise where inputs do not lie as those of a step that takes any number of rows."""
+    if not layout.batch_shape:
+        raise ValueError("step: declared rowwise, but the states have no batch dimension (batch_dims=0)")
+    rows = layout.batch_shape[0]
+    for leaf in pytree.tree_leaves(xs) if xs is not None else []:
+        if leaf.ndim < 2 or leaf.shape[1] != rows:
+            raise ValueError(
+                f"xs: step is declared rowwise, so every leaf must be [L, B, ...] = [{length}, {rows}, ...], got {describe(leaf)}"
+            )
 
 
 @torch.no_grad()

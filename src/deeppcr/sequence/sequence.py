@@ -19,43 +19,11 @@ from ..linear.hierarchical import interleave
 from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
-from .hooks import NoHooks, refuse_hooked
-from .layout import Layout, describe, hint_of_array, hint_of_batch_first, note_call
-from .purity import Purity, changes_in_place
-from .rows import check_fold
-from .stack import group_callables
+from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
+from .purity import NoHooks, Purity, changes_in_place, refuse_hooked
+from .rows import Rowwise, check_fold, check_rows
+from .stack import LISTS, group_callables
 from .trace import Trace
-
-
-class Rowwise:
-    """A step that takes any number of rows; made by ``rowwise``."""
-
-    def __init__(self, step: Callable[..., Any]):
-        self.step = step
-
-    def __call__(self, *args: Any) -> Any:
-        return self.step(*args)
-
-
-def rowwise(step: Callable[..., Any]) -> Rowwise:
-    """Declare that ``step`` treats every row by itself and takes any number of them.
-
-    All L steps are then evaluated as L * B rows of one call, which is how recurrent cells (``nn.GRUCell``,
-    ``nn.LSTMCell``), for which ``torch.vmap`` has no rule, run fast. Every leaf of ``xs`` must be [L, B, ...], and
-    nothing that ``step`` closes over may have rows of its own. In every solve the first step, the last, and one made up of
-    values from the whole range of ``xs`` are compared with a folded call; where they differ, StepError.
-
-    >>> import torch, deeppcr
-    >>> cell = torch.nn.LSTMCell(3, 4)
-    >>> step = deeppcr.rowwise(lambda state, x: cell(x, state))
-    >>> zeros = torch.zeros(2, 4)
-    >>> h, c = deeppcr.solve(step, (zeros, zeros), torch.randn(100, 2, 3)).states
-    >>> h.shape
-    torch.Size([100, 2, 4])
-    """
-    if not callable(step):
-        raise TypeError(f"step: expected a callable, got {type(step).__name__}")
-    return Rowwise(step)
 
 
 class Sequence:
@@ -85,8 +53,8 @@ class Sequence:
         self.layout: Layout = Layout.of(z0, batch_dims)
         self.initial: Tensor = self.layout.pack(z0)
         self.xs = xs
-        several = isinstance(step, (list, tuple, nn.ModuleList))
-        self.length: int = find_length(step if several else None, xs, length)
+        several = isinstance(step, LISTS)
+        self.length: int = find_length(step, xs, length)
         inner = step.step if isinstance(step, Rowwise) else step
         self.history: int = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
@@ -104,7 +72,7 @@ class Sequence:
         elif callable(step):
             fold = isinstance(step, Rowwise)
             if fold:
-                _check_rows(xs, self.length, self.layout)
+                check_rows(xs, self.length, self.layout)
             self._groups = [([], StepGroup(step, xs, self.layout, rowwise=fold))]
         else:
             raise TypeError(f"step: expected a callable or a list of them, got {type(step).__name__}")
@@ -348,8 +316,8 @@ def _as_slice(steps: range) -> slice:
 _SHARED = ". The first dimension counts the steps: what is the same for all of them is closed over by the step"
 
 
-def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
-    """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does. ``steps``: where they are a list."""
+def find_length(step: Any, xs: Any, length: int | None, least: int = 1) -> int:
+    """L, ``least`` or more, by all that tells it; raises where they differ, or nothing does."""
     found: list[tuple[str, int]] = []
     if length is not None:
         try:
@@ -359,8 +327,8 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
         except TypeError:
             raise TypeError(f"length: expected an int, got {type(length).__name__}") from None
         found.append(("length", length))
-    if steps is not None:
-        found.append(("step: the list", len(steps)))
+    if isinstance(step, LISTS):
+        found.append(("step: the list", len(step)))
     for path, leaf in pytree.tree_flatten_with_path(xs)[0] if xs is not None else []:
         name = "xs" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
@@ -389,14 +357,3 @@ def find_length(steps: Any, xs: Any, length: int | None, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name}: at least one step is needed, got L = {value}")
     return value
-
-
-def _check_rows(xs: Any, length: int, layout: Layout) -> None:
-    if not layout.batch_shape:
-        raise ValueError("step: declared rowwise, but the states have no batch dimension (batch_dims=0)")
-    rows = layout.batch_shape[0]
-    for leaf in pytree.tree_leaves(xs) if xs is not None else []:
-        if leaf.ndim < 2 or leaf.shape[1] != rows:
-            raise ValueError(
-                f"xs: step is declared rowwise, so every leaf must be [L, B, ...] = [{length}, {rows}, ...], got {describe(leaf)}"
-            )

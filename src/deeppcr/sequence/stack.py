@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from .evaluate import StepError, StepGroup
 from .layout import Layout
 
+#: What a list of steps may be.
+LISTS = (list, tuple, nn.ModuleList)
 #: What every module has.
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, type)

@@ -11,17 +11,17 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..bounded import Bounded
+from ..bounded import Bounded, Hashed
 from ..newton import USUAL, Newton
 from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout, refuse_not_finite
-from ..sequence.stack import as_one_step
+from ..sequence.stack import LISTS, as_one_step
 from ..solution import Result
 from ..tolerance import Tolerance, bears_out
 from .begun import Ready, begin, forget_expected, taken
@@ -58,10 +58,6 @@ class Call:
 
     states: list[Any]
     spec: Any
-    z0: Any
-    xs: Any
-    batch_dims: int | None
-    given_length: int | None
     inputs: list[Any]
 
     def __init__(
@@ -71,12 +67,15 @@ class Call:
         self.states, self.spec = _flattened(z0)
         first = self.states[0] if self.states else None
         self.given: tuple[Any, Any] = step, xs
-        several = isinstance(step, (list, tuple, nn.ModuleList))
+        several = isinstance(step, LISTS)
         steps = len(step) if several else None
         if several and length is None and isinstance(first, Tensor) and has_kernels(first.device):
             step, xs = as_one_step(step, xs) or (step, xs)
         self.step: Any = step.step if isinstance(step, Rowwise) else step
-        self.z0, self.xs, self.batch_dims, self.given_length = z0, xs, batch_dims, length
+        self.z0: Any = z0
+        self.xs: Any = xs
+        self.batch_dims: int | None = batch_dims
+        self.given_length: int | None = length
         self.inputs, self.inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         if self.inputs:
@@ -84,7 +83,7 @@ class Call:
         else:
             self.length = steps if length is None else length
         self.refusal: str | None = self._find_refusal(step)
-        self._key: _Key | None = None
+        self._key: Hashed | None = None
         self._fused: FusedStep | str | None = None
         self.begun: Ready | None = None
 
@@ -93,16 +92,16 @@ class Call:
         if self.begun is None:
             self.begun = begin(self, newton)
 
-    def know(self, key: _Key, fused: FusedStep) -> None:
+    def know(self, key: Hashed, fused: FusedStep) -> None:
         """What is known of a step that tells what it depends on: by which key, and its kernels."""
         self._key, self._fused, self.reached = key, fused, self.step.tensors()
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> Hashed:
         """What a kind of solve is known by, but for its length."""
         if self._key is None:
             structure, self.reached = structure_of(self.step)
-            self._key = _Key((structure, self.signature))
+            self._key = Hashed(structure, self.signature)
         return self._key
 
     @cached_property
@@ -135,8 +134,7 @@ class Call:
         first, length = self.states[0] if self.states else None, self.length
         if not isinstance(first, Tensor) or not has_kernels(device := first.device):
             return "kernels need a CUDA device, Triton and NumPy"
-        several = isinstance(step, (list, tuple, nn.ModuleList))
-        if several or isinstance(self.step, WithHistory) or not callable(self.step):
+        if isinstance(step, LISTS) or isinstance(self.step, WithHistory) or not callable(self.step):
             return "a list of steps that are not alike, or one that looks further back, is not covered"
         if type(length) is not int or length < 1 or self.given_length not in (None, length):
             return "its length is not known"
@@ -171,6 +169,15 @@ class Call:
         """Whether the step has kernels, as far as anybody has tried."""
         return not isinstance(self.fused, str | None)
 
+    @property
+    def known(self) -> tuple[FusedStep, int]:
+        """The step's kernels, which there are, and L."""
+        fused, length = self.fused, self.length
+        assert fused is not None
+        assert not isinstance(fused, str)
+        assert length is not None
+        return fused, length
+
     def comes_again(self) -> bool:
         """Whether a solve of this kind was seen before; from now on it was."""
         number = hash((self.key, self.length))
@@ -199,21 +206,6 @@ class Call:
         _steps.put(self.key, reason)
         self._fused = reason
         forget_expected()
-
-
-class _Key:
-    """Something to be looked up by, its hash computed once: that of all that a step reaches takes longer than a launch."""
-
-    __slots__ = ("_hash", "_value")
-
-    def __init__(self, value: tuple[Any, ...]):
-        self._value, self._hash = value, hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._hash == other._hash and self._value == other._value
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
@@ -267,10 +259,7 @@ def solve_fused(
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
     back, fuse_run, closer, too_large = _fuse()
-    fused, length = call.fused, call.length
-    assert fused is not None
-    assert not isinstance(fused, str)
-    assert length is not None
+    fused, length = call.known
     layout = fused.layout
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched
@@ -363,10 +352,7 @@ def solve_fused(
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
     back, fuse_run, *_ = _fuse()
-    fused, length = call.fused, call.length
-    assert fused is not None
-    assert not isinstance(fused, str)
-    assert length is not None
+    fused, length = call.known
     layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
     if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
         with torch.cuda.device(layout.device):  # where kernels are launched

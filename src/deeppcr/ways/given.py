@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..gradient import Gradient, Implicit
+from ..gradient import Adjoint, Gradient, Implicit
 from ..graphs.cache import captured_solves, may_capture
 from ..graphs.straight import run_unseen
 from ..newton import Loop, Newton, iteration
@@ -20,11 +20,11 @@ from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
 from ..sequence.layout import refuse_not_finite
-from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of
+from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
 from .fused import Call, covers, solve_fused
-from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused
+from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused, solution_of
 from .looped import Given, by_loop
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
@@ -201,7 +201,7 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
         plan.notes = replayed.notes
         return None
     outcome, residual = found  # which has been checked
-    judged = Judged(outcome, residual, None)
+    judged: Judged[Adjoint] = Judged(outcome, residual, None)
     if torch.is_grad_enabled() and sequence.needs_gradients:
         # These values come from the step as it is now: what a trace cannot see shows here.
         judged = judge(sequence, outcome, solver)
@@ -253,7 +253,7 @@ def _in_parallel(
 # Where Newton failed.
 
 
-def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: Newton, plan: Plan) -> Judged:
+def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: Newton, plan: Plan) -> Judged[Adjoint]:
     failed = torch.tensor([result.failed for result in outcome.results], device=sequence.layout.device)
     exact = torch.where(failed, outcome.exact_steps, sequence.length)
     states = None
@@ -311,22 +311,8 @@ def _solution(
     sequence: Sequence, outcome: Outcome, plan: Plan, residual: Tensor, tolerance: Tolerance | None = None
 ) -> Solution:
     """``tolerance``: that the states were found within; None where it is asked of none."""
-    layout = sequence.layout
     plan.evaluation = sequence.evaluation
     for note in sequence.all_notes:
         plan.note(note)
-    batch = layout.batch_shape
-    return Solution(
-        states=layout.unpack(outcome.states),
-        iterations=outcome.iterations.reshape(batch),
-        residual=residual.reshape(batch),
-        result=worst_of(outcome.results),
-        results=tuple(outcome.results),
-        exact_steps=outcome.exact_steps.reshape(batch),
-        updates=outcome.updates.reshape(-1, *batch),
-        plan=plan,
-        description=describe(sequence, outcome),
-        z0=layout.unpack(sequence.initial.detach()),
-        tolerance=tolerance,
-        local=None if outcome.local is None else outcome.local.reshape(batch),
-    )
+    about: dict[str, Any] = {"description": describe(sequence, outcome), "tolerance": tolerance}
+    return solution_of(outcome, outcome.states, residual, sequence.initial, sequence.layout, plan, **about)

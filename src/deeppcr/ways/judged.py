@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..gradient import UNDETERMINED, Adjoint, Gradient, refuse_gradients
+from ..gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from ..newton import Newton
 from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
+from ..sequence.layout import Layout
 from ..sequence.trace import coarser_products
 from ..sequence.words import in_words
-from ..solution import Plan, Result
+from ..solution import Plan, Result, Solution, worst_of
 from ..tolerance import measure
+from .fused import Call, attach_fused
+
+_Adjoint = TypeVar("_Adjoint")
 
 
 class CoarseStep(StepError):
@@ -23,7 +28,7 @@ class CoarseStep(StepError):
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judged(Generic[_Adjoint]):
     """An outcome that the step itself has borne out; what it claimed beyond that, it has lost.
 
     Attributes:
@@ -33,14 +38,14 @@ class Judged:
 
     outcome: Outcome
     residual: Tensor
-    adjoint: Adjoint | None
+    adjoint: _Adjoint | None
 
     @property
     def results(self) -> list[Result]:
         return self.outcome.results
 
 
-def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> Judged:
+def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiated: bool = True) -> Judged[Adjoint]:
     """One evaluation of all steps, with a graph where a gradient may be asked for."""
     adjoint = None
     if differentiated and torch.is_grad_enabled() and sequence.needs_gradients:
@@ -58,7 +63,9 @@ def judge(sequence: Sequence, outcome: Outcome, solver: Newton, *, differentiate
 
 
 @torch.no_grad()
-def _measured(sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor) -> Judged:
+def _measured(
+    sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor
+) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
     residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
     if solver.stop.promises:
@@ -76,7 +83,7 @@ def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons:
     return replace(outcome, results=results, exact_steps=exact, reasons=(*outcome.reasons, *reasons))
 
 
-def determined(judged: Judged, solver: Newton, plan: Plan) -> Judged:
+def determined(judged: Judged[Adjoint], solver: Newton, plan: Plan) -> Judged[Adjoint]:
     """Rows whose states do not determine the derivatives of their steps lose their claim, and the plan says why."""
     outcome, adjoint = judged.outcome, judged.adjoint
     kept = torch.tensor([not result.failed for result in outcome.results], device=outcome.states.device)
@@ -93,7 +100,7 @@ def determined(judged: Judged, solver: Newton, plan: Plan) -> Judged:
     return replace(judged, outcome=without_claim(outcome, lost, exact, UNDETERMINED))
 
 
-def differentiable(judged: Judged, gradient: Gradient) -> Outcome:
+def differentiable(judged: Judged[Adjoint], gradient: Gradient) -> Outcome:
     """The outcome, its states differentiable where a backward pass may come."""
     outcome = judged.outcome
     if judged.adjoint is None:
@@ -101,7 +108,7 @@ def differentiable(judged: Judged, gradient: Gradient) -> Outcome:
     return replace(outcome, states=gradient.attach(judged.adjoint, outcome.states))
 
 
-def refused(sequence: Sequence, judged: Judged) -> Outcome:
+def refused(sequence: Sequence, judged: Judged[Adjoint]) -> Outcome:
     """The outcome, rows of which failed; a backward pass through its states raises."""
     outcome, depends_on = judged.outcome, () if judged.adjoint is None else (judged.adjoint.values,)
     states = refuse_gradients(outcome.states, describe(sequence, outcome), *depends_on)
@@ -134,3 +141,48 @@ def is_no_worse(measured: Tensor, residual: Tensor, states: Tensor, solver: Newt
 def describe(sequence: Sequence, outcome: Outcome) -> str:
     """The worst result in words, with the step where it happened and why Newton gave up."""
     return in_words(outcome.results, outcome.exact_steps, sequence.given_inputs, sequence.layout, *outcome.reasons)
+
+
+def solution_of(
+    outcome: Outcome, states: Tensor, residual: Tensor, initial: Tensor, layout: Layout, plan: Plan, **more: Any
+) -> Solution:
+    """An outcome as it is told: in the shapes of the state that was given.
+
+    Args:
+        states: [L, B, D], with their derivatives
+        residual, initial: [B] and [B, D]
+        more: other attributes of a Solution
+    """
+    batch = layout.batch_shape
+    return Solution(
+        states=layout.unpack(states),
+        iterations=outcome.iterations.reshape(batch),
+        residual=residual.reshape(batch),
+        result=worst_of(outcome.results),
+        results=tuple(outcome.results),
+        exact_steps=outcome.exact_steps.reshape(batch),
+        updates=outcome.updates.reshape(-1, *batch),
+        plan=plan,
+        z0=layout.unpack(initial.detach()),
+        local=None if outcome.local is None else outcome.local.reshape(batch),
+        **more,
+    )
+
+
+def attach(step: Any, z0: Any, xs: Any, states: tuple[Tensor, ...], newton: Newton, *, batch_dims: int) -> list[Tensor]:
+    """The leaves of states that an earlier solve has found, differentiable by the implicit function theorem in z0, xs and all that the step closes over.
+
+    Args:
+        step, z0, xs, batch_dims: as ``solve`` was given them
+        states: the leaves of what it found, [L, *batch, *state] each
+        newton: its solver; of a loop the usual one
+    """
+    call = Call(step, z0, xs, None, batch_dims)
+    if call.has_kernels and not call.known[0].kernels.no_gradients:
+        return attach_fused(call, call.known[0].layout.pack_leaves(states, 1))
+    sequence = Sequence(step, z0, xs, length=None, batch_dims=batch_dims, watched=False)
+    packed = sequence.layout.pack_leaves(states, 1)
+    adjoint = Adjoint(sequence, packed, newton.jacobian, newton.linear)
+    promised = newton.promised(packed.dtype)
+    adjoint.promised = None if promised is None else promised.rtol
+    return sequence.layout.leaves(Implicit().attach(adjoint, packed))

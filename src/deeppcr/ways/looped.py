@@ -15,7 +15,7 @@ from ..sequence.bare import BareLoop
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, not_finite_in
 from ..sequence.words import in_words
-from ..solution import Plan, Result, Solution, warn
+from ..solution import Plan, Result, Solution, warn, without_iterations
 
 
 class Given(NamedTuple):
@@ -56,30 +56,17 @@ def of_loop(
         inputs: what a step sees of xs, by its index
         held: what z0 holds that is not finite
     """
-    rows, device, batch, at = layout.rows, layout.device, layout.batch_shape, kept.not_finite
-    exact = torch.full((rows,), kept.length, device=device)
-    result, results = Result.LOOP, (Result.LOOP,) * rows
-    description = result.value
+    at, exact = kept.not_finite, torch.full((layout.rows,), kept.length, device=layout.device)
+    results, description = [Result.LOOP] * layout.rows, Result.LOOP.value
     if at is not None:
-        places = at.tolist()
-        result, results = Result.NON_FINITE, tuple(Result.LOOP if at < 0 else Result.NON_FINITE for at in places)
+        results = [Result.LOOP if place < 0 else Result.NON_FINITE for place in at.tolist()]
         exact = torch.where(at >= 0, at, exact)
         description = in_words(results, exact, inputs, layout, start=held)
         warn(description)
-    exact = exact.reshape(batch)
+    exact = exact.reshape(layout.batch_shape)
     dropped = kept.dropped(exact)
     if dropped is not None:
         dropped = replace(dropped, final=layout.nest(dropped.final))
-    return Solution(
-        states=layout.nest(states),
-        iterations=torch.zeros(rows, dtype=torch.long, device=device).reshape(batch),
-        residual=torch.zeros(rows, dtype=layout.dtype, device=device).reshape(batch),
-        result=result,
-        results=results,
-        exact_steps=exact,
-        updates=torch.zeros(0, *batch, device=device),
-        plan=Plan(),
-        description=description,
-        z0=z0.detach() if isinstance(z0, Tensor) else pytree.tree_map(torch.detach, z0),
-        dropped=dropped,
-    )
+    start = z0.detach() if isinstance(z0, Tensor) else pytree.tree_map(torch.detach, z0)
+    about = {"dtype": layout.dtype, "z0": start, "dropped": dropped}
+    return without_iterations(layout.nest(states), results, exact, Plan(), description, **about)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..gradient import Implicit
@@ -17,13 +17,13 @@ from ..newton.guess import RepeatInitial
 from ..runtime import has_tangent, is_capturing, random_state, version_of
 from ..sequence import Sequence
 from ..sequence.bare import BareLoop
-from ..sequence.emit import Emitting
 from ..sequence.evaluate import RandomStep, StepError, first_line
-from ..sequence.history import WithHistory
+from ..sequence.history import Emitting, WithHistory
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
+from ..sequence.stack import LISTS
 from ..solution import ConvergenceWarning, Result, Solution, warn
 from .fused import Call, solve_fused
 from .given import solve_by
@@ -37,7 +37,7 @@ _FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
 def can_be_planned(call: Call) -> bool:
     """Whether a solve has several ways, as far as can be said before the step is called."""
     first, step = call.states[0] if call.states else None, call.given[0]
-    several = isinstance(step, (list, tuple, nn.ModuleList))
+    several = isinstance(step, LISTS)
     if call.has_kernels:  # then the rest was looked at
         return not is_capturing(call.states[0].device)
     return (
@@ -213,7 +213,7 @@ class Planned:
         if probe is not None and (call.length or 1) > 1:
             # The first call of all may set what stays; and of a kind once is enough.
             drawn = random_state(layout.device)
-            changed = None if isinstance(step, (list, tuple, nn.ModuleList)) else watch(step)
+            changed = None if isinstance(step, LISTS) else watch(step)
             z = loop.advance(z, 1, probe.gives_up)
             if not torch.equal(drawn, random_state(layout.device)):
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer

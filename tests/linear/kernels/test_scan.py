@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.linear.kernels import block_diagonal, diagonal
-from deeppcr.linear.kernels.channels import as_channels
+from deeppcr.linear.kernels.recurrence import as_channels
 
 #: small tiles and chunks, so that short systems have many of them
 SMALL = diagonal.Tiling(steps=4, groups=4, channels=16, tiles=2, warps=1)

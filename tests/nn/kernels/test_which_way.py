@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 pytest.importorskip("numpy")  # which the interpreter needs
 
 from deeppcr.linear.kernels import dense
-from deeppcr.nn import adjoint, base, calibrate, cost, forward, kernel_way
-from deeppcr.nn.choose import choose
+from deeppcr.nn import adjoint, calibrate, cost, forward, kernel_way
+from deeppcr.nn.kernel_way import choose
 from nn.kernels.modules import TOLERANCE, assert_like_float64, build, in_float64
 
 
@@ -82,8 +82,7 @@ def test_more_rows_than_the_loop_has_a_kernel_for(by_kernels, monkeypatch):
     x = torch.randn(3, 4, device=by_kernels)
     for rule, evaluation in (("parallel", "fused kernels"), ("sequential", "loop")):
         net = build("mlp", 12, by_kernels, width=2, mode="auto")
-        for module in (base, kernel_way):
-            monkeypatch.setattr(module, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
+        monkeypatch.setattr(kernel_way, "choose_without_kernels", lambda *_, rule=rule: (rule, "a rule"))
         assert error(net(x).cpu(), in_float64(net)(x.cpu().double())) <= TOLERANCE
         assert net.solution.plan.evaluation == evaluation
 
@@ -106,7 +105,7 @@ def test_the_mode_that_auto_chooses(depth, rows, settings, expected):
         way = net._way(net.weight, hidden, "auto")
         mode, why = ("sequential", way.why) if way.choice is None else ("parallel", way.choice.why)
     else:
-        mode, why = base.choose_without_kernels(net.weight.shape, rows, hidden.device)
+        mode, why = kernel_way.choose_without_kernels(net.weight.shape, rows, hidden.device)
     assert mode == expected
     assert len(why.split()) > 5
 

@@ -41,13 +41,11 @@ class ParallelLoop:
     (True, 10)
     """
 
-    scheduler: Any
-    model: Callable[..., Any]
-    step_arguments: dict[str, Any]
-
     def __init__(self, scheduler: Any, model: Callable[..., Any], step_arguments: dict[str, Any]):
         self.steps: Steps = read_scheduler(scheduler, **step_arguments)
-        self.scheduler, self.model, self.step_arguments = fork(scheduler), model, step_arguments
+        self.scheduler: Any = fork(scheduler)
+        self.model: Callable[..., Any] = model
+        self.step_arguments: dict[str, Any] = step_arguments
         self.network: Network | None = None
 
     def __call__(

@@ -59,16 +59,6 @@ class Iteration:
         outputs: [L], by how much its outputs differ where it rounds otherwise, on average; for iterations that look at them
     """
 
-    coefficients: Coefficients
-    coupling: Coupling
-    length: int
-    samples: int
-    size: int
-    bound: float
-    strict: float
-    settled: float
-    rounding: float
-    floor: float
     noise: float
     rough_noise: float
     last_updates: Tensor
@@ -108,16 +98,22 @@ class Iteration:
         rounded: Tensor | None = None,
         outputs: Tensor | None = None,
     ):
-        self.coefficients, self.coupling = coefficients, coupling
+        self.coefficients: Coefficients = coefficients
+        self.coupling: Coupling = coupling
         self.accelerate = accelerate
         length, slots = len(coefficients.timesteps), coefficients.slots
-        self.length, self.samples, self.size = length, samples, min(size, length)
+        self.length: int = length
+        self.samples: int = samples
+        self.size: int = min(size, length)
         like = coefficients.gain
         leaves = freeze if rounded is None else torch.maximum(freeze, rounded)
         self.freeze: Tensor = leaves.to(like).reshape(length, 1)
-        self.bound, self.strict, self.settled = bound, float(freeze[-1]) / STRICTER, settled
+        self.bound: float = bound
+        self.strict: float = float(freeze[-1]) / STRICTER
+        self.settled: float = settled
         rounding = torch.finfo(like.dtype).eps
-        self.rounding, self.floor = ROUNDING * rounding, FLOOR * rounding
+        self.rounding: float = ROUNDING * rounding
+        self.floor: float = FLOOR * rounding
         self.noise, self.rough_noise = (NOISE * each for each in eps)
         # One row of padding: rows that only fill up a call read and write there.
         self.times: Tensor = torch.cat([coefficients.timesteps, coefficients.timesteps[-1:]])

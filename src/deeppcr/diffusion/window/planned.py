@@ -9,34 +9,24 @@ Shapes: L steps, B samples, D the flattened sample, K slots.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...solution import Plan, Result
-from ..prior import Prior
+from ..prior import GaussianPrior, Prior
 from ..problem import Problem
-from ..start import Start
+from ..start import GaussianStart, Start
 from .forecast import Forecast
 from .graphs import Replayed
 from .iteration import Iteration
-from .looped import Looped
-from .prepared import Outcome, Prepared
+from .looped import TIMES, GraphLoop, timed
+from .prepared import Outcome, Prepared, kept_for, run_prepared
 from .sliding import SlidingIteration
+from .window import Window
 
-if TYPE_CHECKING:
-    from .window import Window
-
-#: A graph of the loop holds so many steps that it takes this long, in seconds, but no more than so many: then its launch costs nothing.
-_LONG, _MOST_STEPS = 1e-3, 16
-#: How often something is timed: the least counts.
-_TIMES = 2
 #: Where more is left of a sample that was found in parallel than the tolerance, and than the loop's own rounding leaves, by so many
 #: times, nothing is gained. Estimates of what steps leave have a margin of eight.
 _WORTHLESS = 16.0
@@ -44,103 +34,9 @@ _WORTHLESS = 16.0
 _LATELY, _FIRST = 6, 6
 
 
-class GraphLoop:
-    """The loop in CUDA graphs, of one kind of run.
-
-    Args:
-        problem: of this kind
-        settings: of PyTorch around the network, by device
-    """
-
-    looped: Looped
-    settings: Callable[[torch.device], AbstractContextManager[None]]
-    device: torch.device
-    network: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def __init__(self, problem: Problem, settings: Callable[[torch.device], AbstractContextManager[None]]):
-        self.looped, self.settings, self.device = Looped(problem), settings, problem.device
-        self.replayed: Replayed = Replayed(problem.device)
-        self.step: float = 0.0  # seconds
-        self.at_once: int = 1  # steps of a graph
-
-    @property
-    def bytes(self) -> int:
-        return self.looped.bytes
-
-    def advance(self, count: int) -> None:
-        """What is recorded."""
-        with self.settings(self.device):
-            self.looped.advance(self.network, count)
-
-    @contextmanager
-    def loaded(self, problem: Problem) -> Iterator[None]:
-        """Inside, the noise and the classes of a run lie where the graphs read them."""
-        self.looped.load(problem)
-        given, problem.denoiser.given = problem.denoiser.given, self.looped.classes
-        self.network = problem.network
-        try:
-            yield
-        finally:
-            problem.denoiser.given = given
-            del self.network
-
-    def measure(self, problem: Problem) -> None:
-        """See how long a step takes, by the first few, and with that how many of them a graph is to hold."""
-        with self.loaded(problem):
-            self.step = self.seconds(problem, 1)
-            self.at_once = max(1, min(_MOST_STEPS, problem.length // 4, int(_LONG / self.step)))
-            if self.at_once > 1:
-                self.step = self.seconds(problem, self.at_once)
-
-    def seconds(self, problem: Problem, count: int) -> float:
-        """Of a step, so many at once; the first call records."""
-        found = []
-        for _ in range(1 + _TIMES):
-            self.looped.begin(problem.initial.detach(), 0)
-            found.append(timed(lambda: self.replayed(self.advance, count), self.device) / count)
-        return min(found[1:])
-
-    def run(self, problem: Problem, at: int = 0, state: Tensor | None = None) -> Tensor:
-        """All states [L, B, D, K], those from a step on computed; ``state`` [B, D, K] is its input."""
-        if not self.step:
-            self.measure(problem)
-        with self.loaded(problem):
-            if state is not None:
-                self.looped.begin(state, at)
-            left = problem.length - at
-            while left:
-                count = self.at_once if left >= self.at_once else 1
-                self.replayed(self.advance, count)
-                left -= count
-        return self.looped.states
-
-    def outcome(self, problem: Problem) -> Outcome:
-        """Of a run of the loop."""
-        with self.replayed.turn():
-            return self.described(problem, self.run(problem).clone())
-
-    def described(self, problem: Problem, states: Tensor) -> Outcome:
-        """What is to be said of states [L, B, D, K] that are all the loop's."""
-        samples, length = problem.samples, problem.length
-        exact = torch.isfinite(states).all(-1).all(-1).to(torch.long).cumprod(0).sum(0)
-        return Outcome(
-            states=states,
-            results=[Result.LOOP if steps == length else Result.NON_FINITE for steps in exact.tolist()],
-            iterations=torch.zeros_like(exact),
-            evaluations=torch.full_like(exact, length * problem.denoiser.rows_per_call),
-            residual=states.new_zeros(length, samples),
-            exact_steps=exact,
-            least=states.new_zeros(samples),
-            own=states.new_zeros(samples),
-        )
-
-
 class Sliding(Prepared):
     """A window that slides, and gives way to the loop where that is faster."""
 
-    forecast: Forecast
-    graph_loop: GraphLoop
-    replayed: Replayed | None
     halved: bool
     lost: dict[int, int]
 
@@ -149,7 +45,9 @@ class Sliding(Prepared):
 
     def __init__(self, window: Window, problem: Problem, prior: Prior, forecast: Forecast, loop: GraphLoop):
         super().__init__(window, problem, prior)
-        self.forecast, self.graph_loop, self.replayed = forecast, loop, Replayed(problem.device)
+        self.forecast: Forecast = forecast
+        self.graph_loop: GraphLoop = loop
+        self.replayed: Replayed | None = Replayed(problem.device)
         self.gave_way: int | None = None
 
     def loop(self, window: Window, problem: Problem, start: Start, call: Callable[..., None]) -> None:
@@ -182,7 +80,7 @@ class Sliding(Prepared):
             )
             if number >= _FIRST + _LATELY and steps * forecast.step < seconds:
                 size = None
-            elif number == _TIMES and not forecast.evaluations:
+            elif number == TIMES and not forecast.evaluations:
                 size = forecast.best()  # what rows cost is known now
         seen = float(iteration.evaluations.double().mean())
         if size is None:
@@ -221,16 +119,13 @@ class Sliding(Prepared):
 class Planned:
     """What is known of one kind of run, and what it needs: the loop's graphs, and a window's buffers where one is worth it."""
 
-    at_once: Window
-    runs_at_once: int
-    tolerance: float
-
     def __init__(self, window: Window, problem: Problem):
         self.forecast: Forecast = Forecast(problem.length, problem.samples)
         self.loop: GraphLoop = GraphLoop(problem, window.settings)
         self.sliding: Sliding | None = None
-        self.at_once, self.runs_at_once = replace(window, size=None), 0
-        self.tolerance = window.tolerance_for(problem)
+        self.at_once: Window = replace(window, size=None)
+        self.runs_at_once: int = 0
+        self.tolerance: float = window.tolerance_for(problem)
         self.doubt: str = ""  # why nothing is to be found in parallel
 
     @property
@@ -284,21 +179,20 @@ class Planned:
         self.runs_at_once += 1
         found: list[Outcome] = []
         start = self.at_once.start_for(problem, None)
-        seconds = timed(lambda: found.append(self.at_once.run(problem, prior, start, plan)), problem.device)
-        if self.runs_at_once > _TIMES:  # the first two set up, and record
+        seconds = timed(lambda: found.append(run_prepared(self.at_once, problem, prior, start, plan)), problem.device)
+        if self.runs_at_once > TIMES:  # the first two set up, and record
             self.forecast.all_at_once = min(seconds, self.forecast.all_at_once or seconds)
         return found[0]
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, until the device is done with it."""
-    _wait(device)
-    begun = time.perf_counter()
-    call()
-    _wait(device)
-    return time.perf_counter() - begun
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def run(window: Window, problem: Problem, prior: Prior, start: Start, plan: Plan) -> Outcome:
+    """Iterate until every sample is finished or the iterations are used up: in the way that a window asks for, or that is expected to be
+    fastest; where nothing is to be chosen, all steps at once."""
+    with torch.inference_mode(False), torch.no_grad():
+        if window.size == "auto":
+            free = start == GaussianStart() and isinstance(prior, GaussianPrior)
+            if free and window.no_graphs(problem) is None:
+                with kept_for(window, problem, prior, lambda: Planned(window, problem)) as planned:
+                    return planned.run(window, problem, prior, start, plan)
+            window = replace(window, size=None)
+        return run_prepared(window, problem, prior, start, plan)

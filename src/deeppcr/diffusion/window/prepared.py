@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...bounded import Hashed
 from ...distributed.ranks import Ranks
+from ...graphs.cache import arithmetic, prepared_samplers
 from ...linear import Auto
 from ...runtime import full_precision, has_triton, is_out_of_memory
+from ...sequence.fingerprint import fingerprint, owner_of
 from ...solution import Plan, Result
 from ..coupling import Coupling
+from ..denoiser import layout_of
 from ..prior import Prior
 from ..problem import TF32, Problem, largest_of_normal
 from ..start import Start
 from .graphs import Replayed, make_room
 from .iteration import STRICTER, Iteration
 from .rounding import Rounding, of_network
-
-if TYPE_CHECKING:
-    from .window import Window
+from .window import Window
 
 #: the share of a window's steps that may still move when TF32 has done what it can
 _UNSETTLED = 1 / 4
@@ -83,10 +85,6 @@ class Prepared:
     The denoiser itself is not kept: a graph knows where its parameters lie.
     """
 
-    prior: Prior
-    ranks: Ranks | None
-    device: torch.device
-    tolerance: float
     tf32: bool
     kept: Problem
     network: Callable[..., Tensor]
@@ -98,9 +96,11 @@ class Prepared:
     kind: type[Iteration] | None = None
 
     def __init__(self, window: Window, problem: Problem, prior: Prior):
-        self.prior, self.ranks = prior, problem.ranks
+        self.prior: Prior = prior
+        self.ranks: Ranks | None = problem.ranks
         steps, device, dtype = problem.steps, problem.device, problem.dtype
-        self.device, self.tolerance = device, window.tolerance_for(problem)
+        self.device: torch.device = device
+        self.tolerance: float = window.tolerance_for(problem)
         kind = self.kind or kind_for(problem)
         self.coupling: Coupling = Coupling(prior, steps, problem.width, device, dtype, plain=kind.plain)
         self.start_coupling: Coupling = self.coupling
@@ -131,7 +131,7 @@ class Prepared:
         self.least: Tensor = torch.zeros_like(self.iteration.allowance)
         self.own: Tensor = torch.zeros_like(self.least)
         self.residual: Tensor = torch.zeros_like(self.iteration.measured)
-        self.classes: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+        self.classes: tuple[Any, Any] = kept_classes(problem)
         self.starts: dict[Start, Any] = {}
         self.replayed: Replayed | None = None
         self.rounding: Rounding | None = None
@@ -147,9 +147,9 @@ class Prepared:
         self.runs += 1
         if self.runs > 1:  # a run that stays the only one would not earn its graphs back
             self.replayed = self.replayed or Replayed(problem.device)
-        given, call = problem.denoiser.given, self.replayed or _plainly
+        call = self.replayed or _plainly
         with nullcontext() if self.replayed is None else self.replayed.turn():
-            self.settle(problem)
+            given = self.settle(problem)
             try:
                 self.loop(window, problem, start, call)
             finally:
@@ -186,18 +186,14 @@ class Prepared:
         elif window.no_graphs(problem) is None:
             plan.note("no CUDA graphs: the first run of its kind; the next one is recorded")
 
-    def settle(self, problem: Problem) -> None:
-        """Have the problem work on the buffers that are kept here."""
-        given = pytree.tree_leaves(problem.denoiser.given)
-        for kept, new in zip(pytree.tree_leaves(self.classes), given, strict=True):
-            if isinstance(kept, Tensor):
-                kept.copy_(new)
-        iteration = self.iteration
-        problem.denoiser.given = self.classes
+    def settle(self, problem: Problem) -> tuple[Any, Any]:
+        """Have the problem work on the buffers that are kept here; returns the classes that it had."""
+        iteration, given = self.iteration, put_classes(problem, self.classes)
         problem.coefficients = iteration.coefficients
         iteration.hold(problem.initial, problem.shift)
         self.kept = problem.with_noise(iteration.states[0], iteration.shift)
         self.network = problem.network if self.runs > 1 else problem.checked_network
+        return given
 
     def loop(self, window: Window, problem: Problem, start: Start, call: Callable[..., None]) -> None:
         iteration, self.lost, self.halved = self.iteration, {}, False
@@ -274,7 +270,7 @@ class Prepared:
         prepared = self.starts.get(start) or start.prepare(self.kept, self.prior.of_path)
         if not start.brings_tensors:  # a graph that is recorded now works on what was prepared
             self.starts[start] = prepared
-        states, rows = start.states(self.kept, self.start_coupling, self.in_precision(rough), prepared)
+        states, rows = prepared.states(self.kept, self.start_coupling, self.in_precision(rough))
         self.iteration.load(states, known=start.may_be_good)
         self.iteration.evaluations += rows
 
@@ -341,3 +337,46 @@ class Prepared:
 
 def _plainly(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
+
+
+def kept_classes(problem: Problem) -> tuple[Any, Any]:
+    """Buffers for the classes of a kind of run."""
+    return pytree.tree_map_only(Tensor, torch.clone, problem.denoiser.given)
+
+
+def put_classes(problem: Problem, kept: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Have the classes of a run lie in such buffers; returns what they were given as."""
+    given, problem.denoiser.given = problem.denoiser.given, kept
+    for place, new in zip(pytree.tree_leaves(kept), pytree.tree_leaves(given), strict=True):
+        if isinstance(place, Tensor):
+            place.copy_(new)
+    return given
+
+
+def run_prepared(window: Window, problem: Problem, prior: Prior, start: Start, plan: Plan) -> Outcome:
+    """On as many steps at a time as the window has, by graphs of earlier runs where there are some."""
+    refusal = window.no_graphs(problem)
+    if refusal is not None:
+        plan.note(f"no CUDA graphs: {refusal}")
+        return Prepared(window, problem, prior).run(window, problem, start, plan)
+    with kept_for(window, problem, prior, lambda: Prepared(window, problem, prior)) as prepared:
+        return prepared.run(window, problem, start, plan)
+
+
+@contextmanager
+def kept_for(window: Window, problem: Problem, prior: Prior, make: Callable[[], Any], *more: Hashable) -> Iterator[Any]:
+    """What is kept of runs of this kind, or else made; after a run that fails nothing is."""
+    denoiser = problem.denoiser
+    key = Hashed(
+        *more,
+        window,
+        fingerprint(denoiser.function),
+        problem.steps.key,
+        prior,  # known by its identity
+        (problem.samples, problem.shape, problem.network_dtype, problem.device),
+        (denoiser.guidance, layout_of(denoiser.given)),
+        arithmetic(problem.device),
+    )
+    found = prepared_samplers.take(key) or make()
+    yield found
+    prepared_samplers.put(key, found, owner_of(denoiser.function))

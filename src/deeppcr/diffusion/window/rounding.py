@@ -33,19 +33,15 @@ class Rounding:
         outputs, amplified: [L], by how much the network's rounding moves the states, and how many times as much is left of it in the last
     """
 
-    weights: Tensor
-    outputs: Tensor
-    amplified: Tensor
-    scale: Tensor
-
     def __init__(self, problem: Problem, coupling: Coupling):
         coefficients, eps = problem.coefficients, torch.finfo(problem.dtype).eps
         # A prior that is narrower than the data promises to wipe out what is not: so no less than unit variance leaves.
         unit = Coupling(GaussianPrior(), problem.steps, problem.width, problem.device, problem.dtype)
-        self.amplified = torch.maximum(_amplification(coupling), _amplification(unit))
+        self.amplified: Tensor = torch.maximum(_amplification(coupling), _amplification(unit))
         gain = coefficients.slope[:, 0, 0].abs().amax(-1)
-        self.weights, self.outputs = eps * self.amplified, problem.rounding.to(gain) * gain
-        self.scale = coefficients.scale.abs().unsqueeze(-1)
+        self.weights: Tensor = eps * self.amplified
+        self.outputs: Tensor = problem.rounding.to(gain) * gain
+        self.scale: Tensor = coefficients.scale.abs().unsqueeze(-1)
         self.limit: float | None = coefficients.limit
 
     def least(self, size: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:

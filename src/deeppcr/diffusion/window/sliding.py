@@ -43,12 +43,6 @@ _SLOWEST, _FASTEST = 0.7, 0.25
 class SlidingIteration(Iteration):
     """See ``Iteration``: the same arguments, none is extrapolated from; ``size`` may change from iteration to iteration."""
 
-    lowest: Tensor
-    range: Tensor
-    inputs: Tensor
-    outputs: Tensor
-    told: Tensor
-    heard: float
     prefix: Tensor
     iterations: Tensor
     evaluations: Tensor
@@ -71,12 +65,14 @@ class SlidingIteration(Iteration):
         assert isinstance(prior, GaussianPrior)
         self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
         wide, narrow = (GaussianPrior(v).slopes(steps).to(like).reshape(length, 1, 1) for v in (_WIDE, _NARROW))
-        self.lowest, self.range = wide, narrow - wide
+        self.lowest: Tensor = wide
+        self.range: Tensor = narrow - wide
         # Of a step's slope, where between these two it is on average; what the network last saw and said there; the last update.
         share = (self.slopes.mean(-1, keepdim=True) - wide) / self.range
         self.first_share: Tensor = share.squeeze(-1).expand(length, samples)
         self.share: Tensor = self.first_share.clone()
-        self.inputs, self.outputs = torch.zeros_like(self.values), like.new_zeros(length, samples, width)
+        self.inputs: Tensor = torch.zeros_like(self.values)
+        self.outputs: Tensor = like.new_zeros(length, samples, width)
         self.sizes: Tensor = like.new_zeros(length, samples)
         self.who: Tensor = torch.arange(samples, device=like.device)
         self.seen: Tensor = torch.eye(1, coefficients.slots, device=like.device, dtype=like.dtype)[
@@ -85,7 +81,8 @@ class SlidingIteration(Iteration):
         # A network that rounds its outputs moves a step by that times its gain; what changes more tells something.
         gain = coefficients.slope.abs().amax(-1).reshape(length, 1)
         rounding, eps = torch.finfo(like.dtype).eps, settings["eps"][0]
-        self.told, self.heard = NOISE * (rounding + eps * gain), max(NOISE * rounding, _HEARD * eps)
+        self.told: Tensor = NOISE * (rounding + eps * gain)
+        self.heard: float = max(NOISE * rounding, _HEARD * eps)
         # Behind the last step there is a row of padding: what a window holds beyond the last step is written there.
         self._padded = {name: _pad(getattr(self, name)) for name in _WRITTEN}
         for name, padded in self._padded.items():

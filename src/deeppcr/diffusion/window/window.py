@@ -1,26 +1,19 @@
-"""The sliding window: a quasi-Newton iteration on the steps that are not finished yet."""
+"""Settings of the sliding window, and what follows from them for a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ...graphs.cache import arithmetic, prepared_samplers
 from ...runtime import full_precision
-from ...sequence.fingerprint import fingerprint, owner_of
-from ...solution import Plan
 from ..coupling import Coupling
-from ..denoiser import layout_of
-from ..prior import UNIT, GaussianPrior, Prior
+from ..prior import UNIT
 from ..problem import Problem
 from ..start import CoarseStart, GaussianStart, Start, as_start
-from .planned import GraphLoop, Planned
-from .prepared import Outcome, Prepared
 from .rounding import Rounding
 
 #: rows that keep a device busy: up to these a call of the network costs about the same
@@ -145,91 +138,8 @@ class Window:
         left = 1 - torch.arange(1, problem.length + 1, dtype=torch.float64) / problem.length
         return self.freeze * self.tolerance_for(problem) * _GROWTH**-left
 
-    def run(self, problem: Problem, prior: Prior, start: Start, plan: Plan) -> Outcome:
-        """Iterate until every sample is finished or the iterations are used up."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.size == "auto":
-                return self.run_planned(problem, prior, start, plan)
-            refusal = self.no_graphs(problem)
-            if refusal is not None:
-                plan.note(f"no CUDA graphs: {refusal}")
-                return Prepared(self, problem, prior).run(self, problem, start, plan)
-            key = _key(self, problem, prior)
-            prepared = prepared_samplers.take(key) or Prepared(self, problem, prior)
-            outcome = prepared.run(self, problem, start, plan)
-            prepared_samplers.put(key, prepared, owner_of(problem.denoiser.function))
-            return outcome
-
-    def run_planned(self, problem: Problem, prior: Prior, start: Start, plan: Plan) -> Outcome:
-        """The way that is expected to be fastest; where nothing is to be chosen, all steps at once."""
-        free = start == GaussianStart() and isinstance(prior, GaussianPrior)
-        if self.no_graphs(problem) is not None or not free:
-            return replace(self, size=None).run(problem, prior, start, plan)
-        key = _key(self, problem, prior)
-        planned = prepared_samplers.take(key) or Planned(self, problem)
-        outcome = planned.run(self, problem, prior, start, plan)
-        prepared_samplers.put(key, planned, owner_of(problem.denoiser.function))
-        return outcome
-
     def no_graphs(self, problem: Problem) -> str | None:
         """Why iterations are not replayed, if they are not."""
         if problem.device.type != "cuda":
             return f"the noise is on the {problem.device.type}"
         return None if self.graphs else "graphs=False"
-
-
-def loop_by_graph(problem: Problem, plan: Plan) -> Outcome:
-    """The loop in CUDA graphs.
-
-    Raises:
-        ValueError, RuntimeError: there are no graphs on this device, or of this denoiser, and why
-    """
-    refusal = Window().no_graphs(problem)
-    if refusal is not None:
-        raise ValueError(f'solver: Loop(by="graph") needs a CUDA device, and {refusal}. Loop() runs everywhere')
-    with torch.inference_mode(False), torch.no_grad():  # in this order: to leave inference mode is to ask for gradients
-        key = _key(Window(), problem, UNIT, GraphLoop)
-        loop = prepared_samplers.take(key) or GraphLoop(problem, Window().settings)
-        with loop.replayed.turn():
-            if not loop.step:
-                loop.measure(problem)
-            refusal = loop.replayed.refusal
-            if refusal is not None:
-                raise RuntimeError(
-                    f'solver: Loop(by="graph") cannot record this denoiser as a CUDA graph: {refusal}. Loop() takes any denoiser'
-                )
-            outcome = loop.outcome(problem)
-    prepared_samplers.put(key, loop, owner_of(problem.denoiser.function))
-    plan.note(f"one step after the other, as asked, in CUDA graphs of {loop.at_once} steps")
-    return outcome
-
-
-def _key(window: Window, problem: Problem, prior: Prior, *more: Hashable) -> Hashed:
-    """What a prepared run depends on."""
-    denoiser = problem.denoiser
-    return Hashed(
-        *more,
-        window,
-        fingerprint(denoiser.function),
-        problem.steps.key,
-        prior,  # known by its identity
-        (problem.samples, problem.shape, problem.network_dtype, problem.device),
-        (denoiser.guidance, layout_of(denoiser.given)),
-        arithmetic(problem.device),
-    )
-
-
-class Hashed:
-    """Parts of a key that are many: they are gone through once, not whenever something is looked up."""
-
-    parts: tuple[Hashable, ...]
-    hash: int
-
-    def __init__(self, *parts: Hashable):
-        self.parts, self.hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Hashed) and self.hash == other.hash and self.parts == other.parts)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
-from .channels import Channels, as_channels, multiprocessors
+from .recurrence import Channels, as_channels, first_marked, in_time, multiprocessors, places
 from .wide import is_missed
 
 LARGEST = 8
@@ -40,8 +40,8 @@ SHORTEST_CHUNK = 32
 BUSY_LANES = 1024
 #: lanes of a program, its warps and the steps it reads ahead
 LANES, WARPS, STAGES = 64, 2, 3
-#: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
-REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES = 32, 64, 4
+#: of the repair: a program's channels, and the steps it reads ahead
+REPAIR_LANES, REPAIR_STAGES = 32, 4
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,8 @@ def _solve(
 ) -> None:
     """Fill ``states`` [L, channels, P] from c [L - 1, *channels, P, P] (its first dimension may be longer) and b [L, *channels, P]."""
     length, channels, size = states.shape
-    c_step, b_step, z_step = c.tensor.stride(0), b.tensor.stride(0), channels * size
-    # Time 0 has no coupling: the address of one before the first is only ever computed.
-    c_start, b_start, z_start = -c_step, 0, 0
-    if reverse:
-        c_start, b_start, z_start = ((length - 1) * step for step in (c_step, b_step, z_step))
-        c_step, b_step, z_step = -c_step, -b_step, -z_step
-    system = (
-        *(c.tensor, c_start, c_step, c.outer_stride),
-        *(b.tensor, b_start, b_step, b.outer_stride),
-    )
+    of_c, of_b, of_z = in_time((c.tensor.stride(0), b.tensor.stride(0), channels * size), length, reverse)
+    system = (*(c.tensor, *of_c, c.outer_stride), *(b.tensor, *of_b, b.outer_stride))
     # Constants, so that the compiler sees how far a block is contiguous and aligned.
     layout = (
         *(c.inner_stride, c.tensor.stride(-2), c.tensor.stride(-1)),
@@ -131,20 +123,12 @@ def _solve(
         _solve(*inside, starts, channels, False, outer_tiling)
     lanes = chunks * channels
     marks = states.new_empty(lanes, dtype=torch.int8)
-    arguments = (*system, states, z_start, z_step, starts, marks, length, channels, inner, tiling.chunk, lanes)
+    arguments = (*system, states, *of_z, starts, marks, length, channels, inner, tiling.chunk, lanes)
     launch(_sweep, cdiv(lanes, tiling.lanes), arguments, tile, warps=tiling.warps, integers=kinds(arguments))
     if outermost:  # what is not finite further in spoils the chunk that starts from it
-        arguments = (*system, states, z_start, z_step, marks, length, channels, inner, tiling.chunk, chunks)
-        constants = (*layout, REPAIR_LANES, REPAIR_MARKS, REPAIR_STAGES)
+        arguments = (*system, states, *of_z, marks, length, channels, inner, tiling.chunk, chunks)
+        constants = (*layout, REPAIR_LANES, REPAIR_STAGES)
         launch(_repair, cdiv(channels, REPAIR_LANES), arguments, constants, warps=1, integers=kinds(arguments))
-
-
-@triton.jit
-def _places(c_start, c_outer, C_INNER, b_start, b_outer, B_INNER, channel, inner):
-    channel = channel.to(tl.int64)
-    c_place = c_start + channel // inner * c_outer + channel % inner * C_INNER
-    b_place = b_start + channel // inner * b_outer + channel % inner * B_INNER
-    return c_place, b_place
 
 
 @triton.jit
@@ -184,7 +168,8 @@ def _reduce(
     column = (lane % (SIZE + 1)).to(tl.int32)
     chain = lane // (SIZE + 1)
     channel, begin = chain % channels, (chain // channels * chunk).to(tl.int32)
-    c_place, b_place = _places(c_start, c_outer, C_INNER, b_start, b_outer, B_INNER, channel, inner)
+    c_place = places(c_start, c_outer, C_INNER, channel, inner)
+    b_place = places(b_start, b_outer, B_INNER, channel, inner)
     entry = tl.arange(0, PADDED)[:, None]
     state = (entry == column[None, :]).to(sums_ptr.dtype.element_ty)
     state = tl.where(column[None, :] == SIZE, 0, state)
@@ -210,7 +195,8 @@ def _sweep(
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = lane < lanes
     channel, begin = lane % channels, (lane // channels * chunk).to(tl.int32)
-    c_place, b_place = _places(c_start, c_outer, C_INNER, b_start, b_outer, B_INNER, channel, inner)
+    c_place = places(c_start, c_outer, C_INNER, channel, inner)
+    b_place = places(b_start, b_outer, B_INNER, channel, inner)
     entry = tl.arange(0, PADDED)[:, None]
     z_place = (z_start + channel * SIZE)[None, :] + entry
     real = exists[None, :] & (entry < SIZE)
@@ -238,20 +224,14 @@ def _repair(
     c_ptr, c_start, c_step, c_outer, b_ptr, b_start, b_step, b_outer,
     z_ptr, z_start, z_step, marks_ptr, length, channels, inner, chunk, chunks,
     C_INNER: tl.constexpr, C_ROW: tl.constexpr, C_COLUMN: tl.constexpr, B_INNER: tl.constexpr, B_ENTRY: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, MARKS: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Forward substitution from the first marked chunk of these channels on: no steps at all where none is marked."""
     channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
     exists = channel < channels
-    first = tl.full([LANES], 0, tl.int32) + chunks
-    for at in range(0, chunks, MARKS):
-        part = at + tl.arange(0, MARKS)[:, None]
-        place = part.to(tl.int64) * channels + channel
-        marks = tl.load(marks_ptr + place, mask=exists & (part < chunks), other=0)
-        first = tl.minimum(first, tl.min(tl.where(marks != 0, part, chunks), 0))
-    begin = tl.min(first, 0) * chunk
-
-    c_place, b_place = _places(c_start, c_outer, C_INNER, b_start, b_outer, B_INNER, channel, inner)
+    begin = first_marked(marks_ptr, channel, channels, chunks, LANES) * chunk
+    c_place = places(c_start, c_outer, C_INNER, channel, inner)
+    b_place = places(b_start, b_outer, B_INNER, channel, inner)
     entry = tl.arange(0, PADDED)[:, None]
     z_place = (z_start + channel.to(tl.int64) * SIZE)[None, :] + entry
     known = tl.where(begin > 0, tl.where(begin < length, channels, 0), 0)

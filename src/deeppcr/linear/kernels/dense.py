@@ -105,15 +105,13 @@ class Chain:
         integers: those that kernels are specialised on
     """
 
-    tensor: Tensor
-    reverse: bool
-    steps: int
-
     __slots__ = ("arguments", "integers", "reverse", "steps", "tensor")
 
     def __init__(self, tensor: Tensor, known: int, reverse: bool, core: int = 1):
         shape, strides = tensor.shape, tensor.stride()
-        self.tensor, self.reverse, self.steps = tensor, reverse, shape[0] - known
+        self.tensor: Tensor = tensor
+        self.reverse: bool = reverse
+        self.steps: int = shape[0] - known
         row = strides[1] if len(shape) == core + 2 and shape[1] > 1 else 0
         first, step = ((self.steps - 1) * strides[0], -strides[0]) if reverse else (known * strides[0], strides[0])
         self.integers: tuple[int, ...] = (first, step, row, *strides[-core:])

@@ -36,8 +36,18 @@ from torch import Tensor
 from ...launch import cdiv, kinds, launch, next_power_of_2
 from ..blocks import Blocks
 from . import lookback
-from .channels import multiprocessors
-from .recurrence import System, as_system, compose, compose_and_keep, first_marked, last, load, places, substitute
+from .recurrence import (
+    System,
+    as_system,
+    compose,
+    compose_and_keep,
+    first_marked,
+    last,
+    load,
+    multiprocessors,
+    places,
+    substitute,
+)
 
 #: R: the steps a thread walks by itself. A lone sequence is contiguous in time: there R is the widest load.
 GROUP_STEPS, GROUP_STEPS_ALONE = 8, 4

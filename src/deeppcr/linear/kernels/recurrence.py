@@ -1,4 +1,4 @@
-"""What the two scans over diagonal couplings share: a system as strided arrays, joining steps, and the repair.
+"""What kernels of diagonal and block-diagonal couplings share: a system as strided arrays of channels, joining steps, and the repair.
 
 Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a negative stride.
 """
@@ -8,6 +8,7 @@ Time t is step t, or with ``reverse`` step L - 1 - t: to the kernels that is a n
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,54 @@ from torch import Tensor
 
 from ...launch import cdiv, kinds, launch
 from ..blocks import Blocks, Scalar
-from .channels import as_channels
 
 #: of the repair: a program's channels, the marks it looks at in one go, the steps it reads ahead
 REPAIR_CHANNELS = 32
 _MARKS, _STAGES = tl.constexpr(64), tl.constexpr(8)
+
+
+class Channels(NamedTuple):
+    """Where channel n of a tensor lies: ``(n // inner) * outer_stride + (n % inner) * inner_stride`` from its step."""
+
+    tensor: Tensor
+    outer_stride: int
+    inner_stride: int
+
+
+def as_channels(tensors: list[Tensor], dims: int) -> tuple[int, list[Channels]]:
+    """Merge dimensions 1 to ``dims`` of tensors that agree in them into two, for all tensors alike.
+
+    Broadcast and transposed dimensions merge like all others. Only where more than two are left, such as after
+    broadcasting over a dimension between two others, is what is not contiguous copied.
+
+    Args:
+        tensors: [L, *channels, ...] each, ``dims`` dimensions of channels
+        dims: how many dimensions to merge
+
+    Returns:
+        the size of the inner of the two dimensions, and each tensor with its strides
+    """
+    merged: list[tuple[int, list[int]]] = []
+    for dim in range(1, dims + 1):
+        size, strides = tensors[0].shape[dim], [tensor.stride(dim) for tensor in tensors]
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == [stride * size for stride in strides]:
+            merged[-1] = (merged[-1][0] * size, strides)
+        else:
+            merged.append((size, strides))
+    if len(merged) > 2:
+        return as_channels([tensor.contiguous() for tensor in tensors], dims)
+    none = [0] * len(tensors)
+    outer = merged[0][1] if len(merged) == 2 else none
+    inner_size, inner = merged[-1] if merged else (1, none)
+    return inner_size, [Channels(*found) for found in zip(tensors, outer, inner, strict=True)]
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least; an H200's where kernels are interpreted on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 class System(NamedTuple):
@@ -44,17 +88,21 @@ def as_system(couplings: Blocks, rhs: Tensor, reverse: bool) -> System:
     inner, (a, b) = as_channels([data.expand(data.shape[0], *rhs.shape[1:]), rhs], rhs.ndim - 1)
     length, states = rhs.shape[0], torch.empty_like(rhs, memory_format=torch.contiguous_format)
     channels = states.numel() // length
-    a_step, b_step, z_step = a.tensor.stride(0), b.tensor.stride(0), channels
-    # Time 0 has no coupling: the address of one before the first is only ever computed.
-    a_start, b_start, z_start = -a_step, 0, 0
-    if reverse:
-        a_start, b_start, z_start = ((length - 1) * step for step in (a_step, b_step, z_step))
-        a_step, b_step, z_step = -a_step, -b_step, -z_step
+    of_a, of_b, of_z = in_time((a.tensor.stride(0), b.tensor.stride(0), channels), length, reverse)
     equations = (
-        *(a.tensor, a_start, a_step, a.outer_stride, a.inner_stride),
-        *(b.tensor, b_start, b_step, b.outer_stride, b.inner_stride),
+        *(a.tensor, *of_a, a.outer_stride, a.inner_stride),
+        *(b.tensor, *of_b, b.outer_stride, b.inner_stride),
     )
-    return System(equations, (states, z_start, z_step), length, channels, inner)
+    return System(equations, (states, *of_z), length, channels, inner)
+
+
+def in_time(strides: tuple[int, int, int], length: int, reverse: bool) -> list[tuple[int, int]]:
+    """Of couplings, terms and states that lie so far apart from step to step: where time 0 is, and how far it is to the next."""
+    if reverse:
+        return [((length - 1) * stride, -stride) for stride in strides]
+    # Time 0 has no coupling: the address of one before the first is only ever computed.
+    couplings, *others = strides
+    return [(-couplings, couplings), *((0, stride) for stride in others)]
 
 
 def repair(system: System, marks: Tensor, chunk: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .wide import SIZES, is_missed
+from .wide import SIZES, is_missed, places_of
 
 #: The widest blocks whose rows are repaired in parallel; marks that are looked at in one go.
 WIDEST, MARKS = 8, 128
@@ -114,9 +114,7 @@ def repair(
 ):  # fmt: skip
     """From the first marked chunk of a row on: no steps at all where none is marked. LANES: 1, or those that parts are walked by."""
     row = tl.program_id(0)
-    i = tl.arange(0, PADDED)
-    inside = i < WIDTH
-    square = inside[:, None] & inside[None, :]
+    i, inside, square = places_of(WIDTH, PADDED)
     block = blocks + block_first + row.to(tl.int64) * block_row
     vector = rhs + rhs_first + row.to(tl.int64) * rhs_row
     state = states + state_first + row.to(tl.int64) * state_row

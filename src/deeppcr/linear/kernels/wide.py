@@ -24,6 +24,14 @@ _LOST, _TINY = tl.constexpr(5 * 2.0**-23), tl.constexpr(2.0**-126)
 
 
 @triton.jit
+def places_of(WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """The entries of a vector in a program; which of them there are; and which entries of a block."""
+    i = tl.arange(0, PADDED)
+    inside = i < WIDTH
+    return i, inside, inside[:, None] & inside[None, :]
+
+
+@triton.jit
 def is_missed(end, following, largest, WIDTH: tl.constexpr):
     """Of every component whether ``following``, where the next chunk starts, is not where this one ends; NaN is missed."""
     allowed: tl.constexpr = _LOST * (WIDTH if WIDTH > 8 else 8)
