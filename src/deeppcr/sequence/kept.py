@@ -33,7 +33,8 @@ class KeptStates:
     """
 
     def __init__(self, layout: Layout, length: int, every: int, *, infinities: bool = False):
-        self._layout, self.length, self._every = layout, length, every
+        self.length: int = length
+        self._layout, self._every = layout, every
         self._leaves = len(layout.shapes)
         self._full = (length if every == 1 else _BLOCK) * self._leaves
         self._counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to

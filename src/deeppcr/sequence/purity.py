@@ -27,7 +27,7 @@ from .evaluate import StepError, StepGroup
 from .reach import LARGEST, inside, modules_of, values_of
 from .stack import MODULE_INTERNALS, surely_equal
 
-is_functorch_wrapped_tensor = import_module("torch._C._functorch").is_functorch_wrapped_tensor
+_is_wrapped: Callable[[Tensor], bool] = import_module("torch._C._functorch").is_functorch_wrapped_tensor
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
 _CONTAINERS = frozenset((list, deque, dict, set, OrderedDict, defaultdict))
@@ -216,7 +216,7 @@ class _Values:
     def dead(self) -> list[tuple[Any, str]]:
         """Those that belong to a transform which is over."""
         every = ((owner, _called(owner, place[1]), each) for place, (owner, each) in self._before.items())
-        return [(owner, name) for owner, name, each in every if _is_tensor(each) and is_functorch_wrapped_tensor(each)]
+        return [(owner, name) for owner, name, each in every if _is_tensor(each) and _is_wrapped(each)]
 
 
 def _called(owner: Any, name: Hashable) -> str:
