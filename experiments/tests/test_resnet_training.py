@@ -212,6 +212,8 @@ def test_replayed_steps_train_as_steps_taken_one_by_one(mode, timed, images, con
 
     def run(replayed):
         runner = resnet_runner.Runner(settings, 16, 0, images, mode, resnet.newton(settings), timed=timed)
+        if replayed and images.train.is_cuda and not runner.replayable:
+            pytest.skip("of so small a network there are no kernels, and nothing else can be recorded")
         runner.replayable = replayed
         return runner, resnet_runner.train({mode: runner}, images, settings, 0, context)["runs"][mode]
 

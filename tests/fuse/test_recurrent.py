@@ -12,7 +12,7 @@ from deeppcr.fuse.outputs import Outputs
 from deeppcr.nn import operated_recurrent, steps, torch_like
 from deeppcr.nn.cells import Restarting
 from deeppcr.sequence.fingerprint import structure_of
-from deeppcr.ways import attach
+from deeppcr.ways import judged
 from deeppcr.ways.fused import Call
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
@@ -136,7 +136,7 @@ def test_compiled_modules_have_kernels(kind, hidden, mode, fast, device, monkeyp
             found = compiled(x)
             if calls:
                 assert solved[-1].plan.evaluation.startswith("fused kernels")
-                monkeypatch.setattr(attach, "Adjoint", None)
+                monkeypatch.setattr(judged, "Adjoint", None)
                 monkeypatch.setattr(operated_recurrent, "_by_step", None)  # nor is it run again
             agree(found, module(x, mode="sequential"), module, module, x)
     assert len(graphs) == 1

@@ -60,7 +60,9 @@ class Ready:
             settled: of an earlier one, whose tensors looked the same
         """
         fuse_run, layout, length = _running(), fused.layout, call.length
-        self.fused, self.newton, self.closures = fused, newton, closures
+        self.fused: FusedStep = fused
+        self.newton: Newton = newton
+        self.closures: list[Tensor] = closures
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
         self.starts: list[Tensor] = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
         shape = None if settled is None else settled.shape
@@ -78,7 +80,8 @@ class Ready:
         self.known: Any = fused.kind(settled.key)
         self.kind: Any = fuse_run.Kind(length, length) if loop else self.known.copy()
         self.looks: tuple[Any, ...] | None = None
-        self.certain, self.passes = False, None
+        self.certain: bool = False
+        self.passes: Any = None
 
     def begin(self, guess: Tensor | None = None, every: int = 1) -> Any:
         """The first passes, launched now if they were not before."""
