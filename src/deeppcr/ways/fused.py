@@ -56,9 +56,13 @@ class Call:
         begun: what was launched before the step was looked at, if anything was
     """
 
+    every: int
+    planned: bool
+    short: bool
     states: list[Any]
     spec: Any
     inputs: list[Any]
+    inputs_spec: Any
 
     def __init__(
         self, step: Any, z0: Any, xs: Any, length: int | None, batch_dims: int | None, every: int = 1, *, planned: bool = False, short: bool = False,
