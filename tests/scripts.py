@@ -41,10 +41,11 @@ def script(folder: str, name: str):
 @pytest.fixture
 def precision():
     """Benchmarks ask for full precision, of the whole process."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     yield
     torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before[1:]
 
 
 @pytest.fixture

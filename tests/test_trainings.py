@@ -47,9 +47,10 @@ def run(examples, images, device, tmp_path, monkeypatch):
         code = main([*tiny, *batch, "--device", device.type, "--every", "2", "--out", str(path), *arguments])
         return code, json.loads(path.read_text())
 
-    tf32 = torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    kept = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # in the new way: others may have set one alone
     yield run
-    torch.backends.cudnn.allow_tf32 = tf32
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = kept
 
 
 def apart(record):

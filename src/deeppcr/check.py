@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .jacobian import DenseJacobian, Jacobian
 from .runtime import random_state
 from .sequence import Sequence
-from .sequence.evaluate import StepError
+from .sequence.evaluate import TAKEN_APART, StepError
 from .sequence.layout import refuse_not_finite
 from .sequence.lengths import up_to
 from .sequence.purity import close
@@ -171,16 +171,10 @@ def _spread(sequence: Sequence, steps: int) -> list[int]:
 def _all_at_once(sequence: Sequence) -> Iterator[Finding]:
     """Every step evaluated together with others must give what it gives alone."""
     previous = sequence.initial.detach().expand(sequence.length, -1, -1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        together = sequence.values(previous, range(sequence.length))
-    slow = [str(w.message) for w in caught if "performance drop" in str(w.message)]
-    if slow:
-        yield Finding(
-            "slow",
-            "torch.vmap has no rule for an operation of the step and calls it once for each step; deeppcr.rowwise(step) avoids "
-            f"that ({slow[0].split('.')[0]})",
-        )
+    together = sequence.values(previous, range(sequence.length))
+    for note in sequence.all_notes:
+        if note.startswith(TAKEN_APART):
+            yield Finding("slow", note)
     if sequence.evaluation == "loop":
         yield Finding("slow", sequence.all_notes[-1])
         return

@@ -31,6 +31,8 @@ _HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 #: Said where torch.vmap has no rule for an operation.
 _FALLS_BACK = "There is a performance drop"
+#: So begins the note of it.
+TAKEN_APART = "torch.vmap takes"
 _TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
@@ -246,7 +248,7 @@ class StepGroup:
                 self._falls_back = True
                 operation = str(each.message).partition(" for ")[2].partition(". ")[0]
                 self.notes.append(
-                    f"torch.vmap takes {operation or 'an operation'} one step at a time, which is slow: if steps take any "
+                    f"{TAKEN_APART} {operation or 'an operation'} one step at a time, which is slow: if steps take any "
                     "number of rows, deeppcr.rowwise(step)"
                 )
 
