@@ -265,24 +265,26 @@ def in_a_graph(run: Run) -> None:
         return
 
     for prepared in prepared_loops(run, "captured", [each for each in TABLE if not each.chaotic]):
-        loop, case = prepared.loop, Case("captured", prepared.loop.parameters, CAPTURED, 1.0)
-        try:
-            with torch.no_grad():
-                alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
-            assert alone is not None
-            case.optional, case.failure = True, f"Newton() ends as {alone.result.name}: only a loop has this result"
-        except Exception as error:
-            alone, case.failure = None, first_line(error)
-        if alone is None or alone.result not in (deeppcr.Result.CONVERGED, deeppcr.Result.PRECISION_FLOOR):
-            run.add([case])
-            continue
-        fixed = deeppcr.FixedIterations(max(FEWEST_ITERATIONS, int(alone.iterations.max())))
-
-        def build(prepared: Prepared, direction: str, stop: deeppcr.FixedIterations = fixed) -> dict[str, Method]:
-            inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))
-            return {CAPTURED: replace(inside, prepare=captured)}
-
+        loop = prepared.loop
         for direction in loop.directions:
+            parameters = loop.parameters | {"direction": direction}
+            case = Case("captured", parameters, CAPTURED, 1.0)
+            try:  # with gradients digits of every state are asked for, which may take more
+                with torch.set_grad_enabled(direction != FORWARD):
+                    alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
+                assert alone is not None
+                case.optional, case.failure = True, f"Newton() ends as {alone.result.name}: only a loop has this result"
+            except Exception as error:
+                alone, case.failure = None, first_line(error)
+            if alone is None or alone.result not in (deeppcr.Result.CONVERGED, deeppcr.Result.PRECISION_FLOOR):
+                run.add([case])
+                continue
+            fixed = deeppcr.FixedIterations(max(FEWEST_ITERATIONS, int(alone.iterations.max())))
+
+            def build(prepared: Prepared, direction: str, stop: deeppcr.FixedIterations = fixed) -> dict[str, Method]:
+                inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))
+                return {CAPTURED: replace(inside, prepare=captured)}
+
             cases = run.examine("captured", prepared, direction, build)
             limit, seconds = loop.captured_limit(direction), time_of(cases, CAPTURED)
             if limit is not None:

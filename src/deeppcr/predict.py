@@ -336,7 +336,8 @@ def _chunk_of_kernels(call: Call) -> int:
     """Steps of a chunk in a solve by kernels, which there are, without gradients; all of them where it would be a loop."""
     fused, length = call.known
     tolerance = Newton().tolerance(fused.layout.dtype)
-    return fused.kind(fused.key_of_kind(length, "planned", tolerance, repeated=True)).chunk
+    chunk = length if fused.is_quicker_in_one(length) else "auto"
+    return fused.kind(fused.key_of_kind(length, chunk, tolerance, repeated=True)).chunk
 
 
 def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:

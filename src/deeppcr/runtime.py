@@ -76,9 +76,8 @@ def check_backward(gradients: Tensor) -> None:
     """Refuse what no backward pass through ``solve`` takes."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); "
-            'use gradient=deeppcr.Unrolled(), mode="sequential" of a module of deeppcr.nn, or, with deeppcr.diffusion.sample, '
-            "solver=deeppcr.Loop()"
+            "second derivatives through deeppcr.solve are not taken by gradient=Implicit(); use solver=deeppcr.Loop(), "
+            'gradient=deeppcr.Unrolled(), or mode="sequential" of a module of deeppcr.nn'
         )
     if is_batched(gradients):
         raise RuntimeError(

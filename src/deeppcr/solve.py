@@ -212,7 +212,8 @@ def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
 
 def _check_arguments(solver: Any, gradient: Any, on_failure: Any) -> None:
     if solver is not None and not isinstance(solver, (Newton, Loop)):
-        raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...), Loop() or None, got {solver!r}")
+        hint = f"; {solver.__name__}() makes one" if solver in (Newton, Loop) else ""
+        raise TypeError(f"solver: expected Newton(...), Picard(...), Jacobi(...), Loop() or None, got {solver!r}{hint}")
     if not isinstance(gradient, Gradient):
         raise TypeError(f"gradient: expected Implicit() or Unrolled(), got {gradient!r}")
     check_on_failure(on_failure)

@@ -99,3 +99,16 @@ def test_the_source_is_a_function_however_often_it_is_asked_for():
     for _ in range(2):
         assert "v0 = sin(z0)" in deeppcr.fuse.source(lambda z: torch.sin(z), torch.zeros(4))
     assert "def sweep" in deeppcr.fuse.source(lambda z: torch.sin(z), torch.zeros(4), backward=True)
+
+
+def test_what_the_default_has_learnt_is_known_to_newton(device, monkeypatch):
+    """As of a solve that is captured later, whose passes are counted by one that was not."""
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", 0.0)
+    arguments = loop(device, length=300)
+    for _ in range(3):
+        default = deeppcr.solve(*arguments)
+    call = fused.Call(*arguments, None, None)
+    (key,) = call.fused.kinds._kept
+    asked = deeppcr.solve(*arguments, solver=deeppcr.Newton())
+    assert [*call.fused.kinds._kept] == [key]
+    assert default.plan.chunk == asked.plan.chunk < 300

@@ -352,10 +352,30 @@ def in_a_list():
     return step
 
 
+def counting_in_a_list():
+    count = [0]
+
+    def step(z, x):
+        count[0] += 1
+        return 0.5 * z + x + count[0] / 100
+
+    return step
+
+
+def largest_in_a_dict():
+    seen = {"largest": 0.0}
+
+    def step(z, x):
+        seen["largest"] = max(seen["largest"], x[0, 0].item())
+        return 0.5 * z + x - seen["largest"]
+
+    return step
+
+
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
 
-@pytest.mark.parametrize("make", [*OUTSIDE, Clock])
+@pytest.mark.parametrize("make", [*OUTSIDE, Clock, counting_in_a_list, largest_in_a_dict])
 def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
     """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
     monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
@@ -365,6 +385,19 @@ def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(mak
         found = deeppcr.solve(make(), z0, xs)
         assert torch.equal(found.states, plain_loop(make(), z0, xs))
         assert "at every call" in found.plan.notes[0]
+
+
+def test_what_a_step_notes_and_does_not_read_is_its_own_affair(monkeypatch):
+    monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
+    monkeypatch.setitem(plan._OPERATION, "cpu", (1.0, 0.0, 0.0))
+    calls = []
+
+    def step(z, x):
+        calls.append(1)
+        return 0.5 * torch.tanh(z) + x
+
+    found = deeppcr.solve(step, torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3))
+    assert found.result is deeppcr.Result.CONVERGED
 
 
 @pytest.mark.parametrize("make", OUTSIDE)

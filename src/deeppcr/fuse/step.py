@@ -88,7 +88,7 @@ class FusedStep:
         """What a kind of solves is known by.
 
         Args:
-            chunk: steps of a chunk at first, or "auto"; or "planned": the loop in one kernel where that is expected to be faster
+            chunk: steps of a chunk at first, or "auto"
             repeated: it starts from the initial state, not from a guess
         """
         return length, chunk, tolerance.atol, tolerance.rtol, tolerance.local, repeated
@@ -98,14 +98,19 @@ class FusedStep:
         found = self.kinds.get(key)
         if found is None:
             (length, chunk, *_), program = key, self.kernels.program
-            rows = self.layout.rows * program.channels
-            first = first_chunk(length, rows, program) if isinstance(chunk, str) else min(chunk, length)
-            if chunk == "planned" and is_shorter_in_one(length, first, program):
-                first = length
+            first = self._first_chunk(length) if isinstance(chunk, str) else min(chunk, length)
             found = Kind(
                 length, first, int(program.parts.tiled)
             )  # a roll-out without tangents is a guess that costs little
         return found
+
+    def _first_chunk(self, length: int) -> int:
+        program = self.kernels.program
+        return first_chunk(length, self.layout.rows * program.channels, program)
+
+    def is_quicker_in_one(self, length: int) -> bool:
+        """Whether so few steps are expected to be done by the loop in one kernel before chunks have joined."""
+        return is_shorter_in_one(length, self._first_chunk(length), self.kernels.program)
 
     def closures(self, reached: list[Tensor]) -> list[Tensor]:
         """Of all tensors that the step reaches, those that it closes over."""

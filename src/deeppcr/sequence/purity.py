@@ -208,6 +208,8 @@ class _Values:
         found = []
         for place, (owner, now) in values_of(self._step).items():
             before = self._before.get(place, (None, None))[1]
+            if before is None and type(owner) in _CONTAINERS and not _is_tensor(now):
+                continue  # something is noted there at every call, which is not read as long as it grows
             same = version_of(now) == self._versions.get(place) if _is_tensor(now) else now == before
             if isinstance(now, kind) and not (same and (now is before or not _is_tensor(now))):
                 found.append((owner, _called(owner, place[1])))

@@ -210,19 +210,15 @@ def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
 
 
 def values_of(step: Any) -> dict[tuple[int, Hashable], tuple[Any, Any]]:
-    """The tensors and numbers that a step reaches outside of modules, each by its place: with what holds it, and itself.
-
-    Of containers tensors alone: many steps note there that they were called.
-    """
+    """The tensors and numbers that a step reaches outside of modules, each by its place: with what holds it, and itself."""
     found: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
     if issubclass(type(step), nn.Module):
         return found
     walk = Walk(step, largest=LARGEST, everything=False)
     for owner, held in walk:
-        noted = issubclass(type(owner), CONTAINERS)
         for name, each in held:
             kind = type(each)
-            if issubclass(kind, Tensor) or (kind in (int, float) and not noted):
+            if issubclass(kind, Tensor) or kind in (int, float):
                 found[id(owner), name] = owner, each
             elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, nn.Module, float)):
                 walk.go(each)

@@ -72,7 +72,8 @@ class Ready:
             tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
             # A gradient asks for the digits of every state, also of one that dies out.
             wanted = local if differentiated else tolerance
-            key = fused.key_of_kind(length, "planned" if call.planned else newton.chunk, wanted, guess is None)
+            in_one = call.planned and fused.is_quicker_in_one(length)
+            key = fused.key_of_kind(length, length if in_one else newton.chunk, wanted, guess is None)
             settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
         self.settled: Settled = settled
         if call.short and not settled.differentiated:

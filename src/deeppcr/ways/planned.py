@@ -96,6 +96,7 @@ class Planned:
             found = self._by_kernels()
             if found is not None:
                 return found
+        Layout.of(call.z0, call.batch_dims)  # which says what is wrong with it
         held = not_finite_in(call.z0)
         if held is not None:  # which says nothing of other solves of the kind
             refuse_not_finite(call.z0, infinities=True)
