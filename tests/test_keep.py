@@ -197,3 +197,21 @@ def test_nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         deeppcr.solve(torch.cos, torch.ones(2, 1), length=50, keep="last", solver=Newton())
+
+
+@pytest.mark.parametrize("solver", [None, Loop()])
+def test_a_step_that_returns_a_tensor_of_its_own_again_in_inference_mode(solver):
+    """There nobody counts how often a tensor was written to."""
+    own = torch.zeros_like(normal(2, 3))
+
+    def step(z, x):
+        return own.copy_(torch.tanh(z) + x)
+
+    z0, xs = normal(2, 3), normal(15, 2, 3)
+    with torch.inference_mode():
+        found = deeppcr.solve(step, z0, xs, solver=solver).states
+        z, expected = z0, []
+        for x in xs:
+            z = torch.tanh(z) + x
+            expected.append(z)
+    assert torch.equal(found, torch.stack(expected))

@@ -7,7 +7,7 @@ from torch import nn
 import deeppcr
 from deeppcr.fuse import run as fuse_run
 from deeppcr.sequence.fingerprint import Told
-from deeppcr.ways import begun, fused
+from deeppcr.ways import begun, fused, plan
 from fuse.loops import by_loop
 from fuse.solving import NEWTON, by_kernels, normal
 from kernel_support import error, misaligned
@@ -294,3 +294,52 @@ def test_kernels_that_were_refused_are_not_launched_again(seen, device):
     found, order = seen.of(lambda: solved(step, z0, xs))
     assert "launch" not in order
     assert "of a test" in str(found.plan)
+
+
+@pytest.mark.parametrize("solver", [NEWTON, None])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("lengths", [(16, 40), (40, 16)])
+def test_lengths_that_stand_in_no_tensor(lengths, gradients, solver, monkeypatch, device):
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", 0.0)
+    weight = torch.full((3,), 0.9, dtype=torch.float64, device=device, requires_grad=gradients)
+    z0, first, second = normal(2, 3, device=device), *lengths
+
+    def step(z):
+        return torch.sin(weight * z) + 0.1
+
+    for length in (*[first] * 6, second, second, first, second):
+        found = deeppcr.solve(step, z0, length=length, solver=solver).states
+        expected = by_loop(step, z0, length=length)
+        assert error(found, expected) < 1e-9
+        if gradients:
+            ours, theirs = (torch.autograd.grad(each.square().sum(), weight) for each in (found, expected))
+            assert error(ours[0], theirs[0]) < 1e-9
+
+
+def test_modes_count_for_a_step_that_tells_what_it_depends_on(device):
+    step, z0, xs = Known(device), normal(2, 2, device=device), normal(6, 2, 2, device=device)
+    with torch.no_grad():
+        warm(step, z0, xs)
+    for _ in range(3):
+        found = solved(step, z0, xs).states
+        (ours,), (theirs,) = (
+            torch.autograd.grad(each.square().sum(), step.weight) for each in (found, by_loop(step, z0, xs))
+        )
+        assert error(ours, theirs) < 1e-9
+        with torch.no_grad():
+            assert not solved(step, z0, xs).states.requires_grad
+        with torch.inference_mode():
+            assert solved(step, z0, xs).states.is_inference()
+
+
+def test_an_infinity_says_nothing_of_other_solves(device):
+    """Not even where no solve is held against the step, as the third and the fifth to seventh."""
+    step, z0, xs = problem(device)
+    xs, infinite = normal(40, 2, 2, device=device), torch.full_like(z0, float("inf"))
+    with torch.no_grad():
+        warm(step, z0, xs)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="z0: holds an infinity"):
+                solved(step, infinite, xs)
+            assert by_kernels(found := solved(step, z0, xs))
+            assert found.result is deeppcr.Result.CONVERGED

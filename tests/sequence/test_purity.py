@@ -1,5 +1,6 @@
 """Modules that keep something from one call to the next are refused by name."""
 
+import random
 from collections import deque
 
 import pytest
@@ -372,10 +373,25 @@ def largest_in_a_dict():
     return step
 
 
+def by_a_generator(draw):
+    def make():
+        generator = torch.Generator().manual_seed(0) if draw else random.Random(0)
+
+        def step(z, x):
+            drawn = torch.rand((), generator=generator) if draw else generator.random()
+            return 0.5 * z + x + drawn
+
+        return step
+
+    return make
+
+
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
 
-@pytest.mark.parametrize("make", [*OUTSIDE, Clock, counting_in_a_list, largest_in_a_dict])
+@pytest.mark.parametrize(
+    "make", [*OUTSIDE, Clock, counting_in_a_list, largest_in_a_dict, by_a_generator(True), by_a_generator(False)]
+)
 def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
     """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
     monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)

@@ -192,6 +192,7 @@ class BoundKernels:
             initial = initial.detach().resolve_neg().contiguous()
         self.initial: Tensor = aligned(initial)
         self.shape: Shape = Shape.of(kernels, self.initial, bases, length) if shape is None else shape
+        assert self.shape.length == length, "launches that are made again are those of as many steps"
         self.bases: list[Tensor] = self.shape.read_from(bases)
         self.rows, self.strides = self.shape.rows, self.shape.strides
         self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages

@@ -46,10 +46,12 @@ class KeptStates:
 
     def add(self, leaves: Sequence[Tensor]) -> None:
         """The next state, by its leaves."""
-        self._held += leaves
         if self._counted:
+            self._held += leaves
             for leaf in leaves:
                 self._versions.append(leaf._version)
+        else:  # a step may return the same tensor again with other numbers, and nobody could tell
+            self._held += [leaf.clone() for leaf in leaves]
         if len(self._held) == self._full:
             self._close()
 

@@ -8,6 +8,7 @@ Nothing is ever put back.
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -197,11 +198,11 @@ class _Held:
 
 
 class _Values:
-    """The tensors and numbers that a step reaches outside of modules."""
+    """The tensors, numbers and random generators that a step reaches outside of modules."""
 
     def __init__(self, step: Any):
         self._step, self._before = step, values_of(step)
-        self._versions = {place: version_of(each) for place, (_, each) in self._before.items() if _is_tensor(each)}
+        self._states = {place: _state_of(each) for place, (_, each) in self._before.items()}
 
     def changed(self, kind: type = object) -> list[tuple[Any, str]]:
         """Those that are other ones now, or were written to: what holds them, and the name there."""
@@ -210,8 +211,8 @@ class _Values:
             before = self._before.get(place, (None, None))[1]
             if before is None and type(owner) in _CONTAINERS and not _is_tensor(now):
                 continue  # something is noted there at every call, which is not read as long as it grows
-            same = version_of(now) == self._versions.get(place) if _is_tensor(now) else now == before
-            if isinstance(now, kind) and not (same and (now is before or not _is_tensor(now))):
+            same = _state_of(now) == self._states.get(place) and (now is before or not _is_tensor(now))
+            if isinstance(now, kind) and not same:
                 found.append((owner, _called(owner, place[1])))
         return found
 
@@ -223,6 +224,15 @@ class _Values:
 
 def _called(owner: Any, name: Hashable) -> str:
     return "entries" if type(owner) in _CONTAINERS else str(name)
+
+
+def _state_of(value: Any) -> Any:
+    """What is another after it was changed."""
+    if _is_tensor(value):
+        return version_of(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    return value.getstate() if isinstance(value, random.Random) else value
 
 
 def _is_tensor(value: Any) -> bool:

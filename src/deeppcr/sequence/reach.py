@@ -6,6 +6,7 @@ Types are asked here, not values: a proxy answers for something else, or raises.
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -210,7 +211,7 @@ def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
 
 
 def values_of(step: Any) -> dict[tuple[int, Hashable], tuple[Any, Any]]:
-    """The tensors and numbers that a step reaches outside of modules, each by its place: with what holds it, and itself."""
+    """The tensors, numbers and random generators that a step reaches outside of modules, each by its place: with what holds it, and itself."""
     found: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
     if issubclass(type(step), nn.Module):
         return found
@@ -218,7 +219,7 @@ def values_of(step: Any) -> dict[tuple[int, Hashable], tuple[Any, Any]]:
     for owner, held in walk:
         for name, each in held:
             kind = type(each)
-            if issubclass(kind, Tensor) or kind in (int, float):
+            if issubclass(kind, (Tensor, torch.Generator, random.Random)) or kind in (int, float):
                 found[id(owner), name] = owner, each
             elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, nn.Module, float)):
                 walk.go(each)

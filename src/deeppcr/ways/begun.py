@@ -167,7 +167,7 @@ def _looks_of(call: Any) -> tuple[Any, ...]:
     """Of all that is given to a call, and what is set while it is made."""
     return (
         *[_look(each) for each in (*call.states, *call.inputs)],
-        call.spec, call.inputs_spec, call.batch_dims, call.planned, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        call.length, call.spec, call.inputs_spec, call.batch_dims, call.planned, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
     )  # fmt: skip
 
 

@@ -321,7 +321,9 @@ def solve_fused(
                 return fused.kernels.no_gradients
             fused.gradients_fit.add(compiled_for)
         run.shape.fits = True
-    if checked and not torch.isfinite(run.initial).all():
+    if (checked or found.left) and not torch.isfinite(
+        run.initial
+    ).all():  # which says nothing of other solves of the kind
         refuse_not_finite(call.z0, infinities=True)
         return "z0 holds an infinity, from which they cannot be held against the step"
     if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
