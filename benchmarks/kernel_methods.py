@@ -24,6 +24,12 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: (replay(), found)[1]
 
 
+def iterations_inside(solution: deeppcr.Solution) -> int:
+    """How many a CUDA graph has to make for what a solve came to by itself: of kernels the last one only confirms."""
+    confirms = solution.plan.evaluation.startswith("fused kernels")
+    return max(1, int(solution.iterations.max()) - confirms)
+
+
 @dataclass(frozen=True)
 class Method:
     """One way to solve a problem.

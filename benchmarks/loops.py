@@ -8,7 +8,7 @@
 - choice: over some 70 loops, the public call against the best of its ways, and against the bare loop
 - cold: first calls on the random problems of ``benchmarks/fuzz`` against bare loops
 - host: what a warm call takes beyond the time in which the device is at work
-- captured: ``Newton(stop=FixedIterations(n))`` inside a CUDA graph of the caller, n as many as the solve takes by itself
+- captured: ``Newton(stop=FixedIterations(n))`` inside a CUDA graph of the caller, n as many as the solve takes by itself, and of kernels' one less: the last confirms
 
 Results are compared with a bare loop in float64 first (of chaotic loops and of the choice's own, by the residual of every
 step by the user's own step): what is wrong is reported and never timed, and the exit code is then 1. A target that is
@@ -39,7 +39,7 @@ import loop_problems
 from deeppcr_paper.timing import clocked
 from fuzz.problems import problem as random_problem
 from fuzz.reference import Precision
-from kernel_methods import Method, can_capture, captured
+from kernel_methods import Method, can_capture, captured, iterations_inside
 from kernel_problems import Problem
 from kernel_report import number
 from kernels import Case, examine, first_line, line, seconds_of
@@ -56,8 +56,6 @@ HOST, COLD = 0.15e-3, 2.0
 COLD_PROBLEMS = 200
 #: Seconds for what is made ready beside each other.
 PREPARING = 120.0
-#: Iterations in a CUDA graph, at least: the first chunks are exact after one.
-FEWEST_ITERATIONS = 2
 
 Build = Callable[[Prepared, str], dict[str, Method]]
 
@@ -279,7 +277,7 @@ def in_a_graph(run: Run) -> None:
             if alone is None or alone.result not in (deeppcr.Result.CONVERGED, deeppcr.Result.PRECISION_FLOOR):
                 run.add([case])
                 continue
-            fixed = deeppcr.FixedIterations(max(FEWEST_ITERATIONS, int(alone.iterations.max())))
+            fixed = deeppcr.FixedIterations(iterations_inside(alone))
 
             def build(prepared: Prepared, direction: str, stop: deeppcr.FixedIterations = fixed) -> dict[str, Method]:
                 inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deeppcr
-from kernel_methods import Method
+from kernel_methods import Method, iterations_inside
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -29,8 +29,6 @@ import lru
 import ode
 import unrolled
 
-#: Iterations in a CUDA graph, at least: the first chunks are exact after one.
-FEWEST_ITERATIONS = 2
 Run = Callable[[], Tensor]
 #: From what ``run`` returned to its distance from the same in float64.
 Error = Callable[[Tensor], float]
@@ -168,8 +166,7 @@ def make_compressor(device: torch.device, L: int, B: int) -> Made:
             tuple(each.unsqueeze(-1) for each in xs),
             solver=deeppcr.Newton(),
         )
-        count = max(FEWEST_ITERATIONS, int(found.iterations.max()))
-        fixed = deeppcr.Newton(stop=deeppcr.FixedIterations(count))
+        fixed = deeppcr.Newton(stop=deeppcr.FixedIterations(iterations_inside(found)))
         return lambda: compressor.smooth(xs, solver=fixed)
 
     return Made(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deeppcr
 import deeppcr.nn
-from kernel_methods import Method, can_capture, captured
+from kernel_methods import Method, can_capture, captured, iterations_inside
 
 FORWARD, BOTH = "forward", "forward and backward"
 TORCH, PARALLEL, AUTO, CAPTURED = "torch.nn", "parallel", "auto", ", captured"
@@ -138,8 +138,7 @@ def methods_of(layer: Layer, *, in_graphs: bool) -> Iterator[tuple[str, Method]]
         return warmed(by_kernels, parallel)
 
     def inside(_: Any) -> Callable[[], Any]:
-        passes = max(2, int(parallel.solutions[0].iterations.max()))
-        parallel.newton = deeppcr.Newton(stop=deeppcr.FixedIterations(passes))
+        parallel.newton = deeppcr.Newton(stop=deeppcr.FixedIterations(iterations_inside(parallel.solutions[0])))
         try:
             return captured(run)
         finally:

@@ -85,7 +85,8 @@ class FixedIterations(StoppingTest):
     """Run ``count`` iterations and test nothing.
 
     Where nothing but rounding is left before, ``solution.iterations`` counts no further ones. They are spared, too, except in
-    a solve that is replayed as a CUDA graph, which runs all of them.
+    a solve that is replayed as a CUDA graph, which runs all of them. As many as the ``iterations`` of a solve that tests give
+    its states; by fused kernels (``plan.evaluation``) one less does, as their last one only confirms.
 
     While the caller captures a CUDA graph, nothing in such a solve asks the host, forward or backward. What would be
     mended or raised cannot be there: the states of a row that fails come out as NaN from its ``exact_steps`` on, and so do

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import ConvergenceWarning, Loop, Newton, Result
+from deeppcr import ConvergenceWarning, FixedIterations, Loop, Newton, Result
 from deeppcr.graphs import record
 from deeppcr.ways import fused
 from fuse.loops import by_loop
@@ -245,3 +245,39 @@ def test_threads_solve_side_by_side(gpu):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_fixed_number_of_iterations_outside_of_a_capture(device, differentiated):
+    """The same kernels as inside of one, so that a warm-up is what is captured: once a solve that tests has borne them out."""
+    weight, z0, xs = normal(3, device=device), normal(2, 3, device=device), normal(30, 2, 3, device=device)
+    weight.requires_grad_(differentiated)
+    step = lambda z, x: torch.tanh(0.3 * z.flip(-1) * weight.sin() + x)  # noqa: E731
+
+    def fixed(count):
+        return deeppcr.solve(step, z0, xs, solver=Newton(chunk=4, stop=FixedIterations(count)))
+
+    by_tensors = [fixed(count) for count in (1, 2, 9)]
+    assert not any(map(by_kernels, by_tensors))
+    assert by_kernels(solve(step, z0, xs))
+    for count, plain in zip((1, 2, 9), by_tensors, strict=True):
+        found = fixed(count)
+        assert by_kernels(found)
+        assert found.result is plain.result is Result.ITERATIONS_DONE
+        # At the ends of chunks tensors are corrected, and kernels come to where the corrected starts lead.
+        inside = torch.arange(30, device=device) % 4 != 3
+        assert error(found.states[inside], plain.states[inside]) < 1e-12
+        assert (found.iterations <= count).all()
+        assert len(found.updates) <= count
+    gradients = differentiated and [torch.autograd.grad(each.states.sum(), weight)[0] for each in (found, plain)]
+    assert not differentiated or error(*gradients) < 1e-10
+
+
+def test_fixed_iterations_beyond_the_numbers_are_told_of(device):
+    z0 = torch.tensor([[0.5], [3.0]], dtype=torch.float64, device=device)
+    step = lambda z: z * z  # noqa: E731
+    assert by_kernels(solve(step, z0 / 4, length=40))
+    with pytest.warns(ConvergenceWarning, match="not finite"):
+        found = deeppcr.solve(step, z0, length=40, solver=Newton(chunk=4, stop=FixedIterations(3)))
+    assert not by_kernels(found)
+    assert found.results[1] is Result.NON_FINITE

@@ -180,7 +180,7 @@ class Run(BoundKernels):
         found = self.shape.cuts.get((chunk, most))
         if found is None:
             chunks = -(-self.length // chunk)
-            limit = (min(chunks, self.limit(chunk)) if most is None else most) if chunks > 1 else 0
+            limit = min(chunks, self.limit(chunk) if most is None else most) if chunks > 1 else 0
             parts = self.workspace_of(chunks)
             found = self.shape.cuts[chunk, most] = chunks, limit, parts, sum(parts)
         return found

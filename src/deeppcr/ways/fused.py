@@ -259,7 +259,7 @@ def solve_fused(
     Args:
         guess: states to start from, [L, B, D]; None: the initial one everywhere
         loop: one step after the other, whatever is known of the kind
-        fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
+        fixed: so many corrections, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
     back, fuse_run, closer, too_large = _fuse()
@@ -289,8 +289,11 @@ def solve_fused(
     exact_steps, hidden, solution = None, False, None
     try:
         if fixed is not None:
-            found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
+            # The states of a pass are those before its corrections.
+            found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed + 1)
             exact_steps = spoil_failed(found, layout)
+            found.passes = min(found.passes, fixed)
+            found.notes.taken.clamp_(-fixed, fixed)
         else:
             if not loop:
                 back.compile_ahead(run, kind, wanted, gradients=differentiated)

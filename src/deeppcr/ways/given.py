@@ -141,17 +141,26 @@ def _by_kernels(
     """By the kernels of the step where there are some, or are worth making; else why not, or None where nobody would expect them."""
     if call.refusal is not None or not isinstance(gradient, Implicit) or not isinstance(guess, RepeatInitial):
         return None
-    fixed = newton.stop.fixed if capturing else None
+    fixed = newton.stop.fixed
     if not covers(newton if fixed is None else replace(newton, stop=UpdateTest())):
         return None
-    if not capturing:
+    if fixed is None:
         call.begin(newton)
     fused = call.fused
-    if fused is None and not capturing:
+    if fused is None and fixed is None:
         fused = call.make() if call.comes_again() else "the first of its kind"
     if fused is None or isinstance(fused, str):
         return fused
+    if fixed is not None and not capturing and not fused.solves[call.differentiated]:
+        return None  # a solve that tests nothing cannot hold them against the step: another one has to
     found = solve_fused(call, newton, None, fixed=fixed, every=call.every)
+    if (
+        fixed is not None
+        and not capturing
+        and not isinstance(found, str)
+        and bool((found.exact_steps < call.known[1]).any())
+    ):
+        return "numbers of it are not finite"  # which the other ways tell of
     if isinstance(found, str) or found.result in _GOOD:
         return found
     if on_failure != "loop":
