@@ -43,7 +43,7 @@ from kernel_methods import Method, can_capture, captured, iterations_inside
 from kernel_problems import Problem
 from kernel_report import number
 from kernels import Case, examine, first_line, line, seconds_of
-from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, bare, by_cudnn, solved, ways, with_projection
+from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, WARM_UP, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
 from records import Results, parse, parser_of, set_up
 
@@ -269,7 +269,8 @@ def in_a_graph(run: Run) -> None:
             case = Case("captured", parameters, CAPTURED, 1.0)
             try:  # with gradients digits of every state are asked for, which may take more
                 with torch.set_grad_enabled(direction != FORWARD):
-                    alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
+                    for _ in range(WARM_UP):  # the first ones may be without kernels
+                        alone = prepared.solve(FORWARD, solver=deeppcr.Newton()).solution
                 assert alone is not None
                 case.optional, case.failure = True, f"Newton() ends as {alone.result.name}: only a loop has this result"
             except Exception as error:
