@@ -19,7 +19,7 @@ _TRAINED = (
     f"Fewer epochs: autoencoders {_OURS.autoencoder_epochs} instead of {_PAPER.autoencoder_epochs}, denoisers of latents "
     f"{_OURS.latent_epochs} instead of {_PAPER.latent_epochs}, of pixels {_OURS.pixel_epochs} instead of {_PAPER.pixel_epochs}."
 )
-_COARSE = "At the widths 4, 16, 64 and 256."
+_COARSE = "At the widths 4, 16 and 64, the defaults at 256 too."
 
 
 @dataclass(frozen=True)
