@@ -98,6 +98,7 @@ class Shape:
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
+        of_runs: what every run has as its own
         ready: whether all kernels of a run were compiled, without those of gradients, and with them
         eps: of the numbers that the kernels compute with
         fits: whether the kernels of gradients are known to fit the device
@@ -133,6 +134,10 @@ class Shape:
         self.outputs: Any = None
         self.fits: bool = False
         self.ready: dict[bool, bool] = {False: False, True: False}
+        self.of_runs: dict[str, Any] = {
+            "kernels": kernels, "program": program, "length": length, "device": initial.device, "rows": self.rows,
+            "strides": self.strides, "block": self.block, "warps": self.warps, "stages": self.stages,
+        }  # fmt: skip
 
     def read_from(self, bases: list[Tensor]) -> list[Tensor]:
         """The bases, or copies of them, in which the numbers of a step and row lie side by side."""
@@ -174,6 +179,9 @@ class BoundKernels:
         shape: what it has in common with other runs, where that is known
     """
 
+    initial: Tensor
+    bases: list[Tensor]
+    shape: Shape
     length: int
     rows: int
     block: int
@@ -185,17 +193,14 @@ class BoundKernels:
     device: torch.device
 
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int, shape: Shape | None = None):
-        program = kernels.program
-        self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
-        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
         if initial.requires_grad or initial.is_neg() or not initial.is_contiguous():
             initial = initial.detach().resolve_neg().contiguous()
-        self.initial: Tensor = aligned(initial)
-        self.shape: Shape = Shape.of(kernels, self.initial, bases, length) if shape is None else shape
-        assert self.shape.length == length, "launches that are made again are those of as many steps"
-        self.bases: list[Tensor] = self.shape.read_from(bases)
-        self.rows, self.strides = self.shape.rows, self.shape.strides
-        self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
+        initial = aligned(initial)
+        if shape is None:
+            kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
+            shape = Shape.of(kernels, initial, bases, length)
+        assert shape.length == length, "launches that are made again are those of as many steps"
+        self.__dict__.update(shape.of_runs, shape=shape, initial=initial, bases=shape.read_from(bases))
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:

@@ -109,6 +109,8 @@ class Layout:
         return self.pack_leaves([nest] if isinstance(nest, Tensor) else pytree.tree_leaves(nest), lead)
 
     def pack_leaves(self, leaves: Sequence[Tensor], lead: int = 0) -> Tensor:
+        if self._is_flat:
+            return leaves[0]
         leaves = [_as_pairs(leaf) if parts == 2 else leaf for leaf, parts in zip(leaves, self.parts, strict=True)]
         flat = [
             # Not even a view where it lies so already: to make one takes as long as a launch.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
-from ..runtime import is_capturing
+from ..runtime import is_capturing, is_elsewhere
 from ..sequence.fingerprint import Told, owner_of
 from ..tolerance import Tolerance
 
@@ -59,27 +59,21 @@ class Ready:
             loop: one step after the other, whatever is known of the kind
             settled: of an earlier one, whose tensors looked the same
         """
-        fuse_run, layout, length = _running(), fused.layout, call.length
+        layout, length = fused.layout, call.length
         self.fused: FusedStep = fused
         self.newton: Newton = newton
         self.closures: list[Tensor] = closures
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
         self.starts: list[Tensor] = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
-        shape = None if settled is None else settled.shape
-        self.run: Any = fuse_run.Run(fused.kernels, layout.pack_leaves(self.starts), self.bases, length, shape)
+        initial, shape = layout.pack_leaves(self.starts), None if settled is None else settled.shape
+        self.run: Any = _running().Run(fused.kernels, initial, self.bases, length, shape)
         if settled is None:
-            differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *self.bases))
-            tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
-            # A gradient asks for the digits of every state, also of one that dies out.
-            wanted = local if differentiated else tolerance
-            in_one = call.planned and fused.is_quicker_in_one(length)
-            key = fused.key_of_kind(length, length if in_one else newton.chunk, wanted, guess is None)
-            settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
+            settled = Settled.of(call, fused, newton, self.bases, self.run.shape, repeated=guess is None)
         self.settled: Settled = settled
         if call.short and not settled.differentiated:
             self.run.leaves = tuple(layout.sizes)
         self.known: Any = fused.kind(settled.key)
-        self.kind: Any = fuse_run.Kind(length, length) if loop else self.known.copy()
+        self.kind: Any = _running().Kind(length, length) if loop else self.known.copy()
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
         self.passes: Any = None
@@ -106,6 +100,19 @@ class Settled(NamedTuple):
     tolerance: Tolerance
     wanted: Tolerance
     key: tuple[Any, ...]
+
+    @staticmethod
+    def of(
+        call: Any, fused: FusedStep, newton: Newton, bases: list[Tensor], shape: Any, *, repeated: bool
+    ) -> Settled:
+        """``repeated``: it starts from the initial state, not from a guess."""
+        differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
+        tolerance, local = _usual(fused.layout.dtype) if newton is USUAL else _tolerances(newton, fused.layout.dtype)
+        # A gradient asks for the digits of every state, also of one that dies out.
+        wanted = local if differentiated else tolerance
+        chunk = call.length if call.planned and fused.is_quicker_in_one(call.length) else newton.chunk
+        key = fused.key_of_kind(call.length, chunk, wanted, repeated)
+        return Settled(shape, differentiated, tolerance, wanted, key)
 
 
 class _Expected:
@@ -163,29 +170,29 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _looks_of(call: Any) -> tuple[Any, ...]:
-    """Of all that is given to a call, and what is set while it is made."""
+def _looks_of(call: Any) -> tuple[Any, ...] | None:
+    """Of all that is given to a call, and what is set while it is made; None where something is no dense tensor."""
+    try:
+        looks = [_look(each) for each in (*call.states, *call.inputs)]
+    except (AttributeError, RuntimeError):
+        return None
     return (
-        *[_look(each) for each in (*call.states, *call.inputs)],
-        call.length, call.spec, call.inputs_spec, call.batch_dims, call.planned, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        *looks, call.length, call.given_length, call.spec, call.inputs_spec, call.batch_dims, call.planned,
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
     )  # fmt: skip
 
 
 def begin(call: Any, newton: Newton) -> Ready | None:
     """Launch the kernels that a call is expected to need, if any are. Who then knows what it needs, asks ``taken``."""
-    if call.refusal is not None or call.every != 1:
-        return None
-    expected = _expected.get(_place(call))
+    expected = _expected.get(_place(call)) if call.every == 1 and call.states else None
     if expected is None or expected.missed >= _MOST_MISSED:
         return None
-    fused, closures = expected.fused, expected.closures()
+    fused, closures, looks = expected.fused, expected.closures(), _looks_of(call)
     device = fused.layout.device
-    away = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if closures is None or away or is_capturing(device):
+    if closures is None or looks is None or is_elsewhere(device) or is_capturing(device) or call.is_observed:
         return None
-    looks = _looks_of(call)
     settled, key = expected.known(looks, newton)
-    if settled is None and expected.signature != call.signature:
+    if settled is None and (call.refusal is not None or expected.signature != call.signature):
         return None
     ready = Ready(call, fused, closures, newton, None, loop=False, settled=settled)
     shape, differentiated, *_ = ready.settled
@@ -216,7 +223,7 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
         and ready.newton is newton
         and all(map(is_, ready.closures, closures))
     )
-    if call.every != 1 or not fused.reads_as_given:
+    if call.every != 1 or fused.given_places is None:
         return None
     if torch.__future__.get_swap_module_params_on_conversion():
         return ready if fits else None  # modules then refuse to convert what somebody has weak references to
@@ -236,7 +243,7 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
 def _place(call: Any) -> tuple[Any, ...]:
     """What a call is remembered by: its step, and the shape of its state. (All of its signature takes longer to look up than to compare.)"""
     step = call.step
-    return id(owner_of(step)), getattr(step, "__func__", None), call.states[0].shape
+    return id(owner_of(step)), getattr(step, "__func__", None), getattr(call.states[0], "shape", None)
 
 
 @cache

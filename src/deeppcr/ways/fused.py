@@ -16,16 +16,17 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
 from ..newton import USUAL, Newton
-from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
-from ..sequence import Rowwise, Sequence
+from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_elsewhere, is_transformed
+from ..sequence import Rowwise
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout, refuse_not_finite
 from ..sequence.stack import LISTS, as_one_step
 from ..solution import Result
-from ..tolerance import Tolerance, bears_out
+from ..tolerance import Tolerance
 from .begun import Ready, begin, forget_expected, taken
 from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
+from .trusted import is_due, is_trusted
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from ..fuse.found import Found
@@ -52,7 +53,6 @@ class Call:
         planned: nobody asked for iterations: the faster way is taken
         short: its states are dropped, and what is known of their digits is noted before
         reached: the tensors that the step reaches
-        refusal: why there can be no kernels, as far as can be said before the step is looked at
         begun: what was launched before the step was looked at, if anything was
     """
 
@@ -86,7 +86,6 @@ class Call:
             self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
         else:
             self.length = steps if length is None else length
-        self.refusal: str | None = self._find_refusal(step)
         self._key: Hashed | None = None
         self._fused: FusedStep | str | None = None
         self.begun: Ready | None = None
@@ -133,12 +132,19 @@ class Call:
         rows = max(1, self.states[0].shape[:dims].numel())
         return self.length or 1, rows, sum(leaf.numel() * (1 + leaf.is_complex()) for leaf in self.states) // rows
 
-    def _find_refusal(self, step: Any) -> str | None:
+    @property
+    def is_observed(self) -> bool:
+        """Whether operations are not to be done as they are written, or seen by somebody."""
+        watched = torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+        return watched or torch.is_autocast_enabled(self.states[0].device.type)
+
+    @cached_property
+    def refusal(self) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
         first, length = self.states[0] if self.states else None, self.length
         if not isinstance(first, Tensor) or not has_kernels(device := first.device):
             return "kernels need a CUDA device, Triton and NumPy"
-        if isinstance(step, LISTS) or isinstance(self.step, WithHistory) or not callable(self.step):
+        if isinstance(self.step, (*LISTS, WithHistory)) or not callable(self.step):
             return "a list of steps that are not alike, or one that looks further back, is not covered"
         if type(length) is not int or length < 1 or self.given_length not in (None, length):
             return "its length is not known"
@@ -148,7 +154,7 @@ class Call:
         for leaf in self.inputs:
             if leaf.ndim == 0 or leaf.shape[0] != length:
                 return "inputs of several lengths are not covered"
-        if torch.is_autocast_enabled(device.type) or is_transformed() or torch._C._len_torch_dispatch_stack():
+        if self.is_observed:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
@@ -262,97 +268,127 @@ def solve_fused(
         fixed: so many passes, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    back, fuse_run, closer, too_large = _fuse()
-    fused, length = call.known
-    layout = fused.layout
-    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
-        with torch.cuda.device(layout.device):  # where kernels are launched
+    fused, _ = call.known
+    if is_elsewhere(device := fused.layout.device):
+        with torch.cuda.device(device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
     begun = taken(call, fused, newton) if guess is None and not loop and fixed is None else None
     ready = begun or Ready(call, fused, fused.closures(call.reached), newton, guess, loop=loop)
-    run, kind, known, (_, differentiated, tolerance, wanted, key) = ready.run, ready.kind, ready.known, ready.settled
-    if differentiated and fused.kernels.no_gradients:
+    if ready.settled.differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
-    checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
-    if differentiated or checked or wanted.local or run.shape.tiled:
-        every = 1  # that needs all states, or writes them
-
-    def with_states(found: Passes | Found) -> FusedSolution:
-        """All that is known of a solution before anybody looks whether it is one."""
-        states, leaves = found.states, None
-        if differentiated:
-            attached = states, back.chunk_of(run, found.chunk)
-            leaves = back.Apply.of(run, layout, attached, call.states, ready.bases)
-        states = layout.nest(leaves or layout.leaves(states))
-        return FusedSolution(states=states, z0=layout.nest(ready.starts), plan=plan_of(fused, found.chunk, length))
-
-    exact_steps, hidden, solution = None, False, None
     try:
         if fixed is not None:
-            found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
-            exact_steps = spoil_failed(found, layout)
-        else:
-            if not loop:
-                back.compile_ahead(run, kind, wanted, gradients=differentiated)
-            passes = ready.begin(guess, every)
-            if not differentiated or not has_hooks_of_saved_tensors():  # to which unfinished states would be shown
-                solution = with_states(passes)  # while the device is at work
-            found = fuse_run.solve(run, kind, wanted, guess, every, passes)
-            if found.states is not passes.states:
-                solution = None
-            if found.suspected is not None and closer.hides(run, found, wanted):
-                # What is known by now is a guess: of all states, if they were written.
-                wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
-                key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
-                known, hidden = fused.kind(key), True
-                kind = known.copy()
-                found, solution = fuse_run.solve(run, kind, wanted, guess), None
-    except too_large as error:
+            return _by_fixed_passes(call, ready, guess, fixed)
+        return _by_passes(call, ready, guess, loop, every)
+    except _fuse()[-1] as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
-    if differentiated and fixed is None and not run.shape.fits:
-        compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
-        if compiled_for not in fused.gradients_fit:
-            try:  # now, while there is another way
-                back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
-            except too_large as error:
-                fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
-                return fused.kernels.no_gradients
-            fused.gradients_fit.add(compiled_for)
-        run.shape.fits = True
-    if (checked or found.left) and not torch.isfinite(
-        run.initial
-    ).all():  # which says nothing of other solves of the kind
-        refuse_not_finite(call.z0, infinities=True)
-        return "z0 holds an infinity, from which they cannot be held against the step"
-    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
-        reason = "the kernels give another result than the step itself"
-        call.refuse(reason)
+
+
+def _by_fixed_passes(call: Call, ready: Ready, guess: Tensor | None, fixed: int) -> FusedSolution:
+    """So many passes, and nobody looks."""
+    run, kind, wanted = ready.run, ready.kind, ready.settled.wanted
+    found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
+    exact_steps = spoil_failed(found, ready.fused.layout)
+    solution = _with_states(call, ready, found)
+    solution.tell(call, ready.fused, found, Result.ITERATIONS_DONE, exact_steps, tolerance=_promised(ready, found))
+    for name in LATE:  # which a graph of the caller is to write anew each time
+        getattr(solution, name)
+    return solution
+
+
+def _by_passes(call: Call, ready: Ready, guess: Tensor | None, loop: bool, every: int) -> FusedSolution | str:
+    """As many passes as it takes, or one step after the other: see ``solve_fused``."""
+    back, fuse_run, *_ = _fuse()
+    fused, run, kind, (_, differentiated, tolerance, wanted, _) = ready.fused, ready.run, ready.kind, ready.settled
+    checked = is_due(fused.solves[differentiated] + 1)
+    if differentiated or checked or wanted.local or run.shape.tiled:
+        every = 1  # that needs all states, or writes them
+    if not loop:
+        back.compile_ahead(run, kind, wanted, gradients=differentiated)
+    passes, solution, hidden = ready.begin(guess, every), None, False
+    if not differentiated or not has_hooks_of_saved_tensors():  # to which unfinished states would be shown
+        solution = _with_states(call, ready, passes)  # while the device is at work
+    found = fuse_run.solve(run, kind, wanted, guess, every, passes)
+    if found.suspected is not None:
+        found, hidden = _looked_closer(ready, found, guess)
+    if solution is None or found.states is not passes.states:
+        solution = _with_states(call, ready, found)
+    if differentiated and not run.shape.fits and (reason := _misfit_of_gradients(ready, found)):
         return reason
+    if checked or found.left:
+        if not torch.isfinite(run.initial).all():  # which says nothing of other solves of the kind
+            refuse_not_finite(call.z0, infinities=True)
+            return "z0 holds an infinity, from which they cannot be held against the step"
+        if checked and not is_trusted(call, fused, run.initial, found, tolerance, differentiated):
+            reason = "the kernels give another result than the step itself"
+            call.refuse(reason)
+            return reason
+    fused.solves[differentiated] += 1  # who raised has to be asked again
+    kind, known = ready.kind, ready.known
     looped = loop or ((kind.gave_up or call.planned) and not found.passes)
-    promised = wanted if found.passes and not differentiated and newton.stop.promises else None
-    solution = solution or with_states(found)
-    dropped = dropped_from(found, layout, promised)
-    solution.tell(call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped)
+    result, promised = Result.LOOP if looped else Result.CONVERGED, _promised(ready, found)
+    solution.tell(call, fused, found, result, tolerance=promised, dropped=dropped_from(found, fused.layout, promised))
     if looped and call.planned:
-        why = (
-            "the chunks of such a solve did not join"
-            if kind.gave_up
-            else "so few steps take less than chunks that join"
-        )
-        solution.plan.note(f"one step after the other, by a kernel: {why}")
+        solution.plan.note(f"one step after the other, by a kernel: {_NOT_JOINED if kind.gave_up else _FEW_STEPS}")
     if hidden:
-        solution.plan.note(
-            'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
-        )
-    if fixed is not None:
-        for name in LATE:  # which a graph of the caller is to write anew each time
-            getattr(solution, name)
+        solution.plan.note(_HIDDEN)
     # Of numbers that are none, nothing is to be learned.
     if not loop and vars(kind) != vars(known) and solution.result is not Result.NON_FINITE:
-        fused.kinds.put(key, kind)
+        fused.kinds.put(ready.settled.key, kind)
     return solution
+
+
+_NOT_JOINED, _FEW_STEPS = "the chunks of such a solve did not join", "so few steps take less than chunks that join"
+_HIDDEN = 'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
+
+
+def _with_states(call: Call, ready: Ready, found: Passes | Found) -> FusedSolution:
+    """All that is known of a solution before anybody looks whether it is one."""
+    fused, layout, leaves = ready.fused, ready.fused.layout, None
+    if ready.settled.differentiated:
+        back, *_ = _fuse()
+        attached = found.states, back.chunk_of(ready.run, found.chunk)
+        leaves = back.Apply.of(ready.run, layout, attached, call.states, ready.bases)
+    states, start = layout.nest(leaves or layout.leaves(found.states)), layout.nest(ready.starts)
+    return FusedSolution(states=states, z0=start, plan=plan_of(fused, found.chunk, ready.run.length))
+
+
+def _promised(ready: Ready, found: Found) -> Tolerance | None:
+    """What states were found within; None where it is asked of none."""
+    differentiated, promises = ready.settled.differentiated, ready.newton.stop.promises
+    return ready.settled.wanted if found.passes and not differentiated and promises else None
+
+
+def _looked_closer(ready: Ready, found: Found, guess: Tensor | None) -> tuple[Found, bool]:
+    """Where something large may hide what came after it, what a closer look finds; and whether it did hide something."""
+    _, fuse_run, closer, _ = _fuse()
+    run, settled, length = ready.run, ready.settled, ready.run.length
+    if not closer.hides(run, found, settled.wanted):
+        return found, False
+    # What is known by now is a guess: of all states, if they were written.
+    wanted, guess = replace(settled.wanted, local=True), found.states if len(found.states) == length else guess
+    key = ready.fused.key_of_kind(length, ready.newton.chunk, wanted, guess is None)
+    ready.settled, ready.known = settled._replace(wanted=wanted, key=key), ready.fused.kind(key)
+    ready.kind = ready.known.copy()
+    return fuse_run.solve(run, ready.kind, wanted, guess), True
+
+
+def _misfit_of_gradients(ready: Ready, found: Found) -> str | None:
+    """Why there can be none, as long as there is another way; None where their kernels fit the device."""
+    back, *_, too_large = _fuse()
+    fused, run = ready.fused, ready.run
+    compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
+    if compiled_for not in fused.gradients_fit:
+        try:
+            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
+        except too_large as error:
+            fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
+            return fused.kernels.no_gradients
+        fused.gradients_fit.add(compiled_for)
+    run.shape.fits = True
+    return None
 
 
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
@@ -360,47 +396,12 @@ def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     back, fuse_run, *_ = _fuse()
     fused, length = call.known
     layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
-    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
+    if is_elsewhere(layout.device):
         with torch.cuda.device(layout.device):  # where kernels are launched
             return attach_fused(call, states)
     run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
     found = back.aligned(states.contiguous()), back.chunk_of(run, length)
     return back.Apply.of(run, layout, found, call.states, bases)
-
-
-def _is_trusted(
-    call: Call, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance, differentiated: bool
-) -> bool:
-    """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ...
-
-    Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
-    """
-    solves = fused.solves[differentiated] + 1
-    if not _is_due(solves):
-        trusted = True
-    elif solves > 1:
-        trusted = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
-    else:
-        trusted = _bears_out(call, initial, found.states, tolerance) and (
-            not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
-        )
-    fused.solves[differentiated] = solves  # who raised has to be asked again
-    return trusted
-
-
-def _is_due(solves: int) -> bool:
-    """Whether a solve is held against the step itself: the first, the second, the fourth ..."""
-    return not solves & (solves - 1)
-
-
-def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
-    """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps."""
-    sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
-    with torch.no_grad():
-        values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
-        trusted = bool(bears_out(values, states, initial, tolerance).all())
-    sequence.stop_watching()
-    return trusted
 
 
 def forget_kernels() -> None:

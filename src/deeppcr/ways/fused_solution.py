@@ -62,19 +62,19 @@ class FusedSolution(Solution):
         self.__dict__.update(known, _late=late)
 
     def tell(
-        self, call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
+        self, call: Any, fused: FusedStep, found: Found, result: Result, exact_steps: Any = None, **known: Any
     ) -> None:
         """What is known once the device is done.
 
         Args:
             call: a ``fused.Call``
-            looped: it was the loop, because it was asked for, or nothing else is known to work
+            result: of all rows of which nothing else was noted
             exact_steps: [B], of a fixed number of passes; None where all are
         """
         layout, rows = fused.layout, fused.layout.rows
-        result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
         results, description = (result,) * rows, result.value
-        if fixed is None and (found.left or found.floored or found.unsettled):
+        noted = found.left or found.floored or found.unsettled
+        if noted and result is not Result.ITERATIONS_DONE:
             if found.left or found.floored:
                 results, exact_steps = _of_rows(found, rows, found.length)
             if found.unsettled:
