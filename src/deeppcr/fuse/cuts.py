@@ -83,7 +83,10 @@ def workspace_of(run: BoundKernels, chunks: int) -> list[int]:
     if run.shape.tiled:
         return [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
     # Of every chunk three vectors, and a matrix; of every group of chunks its map.
-    sizes = [chunks * width * rows] * 3 + [chunks * width**2 * rows, groups_of(chunks, rows)[0] * map_size(width) * rows]
+    sizes = [chunks * width * rows] * 3 + [
+        chunks * width**2 * rows,
+        groups_of(chunks, rows)[0] * map_size(width) * rows,
+    ]
     return [aligned_size(size) for size in sizes]
 
 

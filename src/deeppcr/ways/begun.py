@@ -44,6 +44,7 @@ class Ready:
         settled: what is the same in all solves on tensors that look the same
         run: the kernels with what they read
         known, kind: what is known of such solves; and a copy for this one to change
+        expected: by which it was launched early, if it was
         looks: of the call's tensors, where nobody has noted them
         certain: whether it is known that these are the step's kernels and tensors
         passes: the first of them, where they were launched
@@ -74,6 +75,7 @@ class Ready:
             self.run.leaves = tuple(layout.sizes)
         self.known: Any = fused.kind(settled.key)
         self.kind: Any = _running().Kind(length, length) if loop else self.known.copy()
+        self.expected: _Expected | None = None
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
         self.passes: Any = None
@@ -102,9 +104,7 @@ class Settled(NamedTuple):
     key: tuple[Any, ...]
 
     @staticmethod
-    def of(
-        call: Any, fused: FusedStep, newton: Newton, bases: list[Tensor], shape: Any, *, repeated: bool
-    ) -> Settled:
+    def of(call: Any, fused: FusedStep, newton: Newton, bases: list[Tensor], shape: Any, *, repeated: bool) -> Settled:
         """``repeated``: it starts from the initial state, not from a guess."""
         differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
         tolerance, local = _usual(fused.layout.dtype) if newton is USUAL else _tolerances(newton, fused.layout.dtype)
@@ -192,7 +192,9 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     if closures is None or looks is None or is_elsewhere(device) or is_capturing(device) or call.is_observed:
         return None
     settled, key = expected.known(looks, newton)
-    if settled is None and (call.refusal is not None or expected.signature != call.signature):
+    if settled is not None:
+        call.refusal = None  # as for those that looked the same
+    elif call.refusal is not None or expected.signature != call.signature:
         return None
     ready = Ready(call, fused, closures, newton, None, loop=False, settled=settled)
     shape, differentiated, *_ = ready.settled
@@ -203,6 +205,7 @@ def begin(call: Any, newton: Newton) -> Ready | None:
         ready.begin()
     except (_too_large(), torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
         return None
+    ready.expected = expected
     if settled is None:
         ready.looks = looks
     elif isinstance(call.step, Told):  # which never changes, so nobody has to look at it again
@@ -214,30 +217,29 @@ def begin(call: Any, newton: Newton) -> Ready | None:
 def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     """What was launched for a call, where it is what the call needs: kernels of this step with these settings."""
     ready, call.begun = call.begun, None
-    if ready is not None and ready.certain and ready.newton is newton:
+    if ready is not None and ready.newton is newton and ready.certain:
         return ready
     closures = fused.closures(call.reached)
-    fits = (
+    if (
         ready is not None
-        and ready.fused is fused
         and ready.newton is newton
+        and ready.fused is fused
         and all(map(is_, ready.closures, closures))
-    )
-    if call.every != 1 or fused.given_places is None:
-        return None
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return ready if fits else None  # modules then refuse to convert what somebody has weak references to
-    place = _place(call)
-    expected = _expected.get(place)
-    if ready is not None and fits and expected is not None:
-        expected.missed = 0
+    ):
+        assert ready.expected is not None
+        ready.expected.missed = 0
         if ready.looks is not None:
-            expected.note(ready.looks, ready, call.key)
-    elif not fits:
+            ready.expected.note(ready.looks, ready, call.key)
+        return ready
+    # Modules whose parameters are swapped refuse to convert what somebody has weak references to.
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    if call.every == 1 and fused.given_places is not None and not swapped:
+        place = _place(call)
+        expected = _expected.get(place)
         # One that reached the same twice in a row has settled, launched or not.
         missed = 0 if expected is None or expected.is_of(fused, call.signature, closures) else expected.missed
         _expected.put(place, _Expected(fused, call.signature, closures, missed), owner_of(call.step))
-    return ready if fits else None
+    return None
 
 
 def _place(call: Any) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from functools import cache, cached_property
+from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,21 +16,17 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
 from ..newton import USUAL, Newton
-from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_elsewhere, is_transformed
+from ..runtime import has_kernels, is_elsewhere, is_transformed
 from ..sequence import Rowwise
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
-from ..sequence.layout import Layout, refuse_not_finite
+from ..sequence.layout import Layout
 from ..sequence.stack import LISTS, as_one_step
-from ..solution import Result
-from ..tolerance import Tolerance
 from .begun import Ready, begin, forget_expected, taken
-from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
-from .trusted import is_due, is_trusted
+from .fused_solution import FusedSolution
+from .passes import by_fixed_passes, by_passes, fuse
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from ..fuse.found import Found
-    from ..fuse.run import Passes
     from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -247,16 +243,6 @@ def covers(newton: Newton) -> bool:
     return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 
-@cache
-def _fuse() -> tuple[Any, Any, Any, type[Exception]]:
-    """Looked up once: that takes as long as a launch."""
-    from triton import OutOfResources
-
-    from ..fuse import back, closer, run
-
-    return back, run, closer, OutOfResources
-
-
 def solve_fused(
     call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None, every: int = 1
 ) -> FusedSolution | str:
@@ -278,128 +264,22 @@ def solve_fused(
         return fused.kernels.no_gradients
     try:
         if fixed is not None:
-            return _by_fixed_passes(call, ready, guess, fixed)
-        return _by_passes(call, ready, guess, loop, every)
-    except _fuse()[-1] as error:
+            return by_fixed_passes(call, ready, guess, fixed)
+        return by_passes(call, ready, guess, loop, every)
+    except fuse().too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
 
 
-def _by_fixed_passes(call: Call, ready: Ready, guess: Tensor | None, fixed: int) -> FusedSolution:
-    """So many passes, and nobody looks."""
-    run, kind, wanted = ready.run, ready.kind, ready.settled.wanted
-    found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed)
-    exact_steps = spoil_failed(found, ready.fused.layout)
-    solution = _with_states(call, ready, found)
-    solution.tell(call, ready.fused, found, Result.ITERATIONS_DONE, exact_steps, tolerance=_promised(ready, found))
-    for name in LATE:  # which a graph of the caller is to write anew each time
-        getattr(solution, name)
-    return solution
-
-
-def _by_passes(call: Call, ready: Ready, guess: Tensor | None, loop: bool, every: int) -> FusedSolution | str:
-    """As many passes as it takes, or one step after the other: see ``solve_fused``."""
-    back, fuse_run, *_ = _fuse()
-    fused, run, kind, (_, differentiated, tolerance, wanted, _) = ready.fused, ready.run, ready.kind, ready.settled
-    checked = is_due(fused.solves[differentiated] + 1)
-    if differentiated or checked or wanted.local or run.shape.tiled:
-        every = 1  # that needs all states, or writes them
-    if not loop:
-        back.compile_ahead(run, kind, wanted, gradients=differentiated)
-    passes, solution, hidden = ready.begin(guess, every), None, False
-    if not differentiated or not has_hooks_of_saved_tensors():  # to which unfinished states would be shown
-        solution = _with_states(call, ready, passes)  # while the device is at work
-    found = fuse_run.solve(run, kind, wanted, guess, every, passes)
-    if found.suspected is not None:
-        found, hidden = _looked_closer(ready, found, guess)
-    if solution is None or found.states is not passes.states:
-        solution = _with_states(call, ready, found)
-    if differentiated and not run.shape.fits and (reason := _misfit_of_gradients(ready, found)):
-        return reason
-    if checked or found.left:
-        if not torch.isfinite(run.initial).all():  # which says nothing of other solves of the kind
-            refuse_not_finite(call.z0, infinities=True)
-            return "z0 holds an infinity, from which they cannot be held against the step"
-        if checked and not is_trusted(call, fused, run.initial, found, tolerance, differentiated):
-            reason = "the kernels give another result than the step itself"
-            call.refuse(reason)
-            return reason
-    fused.solves[differentiated] += 1  # who raised has to be asked again
-    kind, known = ready.kind, ready.known
-    looped = loop or ((kind.gave_up or call.planned) and not found.passes)
-    result, promised = Result.LOOP if looped else Result.CONVERGED, _promised(ready, found)
-    solution.tell(call, fused, found, result, tolerance=promised, dropped=dropped_from(found, fused.layout, promised))
-    if looped and call.planned:
-        solution.plan.note(f"one step after the other, by a kernel: {_NOT_JOINED if kind.gave_up else _FEW_STEPS}")
-    if hidden:
-        solution.plan.note(_HIDDEN)
-    # Of numbers that are none, nothing is to be learned.
-    if not loop and vars(kind) != vars(known) and solution.result is not Result.NON_FINITE:
-        fused.kinds.put(ready.settled.key, kind)
-    return solution
-
-
-_NOT_JOINED, _FEW_STEPS = "the chunks of such a solve did not join", "so few steps take less than chunks that join"
-_HIDDEN = 'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
-
-
-def _with_states(call: Call, ready: Ready, found: Passes | Found) -> FusedSolution:
-    """All that is known of a solution before anybody looks whether it is one."""
-    fused, layout, leaves = ready.fused, ready.fused.layout, None
-    if ready.settled.differentiated:
-        back, *_ = _fuse()
-        attached = found.states, back.chunk_of(ready.run, found.chunk)
-        leaves = back.Apply.of(ready.run, layout, attached, call.states, ready.bases)
-    states, start = layout.nest(leaves or layout.leaves(found.states)), layout.nest(ready.starts)
-    return FusedSolution(states=states, z0=start, plan=plan_of(fused, found.chunk, ready.run.length))
-
-
-def _promised(ready: Ready, found: Found) -> Tolerance | None:
-    """What states were found within; None where it is asked of none."""
-    differentiated, promises = ready.settled.differentiated, ready.newton.stop.promises
-    return ready.settled.wanted if found.passes and not differentiated and promises else None
-
-
-def _looked_closer(ready: Ready, found: Found, guess: Tensor | None) -> tuple[Found, bool]:
-    """Where something large may hide what came after it, what a closer look finds; and whether it did hide something."""
-    _, fuse_run, closer, _ = _fuse()
-    run, settled, length = ready.run, ready.settled, ready.run.length
-    if not closer.hides(run, found, settled.wanted):
-        return found, False
-    # What is known by now is a guess: of all states, if they were written.
-    wanted, guess = replace(settled.wanted, local=True), found.states if len(found.states) == length else guess
-    key = ready.fused.key_of_kind(length, ready.newton.chunk, wanted, guess is None)
-    ready.settled, ready.known = settled._replace(wanted=wanted, key=key), ready.fused.kind(key)
-    ready.kind = ready.known.copy()
-    return fuse_run.solve(run, ready.kind, wanted, guess), True
-
-
-def _misfit_of_gradients(ready: Ready, found: Found) -> str | None:
-    """Why there can be none, as long as there is another way; None where their kernels fit the device."""
-    back, *_, too_large = _fuse()
-    fused, run = ready.fused, ready.run
-    compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
-    if compiled_for not in fused.gradients_fit:
-        try:
-            back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
-        except too_large as error:
-            fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
-            return fused.kernels.no_gradients
-        fused.gradients_fit.add(compiled_for)
-    run.shape.fits = True
-    return None
-
-
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
-    back, fuse_run, *_ = _fuse()
-    fused, length = call.known
+    back, fused, length = fuse().back, *call.known
     layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
     if is_elsewhere(layout.device):
         with torch.cuda.device(layout.device):  # where kernels are launched
             return attach_fused(call, states)
-    run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
+    run = fuse().run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
     found = back.aligned(states.contiguous()), back.chunk_of(run, length)
     return back.Apply.of(run, layout, found, call.states, bases)
 
