@@ -229,6 +229,8 @@ class Passes:
             (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
         self._done = wanted
+        if self._cut.most is None:
+            self._notes.fetch()
 
     def _make(self, first: int, last: int) -> None:
         run, cut, notes = self._run, self._cut, self._notes

@@ -130,8 +130,7 @@ class FusedStep:
     def bases(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
         """What the kernels read from, differentiable in xs and in what the step closes over."""
         if self.given_places is not None:
-            given = [*inputs, *closures]
-            return [given[place] for place in self.given_places]
+            return list(map([*inputs, *closures].__getitem__, self.given_places))
         device = self.layout.device
         if self.elsewhere:
             closures = [tensor.to(device) for tensor in closures]

@@ -40,7 +40,6 @@ class Ready:
 
     Attributes:
         closures, bases: the tensors that the step closes over, and what the kernels read from
-        starts: the leaves of the initial state
         settled: what is the same in all solves on tensors that look the same
         run: the kernels with what they read
         known, kind: what is known of such solves; and a copy for this one to change
@@ -65,8 +64,9 @@ class Ready:
         self.newton: Newton = newton
         self.closures: list[Tensor] = closures
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
-        self.starts: list[Tensor] = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
-        initial, shape = layout.pack_leaves(self.starts), None if settled is None else settled.shape
+        with_graph = torch.is_grad_enabled()  # else nobody has to keep them out of one
+        initial = layout.pack_leaves(self.starts(call) if with_graph else call.states)
+        shape = None if settled is None else settled.shape
         self.run: Any = _running().Run(fused.kernels, initial, self.bases, length, shape)
         if settled is None:
             settled = Settled.of(call, fused, newton, self.bases, self.run.shape, repeated=guess is None)
@@ -79,6 +79,11 @@ class Ready:
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
         self.passes: Any = None
+
+    @staticmethod
+    def starts(call: Any) -> list[Tensor]:
+        """The leaves of the initial state, by themselves."""
+        return [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
 
     def begin(self, guess: Tensor | None = None, every: int = 1) -> Any:
         """The first passes, launched now if they were not before."""
@@ -127,7 +132,7 @@ class _Expected:
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
-        self._closures = [(weakref.ref(each), _memory_of(each), _look(each)) for each in closures]
+        self._closures = [(weakref.ref(each), each.untyped_storage().nbytes(), _look(each)) for each in closures]
         self._known: dict[tuple[Any, ...], tuple[Newton, Settled, Any]] = {}
 
     def note(self, looks: tuple[Any, ...], ready: Ready, key: Any) -> None:
@@ -151,15 +156,11 @@ class _Expected:
         found = []
         for reference, memory, look in self._closures:
             tensor = reference()
-            if tensor is None or _memory_of(tensor) != memory or _look(tensor) != look:
+            # One that is put away keeps its shape, but no memory for kernels to read.
+            if tensor is None or tensor.untyped_storage().nbytes() != memory or _look(tensor) != look:
                 return None
             found.append(tensor)
         return found
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """How much memory there is for kernels to read: a tensor that is put away keeps its shape."""
-    return tensor.untyped_storage().nbytes()
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:

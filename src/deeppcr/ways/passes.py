@@ -97,7 +97,7 @@ def _with_states(call: Any, ready: Ready, found: Passes | Found) -> FusedSolutio
         back = fuse().back
         attached = found.states, back.chunk_of(ready.run, found.chunk)
         leaves = back.Apply.of(ready.run, layout, attached, call.states, ready.bases)
-    states, start = layout.nest(leaves or layout.leaves(found.states)), layout.nest(ready.starts)
+    states, start = layout.nest(leaves or layout.leaves(found.states)), layout.nest(ready.starts(call))
     return FusedSolution(states=states, z0=start, plan=plan_of(fused, found.chunk, ready.run.length))
 
 
