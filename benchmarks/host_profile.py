@@ -77,18 +77,16 @@ class Profile:
 
     def __init__(self, call: Callable[[], Any]):
         self.bytecodes, self.calls, self.calls_of_c = Counter(), Counter(), Counter()
-        self._phase = BEFORE
-        sys.settrace(self._trace)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-        self._phase = BEFORE
-        sys.setprofile(self._profile)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
+        for watch, ask, watcher in (
+            (sys.settrace, sys.gettrace, self._trace),
+            (sys.setprofile, sys.getprofile, self._profile),
+        ):
+            self._phase, others = BEFORE, ask()
+            watch(watcher)
+            try:
+                call()
+            finally:
+                watch(others)
 
     def _enters(self, frame: FrameType) -> bool:
         """Whether what stands for the device is called: the next phase begins."""

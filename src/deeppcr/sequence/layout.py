@@ -167,7 +167,7 @@ class Layout:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """[..., D] to the leaves' parts."""
-        return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
+        return (packed,) if len(self.shapes) == 1 else packed.split_with_sizes(self.sizes, -1)
 
     def in_order(self, nest: Any) -> Any:
         """A nest whose dictionaries may have their keys in another order, in the order of the state; any other as it is."""

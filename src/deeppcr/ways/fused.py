@@ -103,7 +103,7 @@ class Call:
             self._key = Hashed(structure, self.signature)
         return self._key
 
-    @cached_property
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What a kind of solve is known by beside its step."""
         return (
