@@ -275,8 +275,7 @@ class Noted:
         early, late: launches, by what they take from a table (see ``_launch_all``): the stream, what is the same in all calls, and addresses:
             of scratch memory, of the tensors, of what lies inside of them, of what lies in the result
         fixed: what is the same in all calls
-        inside, offsets: addresses inside of a tensor: in which, and how far
-        made: the same of the result
+        inside, offsets, made: addresses inside of a tensor, and of the result: in which, and how far
     """
 
     __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_offsets", "_scratch", "_shape")

@@ -73,7 +73,7 @@ class Notes:
         """Of each of so many rows, whether rounding is all that is left in some lane; looked at on the host."""
         first = self._places[1]
         taken = self.on_host().memory.numpy()[first : first + self._rows].view("int32")
-        return (taken.reshape(rows, -1) < 0).any(1).tolist()
+        return (taken.reshape(rows, -1).min(1) < 0).tolist()
 
     @property
     def corrections(self) -> Tensor:

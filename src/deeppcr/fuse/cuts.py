@@ -39,6 +39,12 @@ class Cut:
         digits: whether it is noted after how many steps states have digits
     """
 
+    chunk: int
+    chunks: int
+    most: int | None
+    every: int
+    rolls: int
+
     def __init__(self, run: Any, kind: Kind, tolerance: Tolerance, most: int | None, every: int):
         chunk, local = kind.chunk, tolerance.local
         self.chunk, self.most, self.every, self.rolls = chunk, most, every, kind.rolls

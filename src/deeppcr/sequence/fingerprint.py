@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from ..runtime import version_of
 from .reach import CONTAINERS, PLAIN, Walk
@@ -73,9 +73,7 @@ def structure_of(function: Callable[..., Any]) -> tuple[Hashable, list[Tensor]]:
         number = numbers.setdefault(id(tensor), len(numbers))
         if number == len(tensors):
             tensors.append(tensor)
-        shape = (
-            None if isinstance(tensor, UninitializedTensorMixin) else tensor.shape
-        )  # a parameter that is yet to be made has none
+        shape = None if is_lazy(tensor) else tensor.shape  # a parameter that is yet to be made has none
         return number, type(tensor), shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
     if isinstance(function, Told):

@@ -128,7 +128,9 @@ class _Expected:
         missed: how often in a row it was something else then
     """
 
-    __slots__ = ("_closures", "_known", "fused", "missed", "signature")
+    fused: FusedStep
+    signature: tuple[Any, ...]
+    missed: int
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
