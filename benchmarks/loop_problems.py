@@ -169,12 +169,16 @@ class Prepared:
         states, gradients = ([each.to(self.device) for each in part] for part in (found.states, found.gradients))
         return Found(states, gradients)
 
-    def solve(self, direction: str, **settings: Any) -> Found:
-        """The public call, and in both directions the gradients of all sources."""
+    def call(self, **settings: Any) -> deeppcr.Solution:
+        """The public call."""
         inputs = self.inputs
         if inputs.xs is None:
             settings["length"] = self.loop.L
-        solution = deeppcr.solve(inputs.step, inputs.z0, inputs.xs, **settings)
+        return deeppcr.solve(inputs.step, inputs.z0, inputs.xs, **settings)
+
+    def solve(self, direction: str, **settings: Any) -> Found:
+        """The same, and in both directions the gradients of all sources."""
+        solution = self.call(**settings)
         return self.differentiated(direction, pytree.tree_leaves(solution.states), solution)
 
     def differentiated(self, direction: str, states: list[Tensor], solution: Any = None) -> Found:

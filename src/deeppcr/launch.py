@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -275,17 +275,18 @@ class Noted:
         early, late: launches, by what they take from a table (see ``_launch_all``): the stream, what is the same in all calls, and addresses:
             of scratch memory, of the tensors, of what lies inside of them, of what lies in the result
         fixed: what is the same in all calls
-        inside, made: addresses inside of a tensor, and of the result: in which, and how far
+        inside, offsets, made: addresses inside of a tensor, and of the result: in which, and how far
     """
 
-    __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_scratch", "_shape")
+    __slots__ = ("_device", "_early", "_fixed", "_inside", "_late", "_made", "_offsets", "_scratch", "_shape")
 
     def __init__(self, launches: list[_Launch], given: int, shape: tuple[int, ...] | None, scratch: int, device: int):
         """``given``: how many tensors a call brings."""
         self._shape, self._scratch, self._device = shape, scratch, device
         everything = [each for launch in launches for each in launch.arguments]
         places = list(dict.fromkeys(each for each in everything if isinstance(each, _Place)))
-        self._inside = [each for each in places if each.slot <= given and each.offset]
+        inside = [each for each in places if each.slot <= given and each.offset]
+        self._inside, self._offsets = [each.slot for each in inside], [each.offset for each in inside]
         self._made = [each for each in places if each.slot > given]
         whole = [_Place(slot, 0) for slot in range(1 + given)]
         pasts = [_Past.of(launch.compiled.run, len(launch.arguments) + 1) for launch in launches]
@@ -293,7 +294,7 @@ class Noted:
         every = [*(each for each in everything if not isinstance(each, _Place)), *constant]
         fixed = {id(each): each for each in every}  # which tells 1 from True
         self._fixed: list[Any] = list(fixed.values())
-        at = {key: 1 + number for number, key in enumerate((*fixed, *whole, *self._inside, *self._made))}
+        at = {key: 1 + number for number, key in enumerate((*fixed, *whole, *inside, *self._made))}
 
         def entry(launch: _Launch, past: _Past | None) -> tuple:
             places = [at[each if isinstance(each, _Place) else id(each)] for each in launch.arguments]
@@ -359,7 +360,7 @@ class Noted:
         watched, result = is_watched(), None
         scratch = like.new_empty(self._scratch) if self._scratch else None  # which is freed in the order of the stream
         places = (0 if scratch is None else scratch.data_ptr(), *places)
-        inside = [places[slot] + offset for slot, offset in self._inside]
+        inside = map(add, map(places.__getitem__, self._inside), self._offsets)
         table = [current_stream(self._device), *self._fixed, *places, *inside]
         _launch_all(self._early, table, watched)
         if self._shape is not None:  # made while the first kernels run

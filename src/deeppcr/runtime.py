@@ -236,10 +236,14 @@ def has_kernels(device: torch.device) -> bool:
     return device.type in KERNEL_DEVICES and has_triton() and has_numpy()
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether kernels are not launched on a device, but on another GPU."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
 def launching(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels are launched on a device. To change it takes as long as a launch, and as a rule it is the one."""
-    away = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if away else nullcontext()
+    return torch.cuda.device(device) if is_elsewhere(device) else nullcontext()
 
 
 def multiplies_in_tf32(device: torch.device, convolves: bool) -> bool:

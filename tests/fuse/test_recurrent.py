@@ -165,10 +165,8 @@ def test_auto_looks_at_a_call_once(fast, device, monkeypatch):
     with torch.no_grad():
         for _ in range(3):
             module(x)
-        looked = []
-        monkeypatch.setattr(
-            Call, "_find_refusal", lambda call, step, look=Call._find_refusal: looked.append(1) or look(call, step)
-        )
+        looked, look = [], Call.__init__
+        monkeypatch.setattr(Call, "__init__", lambda *given, **asked: looked.append(1) or look(*given, **asked))
         module(x)
     assert why(module).startswith("fused kernels")
     assert len(looked) == 1

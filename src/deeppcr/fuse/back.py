@@ -19,6 +19,7 @@ from ..sequence.product import origin_of, pulled_back
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import Notes
+from .cuts import workspace_of
 from .kinds import Kind, first_chunk
 from .outputs import Outputs
 from .run import Run, join_lanes
@@ -106,7 +107,7 @@ def _cut(run: Run, chunk: int) -> tuple[int, int, list[int], int]:
     if found is None:
         steps = min(chunk, run.length)
         chunks = -(-run.length // steps)
-        parts = run.workspace_of(chunks)
+        parts = workspace_of(run, chunks)
         found = run.shape.cuts["back", chunk] = steps, chunks, parts, sum(parts)
     return found
 

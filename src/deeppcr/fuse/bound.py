@@ -38,28 +38,42 @@ class Notes:
             in which something that was large may hide what came after it, and whether it does, where somebody looked
     """
 
+    _copied: Tensor | None
+
     def __init__(self, limit: int, rows: int, device: torch.device, batch: int = 0):
         """``batch``: B where ``known`` is asked for, else 0."""
-        self._limit, self._rows, self._batch = limit, rows, batch
-        self._copied: Tensor | None = None
+        self._limit, self._rows, self._batch, self._copied = limit, rows, batch, None
         self._places = _places(limit, rows, batch)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
+    def fetch(self) -> None:
+        """Have the device copy to the host, behind what was launched, what is asked for first: ``unsettled``, and all else that is little. To
+        ask once it is done takes longer than the copy."""
+        few = self.memory.numel() <= _FEW
+        self._copied = (self.memory if few else self.memory[self._places[3] :]).to("cpu", non_blocking=True)
+
+    def counts(self) -> list[int]:
+        """``unsettled``, which was fetched, waited for."""
+        assert self._copied is not None
+        if self.memory.is_cuda:
+            torch.cuda.current_stream(self.memory.device).synchronize()
+        # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
+        return self._copied.numpy()[-(self._limit + 3) :].view("int32").tolist()
+
     def on_host(self) -> Notes:
-        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
-        self._copied = self.memory.cpu() if self._copied is None else self._copied
+        """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here. Who asks has
+        waited for ``counts``, or for nothing that is still to be written."""
+        if self._copied is None or self._copied.numel() < self.memory.numel():
+            self._copied = self.memory.cpu()
         made = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
         made.__dict__.update(self.__dict__, memory=self._copied)
         return made
 
-    def counts(self) -> list[int]:
-        """``unsettled``, waited for; and all else that is little, since somebody may ask for it."""
-        if self.memory.numel() > _FEW:
-            self._copied = None
-            return self.unsettled.tolist()
-        self._copied = self.memory.cpu()
-        # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
-        return self._copied.numpy()[self._places[3] :].view("int32").tolist()
+    def rough(self, rows: int) -> list[bool]:
+        """Of each of so many rows, whether rounding is all that is left in some lane; looked at on the host."""
+        first = self._places[1]
+        taken = self.on_host().memory.numpy()[first : first + self._rows].view("int32")
+        return (taken.reshape(rows, -1).min(1) < 0).tolist()
 
     @property
     def corrections(self) -> Tensor:
@@ -98,6 +112,7 @@ class Shape:
         strides: of every leaf how far apart its steps, rows and channels are, and where the first one is
         kinds: what the kernels are compiled for beside their constants
         cuts: into chunks, by what they depend on
+        of_runs: what every run has as its own
         ready: whether all kernels of a run were compiled, without those of gradients, and with them
         eps: of the numbers that the kernels compute with
         fits: whether the kernels of gradients are known to fit the device
@@ -133,6 +148,10 @@ class Shape:
         self.outputs: Any = None
         self.fits: bool = False
         self.ready: dict[bool, bool] = {False: False, True: False}
+        self.of_runs: dict[str, Any] = {
+            "kernels": kernels, "program": program, "length": length, "device": initial.device, "rows": self.rows,
+            "strides": self.strides, "block": self.block, "warps": self.warps, "stages": self.stages,
+        }  # fmt: skip
 
     def read_from(self, bases: list[Tensor]) -> list[Tensor]:
         """The bases, or copies of them, in which the numbers of a step and row lie side by side."""
@@ -174,6 +193,9 @@ class BoundKernels:
         shape: what it has in common with other runs, where that is known
     """
 
+    initial: Tensor
+    bases: list[Tensor]
+    shape: Shape
     length: int
     rows: int
     block: int
@@ -185,17 +207,14 @@ class BoundKernels:
     device: torch.device
 
     def __init__(self, kernels: Kernels, initial: Tensor, bases: list[Tensor], length: int, shape: Shape | None = None):
-        program = kernels.program
-        self.kernels, self.program, self.length, self.device = kernels, program, length, initial.device
-        kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
-        if initial.requires_grad or initial.is_neg() or not initial.is_contiguous():
+        if not initial.is_contiguous() or initial.is_neg() or (initial.requires_grad and torch.is_grad_enabled()):
             initial = initial.detach().resolve_neg().contiguous()
-        self.initial: Tensor = aligned(initial)
-        self.shape: Shape = Shape.of(kernels, self.initial, bases, length) if shape is None else shape
-        assert self.shape.length == length, "launches that are made again are those of as many steps"
-        self.bases: list[Tensor] = self.shape.read_from(bases)
-        self.rows, self.strides = self.shape.rows, self.shape.strides
-        self.block, self.warps, self.stages = self.shape.block, self.shape.warps, self.shape.stages
+        initial = aligned(initial)
+        if shape is None:
+            kernels.roll  # noqa: B018 - before anybody asks for numbers, of which its source may bring more
+            shape = Shape.of(kernels, initial, bases, length)
+        assert shape.length == length, "launches that are made again are those of as many steps"
+        self.__dict__.update(shape.of_runs, shape=shape, initial=initial, bases=shape.read_from(bases))
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:

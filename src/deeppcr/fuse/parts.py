@@ -111,9 +111,9 @@ class Parts:
         ]
 
     @property
-    def are_given(self) -> bool:
-        """Whether the bases are inputs and closures as they are."""
-        return self._places is not None and self.row.batch_dims <= 1
+    def given_places(self) -> list[int] | None:
+        """Which of the inputs and closures the bases are, as they are; None where something has to be done to some of them."""
+        return self._places if self.row.batch_dims <= 1 else None
 
     def values(self, inputs: list[Tensor], closures: list[Tensor], device: torch.device) -> list[Tensor]:
         """The bases: [L, rows, ...], without L or rows where they are the same for all.

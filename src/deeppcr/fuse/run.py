@@ -5,29 +5,25 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import compiles_ahead, launch, next_power_of_2
+from ..launch import compiles_ahead, launch
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
+from .cuts import Cut, groups_of
 from .digits import note_known_steps
 from .found import Found, Others
-from .joints import map_size, parts_of
-from .kinds import FEWEST_PASSES, Kind, Stage
-from .transients import can_look, look
+from .joints import parts_of
+from .kinds import Kind, Stage
+from .transients import look
 
-#: Passes that chunks of a size are given: no more than this, and no more than together take half as long as a loop.
-_MOST_PASSES = 16
 #: Where no more than this part of all lanes is left, larger chunks go on from their states.
 _CLOSE = 1 / 4
-#: So many tolerances rounding may add up to in a chunk; what misses by more is not called that.
-_TOLERANCES = 4
 
 
 class Run(BoundKernels):
@@ -175,23 +171,6 @@ class Run(BoundKernels):
         """Whether the Jacobian of a row is one matrix, or a diagonal: not several small ones."""
         return self.shape.tiled or self.program.width == 1 or self.program.channels == 1
 
-    def cut(self, chunk: int, most: int | None) -> tuple[int, int, list[int], int]:
-        """Of chunks of a size: how many, the most passes, and the parts of a workspace and its size."""
-        found = self.shape.cuts.get((chunk, most))
-        if found is None:
-            chunks = -(-self.length // chunk)
-            limit = min(chunks, self.limit(chunk) if most is None else most) if chunks > 1 else 0
-            parts = self.workspace_of(chunks)
-            found = self.shape.cuts[chunk, most] = chunks, limit, parts, sum(parts)
-        return found
-
-    def workspace_of(self, chunks: int) -> list[int]:
-        """Sizes of what kernels note of so many chunks: starts, ends, sizes, products, and what they are joined by."""
-        width, rows = self.program.width, self.rows
-        if self.shape.tiled:
-            return [aligned_size(size) for size in tiled.workspace_sizes(width, rows, chunks, 3)]
-        return parts_of_workspace(width, rows, chunks, groups_of(chunks, rows)[0], 3)
-
     def in_one(self, states: Tensor, notes: Notes, every: int) -> Found:
         """All steps as one chunk: the loop in one kernel."""
         others, unsettled = None, self.rows
@@ -207,15 +186,6 @@ class Run(BoundKernels):
         notes.memory.zero_()
         return Found(self.length, states, notes, 0, self.length, 0, 0, unsettled, others)
 
-    def roughest(self, chunk: int, tolerance: Tolerance) -> float:
-        """Misses of so many units of rounding may be what adds up in a chunk: one in each step, but hardly more than the tolerance."""
-        return min(float(chunk), _TOLERANCES * tolerance.rtol / self.shape.eps)
-
-    def limit(self, chunk: int) -> int:
-        """Passes that are worth it: together they take half of the dependent steps of a loop, in which steps have no tangents."""
-        turns = chunk * (1 + self.program.width)
-        return max(FEWEST_PASSES, min(_MOST_PASSES, self.length // (2 * turns)))
-
 
 class Passes:
     """Passes of all chunks of a run at once: the first of them are launched when this is made, and waited for by ``found``.
@@ -229,71 +199,55 @@ class Passes:
         self, run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, most: int | None = None, every: int = 1
     ):  # fmt: skip
         """See ``Run.in_parallel``."""
-        self._run, self._kind, self._tolerance, self._guess, self._most, self._every = (
-            run, kind, tolerance, guess, most, every
-        )  # fmt: skip
-        self.chunk: int = kind.chunk
-        self._chunks, self._limit, self._parts, size = run.cut(kind.chunk, most)
+        self._run, self._kind, self._tolerance, self._guess = run, kind, tolerance, guess
+        self._cut = cut = Cut.of(run, kind, tolerance, most, every)
+        self.chunk: int = cut.chunk
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
         self.states: Tensor = run.initial if ahead else run.new_states(every)
-        self._digits = bool(run.leaves) and most is None and not tolerance.local and self._chunks > 1
-        self._notes = Notes(self._limit, run.rows, run.device, len(run.initial) if self._digits else 0)
+        self._notes = Notes(cut.limit, run.rows, run.device, len(run.initial) if cut.digits else 0)
         self._in_one: Found | None = None
-        if self._chunks == 1:
+        if cut.chunks == 1:
             self._in_one = run.in_one(self.states, self._notes, every)
             return
-        assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
-        self._workspace = torch.empty(size, dtype=run.program.dtype, device=run.device)
-        local = tolerance.local
-        self._how = (float(tolerance.atol), float(tolerance.rtol), run.roughest(kind.chunk, tolerance), int(local), 0)
-        self._rolls, self._other = kind.rolls, self.states
-        self._looks = kind.looks and most is None and can_look(self._chunks) and not local
-        if kind.rolls and not ahead:
-            self._other = run.new_states()
+        assert every == 1 or not cut.rolls, "chunks are rolled out from states, all of which have to be there"
+        self._workspace = torch.empty(cut.size, dtype=run.program.dtype, device=run.device)
+        self._other = self.states if ahead or not cut.rolls else run.new_states()
         self._done = 0
-        self._launch(self._limit if most is not None else min(self._limit, kind.passes))
+        self._launch(cut.limit if most is not None else min(cut.limit, kind.passes))
 
     def _launch(self, wanted: int) -> None:
         """Passes from those that were made up to so many."""
-        run, guess, done, rolls = self._run, self._guess, self._done, self._rolls
-        given = [self._workspace, self._notes.memory]
-        guessed_from = None
+        guess, done = self._guess, self._done
+        given, guessed_from = [self._workspace, self._notes.memory], None
         if guess is not None:
             given.append(guess)
             guessed_from = guess.dtype, guess.data_ptr() % 16 == 0
-        if rolls:
+        if self._cut.rolls:
             given.append(self._other)
-        key = (
-            self.chunk,
-            self._limit,
-            done,
-            wanted,
-            rolls,
-            guessed_from,
-            self._how,
-            self._every,
-            self._looks,
-            self._digits,
+        self._run.repeat(
+            (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
-        run.repeat(key, (*given, self.states), partial(self._make, done, wanted))
         self._done = wanted
+        if self._cut.most is None:
+            self._notes.fetch()
 
     def _make(self, first: int, last: int) -> None:
-        run, chunk, chunks, limit, notes = self._run, self.chunk, self._chunks, self._limit, self._notes
-        starts, ends, sizes, products, *maps = self._workspace.split(self._parts)
+        run, cut, notes = self._run, self._cut, self._notes
+        chunk, chunks, limit = cut.chunk, cut.chunks, cut.limit
+        starts, ends, sizes, products, *maps = self._workspace.split(cut.parts)
         worst = maps[-1:] if run.shape.tiled else ()
         memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
         guessed = self._guess
-        for left in range(self._rolls if first == 0 else 0, 0, -1):  # the last of them is not where the passes write
+        for left in range(cut.rolls if first == 0 else 0, 0, -1):  # the last of them is not where the passes write
             into = self._other if left % 2 else self.states
             run.roll(guessed, into, memory, chunk, chunks, 0, limit, product=False, every=1)
             guessed = into
         for passes in range(first, last):
-            run.roll(guessed, self.states, memory, chunk, chunks, passes, limit, product=True, every=self._every)
+            run.roll(guessed, self.states, memory, chunk, chunks, passes, limit, product=True, every=cut.every)
             join = tiled.join if run.shape.tiled else join_lanes
-            join(run, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, self._how)
-        if self._looks:
+            join(run, (starts, ends, sizes, products, *maps), notes, chunks, passes, limit, cut.how)
+        if cut.looks:
             used = chunks * run.initial.numel()
             look(sizes[:used], starts, notes.unsettled[limit + 2 :], chunks, self._tolerance)
         if notes.known is not None:
@@ -303,31 +257,33 @@ class Passes:
         """What they came to, once all lanes are settled, or as many passes were made as are worth it: see ``Run.in_parallel``."""
         if self._in_one is not None:
             return self._in_one
-        limit, most = self._limit, self._most
+        cut, kind = self._cut, self._kind
+        blind = cut.most is not None
         while True:
             done = self._done
-            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else self._notes.counts()
+            *left, floored, suspected, hidden = (0, 0, closer, 0) if blind else self._notes.counts()
             left = left[:done]
+            settled = 0 in left
             # After as many passes as there are chunks, each has started from where the one before it ended.
-            over = 0 in left or done >= self._chunks
-            if over or done >= limit:
-                passes = left.index(0) + 1 if 0 in left and most is None else done
-                self._kind.looks, suspected = bool(suspected), suspected and (hidden or not self._looks)
-                unsettled = 0 if 0 in left else left[-1]
-                others, of_chunks = self._of_chunks(bool(suspected))
+            over = settled or done >= cut.chunks
+            if over or done >= cut.limit:
+                passes = left.index(0) + 1 if settled and not blind else done
+                unsettled = 0 if settled else left[-1]
+                others = of_chunks = None
+                kind.looks = bool(suspected)
+                if suspected or cut.every > 1:
+                    others, of_chunks = self._of_chunks(bool(suspected and (hidden or not cut.looks)))
                 return Found(
-                    self._run.length, self.states, self._notes, passes, self.chunk, 0 if over else unsettled, floored,
+                    self._run.length, self.states, self._notes, passes, cut.chunk, 0 if over else unsettled, floored,
                     unsettled, others, of_chunks,
                 )  # fmt: skip
-            self._launch(min(limit, done + 2))
+            self._launch(min(cut.limit, done + 2))
 
     def _of_chunks(self, suspected: bool) -> tuple[Others | None, Tensor | None]:
         """What is known of states that were not written; and the sizes of chunks, where something is suspected."""
-        run, every = self._run, self._every
-        if every == 1 and not suspected:
-            return None, None
-        _, ends, sizes, *_ = self._workspace.split(self._parts)
-        ends, sizes = (each[: self._chunks * run.initial.numel()] for each in (ends, sizes))
+        run, every = self._run, self._cut.every
+        _, ends, sizes, *_ = self._workspace.split(self._cut.parts)
+        ends, sizes = (each[: self._cut.chunks * run.initial.numel()] for each in (ends, sizes))
         others = run.others(every, ends, sizes) if every > 1 else None
         return others, run.of_states(sizes).clone() if suspected else None
 
@@ -349,18 +305,6 @@ def join_lanes(
             run.kernels.joints.join, -(-rows // lanes), arguments, (part, groups, lanes),
             warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
         )  # fmt: skip
-
-
-def groups_of(chunks: int, rows: int) -> tuple[int, int]:
-    """Groups of chunks that a program joins side by side, and lanes of each."""
-    groups = min(64, next_power_of_2(max(1, math.isqrt(2 * chunks))))
-    return groups, max(1, min(128 // groups, next_power_of_2(rows)))
-
-
-def parts_of_workspace(width: int, rows: int, chunks: int, groups: int, vectors: int) -> list[int]:
-    """Of every chunk so many vectors, and a matrix; of every group of chunks its map."""
-    sizes = [chunks * width * rows] * vectors + [chunks * width**2 * rows, groups * map_size(width) * rows]
-    return [aligned_size(size) for size in sizes]
 
 
 def begin(run: Run, kind: Kind, tolerance: Tolerance, guess: Tensor | None = None, every: int = 1) -> Passes:

@@ -123,12 +123,14 @@ class FusedStep:
         return "tiles" if program.parts.tiled else "elementwise" if program.elementwise else "narrow"
 
     @cached_property
-    def reads_as_given(self) -> bool:
-        """Whether the kernels read inputs and closures themselves: nothing has to be computed from them first."""
-        return not self.elsewhere and self.kernels.program.parts.are_given
+    def given_places(self) -> list[int] | None:
+        """Which of the inputs and closures the kernels read themselves; None where something has to be computed from them first."""
+        return None if self.elsewhere else self.kernels.program.parts.given_places
 
     def bases(self, inputs: list[Tensor], closures: list[Tensor]) -> list[Tensor]:
         """What the kernels read from, differentiable in xs and in what the step closes over."""
+        if self.given_places is not None:
+            return list(map([*inputs, *closures].__getitem__, self.given_places))
         device = self.layout.device
         if self.elsewhere:
             closures = [tensor.to(device) for tensor in closures]

@@ -109,7 +109,10 @@ class Layout:
         return self.pack_leaves([nest] if isinstance(nest, Tensor) else pytree.tree_leaves(nest), lead)
 
     def pack_leaves(self, leaves: Sequence[Tensor], lead: int = 0) -> Tensor:
-        leaves = [_as_pairs(leaf) if parts == 2 else leaf for leaf, parts in zip(leaves, self.parts, strict=True)]
+        if self._is_flat:
+            return leaves[0]
+        if 2 in self.parts:
+            leaves = [_as_pairs(leaf) if parts == 2 else leaf for leaf, parts in zip(leaves, self.parts, strict=True)]
         flat = [
             # Not even a view where it lies so already: to make one takes as long as a launch.
             leaf if leaf.ndim == lead + 2 and leaf.shape[-1] == size else leaf.reshape((*leaf.shape[:lead], -1, size))
@@ -125,9 +128,12 @@ class Layout:
         """The same, one after the other."""
         if batch_shape is None and self._is_flat:
             return [packed]
-        lead = *packed.shape[:-2], *(self.batch_shape if batch_shape is None else batch_shape)
+        batch = self.batch_shape if batch_shape is None else batch_shape
         return [
-            _from_pairs(part.reshape((*lead, *shape, 2))) if parts == 2 else part.reshape((*lead, *shape))
+            # Of rows [B] a state [n] lies so already.
+            part
+            if parts == len(batch) == len(shape) == 1
+            else _shaped(part, (*packed.shape[:-2], *batch, *shape), parts)
             for part, shape, parts in zip(self.split(packed), self.shapes, self.parts, strict=True)
         ]
 
@@ -161,7 +167,7 @@ class Layout:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """[..., D] to the leaves' parts."""
-        return (packed,) if len(self.shapes) == 1 else packed.split(self.sizes, -1)
+        return (packed,) if len(self.shapes) == 1 else packed.split_with_sizes(self.sizes, -1)
 
     def in_order(self, nest: Any) -> Any:
         """A nest whose dictionaries may have their keys in another order, in the order of the state; any other as it is."""
@@ -274,6 +280,11 @@ def _as_pairs(numbers: Tensor) -> Tensor:
 def _from_pairs(pairs: Tensor) -> Tensor:
     """[..., 2] to complex numbers [...]."""
     return torch.complex(pairs[..., 0], pairs[..., 1])
+
+
+def _shaped(part: Tensor, shape: tuple[int, ...], parts: int) -> Tensor:
+    """Packed numbers of a leaf as the leaf."""
+    return _from_pairs(part.reshape((*shape, 2))) if parts == 2 else part.reshape(shape)
 
 
 def _is_like(leaf: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:

@@ -251,10 +251,8 @@ def _named_in(
 ) -> list[tuple[Hashable, Any]]:
     """What stands in a scope under the wanted names; of Python's modules there, what they have under names that are used."""
     found: list[tuple[Hashable, Any]] = []
-    for name in wanted:
-        value = scope.get(name, seen)
-        if value is seen:
-            continue
+    for name in filter(scope.__contains__, wanted):  # mostly few: attributes have names, too
+        value = scope[name]
         if not issubclass(type(value), ModuleType):
             found.append((prefix + name, value))
         elif id(value) not in seen and not _is_of_library(vars(value).get("__name__")):

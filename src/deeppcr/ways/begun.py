@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
-from ..runtime import is_capturing
+from ..runtime import is_capturing, is_elsewhere
 from ..sequence.fingerprint import Told, owner_of
 from ..tolerance import Tolerance
 
@@ -40,10 +40,10 @@ class Ready:
 
     Attributes:
         closures, bases: the tensors that the step closes over, and what the kernels read from
-        starts: the leaves of the initial state
         settled: what is the same in all solves on tensors that look the same
         run: the kernels with what they read
         known, kind: what is known of such solves; and a copy for this one to change
+        expected: by which it was launched early, if it was
         looks: of the call's tensors, where nobody has noted them
         certain: whether it is known that these are the step's kernels and tensors
         passes: the first of them, where they were launched
@@ -59,30 +59,31 @@ class Ready:
             loop: one step after the other, whatever is known of the kind
             settled: of an earlier one, whose tensors looked the same
         """
-        fuse_run, layout, length = _running(), fused.layout, call.length
+        layout, length = fused.layout, call.length
         self.fused: FusedStep = fused
         self.newton: Newton = newton
         self.closures: list[Tensor] = closures
         self.bases: list[Tensor] = fused.bases(call.inputs, closures)
-        self.starts: list[Tensor] = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
+        with_graph = torch.is_grad_enabled()  # else nobody has to keep them out of one
+        initial = layout.pack_leaves(self.starts(call) if with_graph else call.states)
         shape = None if settled is None else settled.shape
-        self.run: Any = fuse_run.Run(fused.kernels, layout.pack_leaves(self.starts), self.bases, length, shape)
+        self.run: Any = _running().Run(fused.kernels, initial, self.bases, length, shape)
         if settled is None:
-            differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *self.bases))
-            tolerance, local = _usual(layout.dtype) if newton is USUAL else _tolerances(newton, layout.dtype)
-            # A gradient asks for the digits of every state, also of one that dies out.
-            wanted = local if differentiated else tolerance
-            in_one = call.planned and fused.is_quicker_in_one(length)
-            key = fused.key_of_kind(length, length if in_one else newton.chunk, wanted, guess is None)
-            settled = Settled(self.run.shape, differentiated, tolerance, wanted, key)
+            settled = Settled.of(call, fused, newton, self.bases, self.run.shape, repeated=guess is None)
         self.settled: Settled = settled
         if call.short and not settled.differentiated:
             self.run.leaves = tuple(layout.sizes)
         self.known: Any = fused.kind(settled.key)
-        self.kind: Any = fuse_run.Kind(length, length) if loop else self.known.copy()
+        self.kind: Any = _running().Kind(length, length) if loop else self.known.copy()
+        self.expected: _Expected | None = None
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
         self.passes: Any = None
+
+    @staticmethod
+    def starts(call: Any) -> list[Tensor]:
+        """The leaves of the initial state, by themselves."""
+        return [leaf.detach() if leaf.requires_grad else leaf for leaf in call.states]
 
     def begin(self, guess: Tensor | None = None, every: int = 1) -> Any:
         """The first passes, launched now if they were not before."""
@@ -107,6 +108,17 @@ class Settled(NamedTuple):
     wanted: Tolerance
     key: tuple[Any, ...]
 
+    @staticmethod
+    def of(call: Any, fused: FusedStep, newton: Newton, bases: list[Tensor], shape: Any, *, repeated: bool) -> Settled:
+        """``repeated``: it starts from the initial state, not from a guess."""
+        differentiated = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*call.states, *bases))
+        tolerance, local = _usual(fused.layout.dtype) if newton is USUAL else _tolerances(newton, fused.layout.dtype)
+        # A gradient asks for the digits of every state, also of one that dies out.
+        wanted = local if differentiated else tolerance
+        chunk = call.length if call.planned and fused.is_quicker_in_one(call.length) else newton.chunk
+        key = fused.key_of_kind(call.length, chunk, wanted, repeated)
+        return Settled(shape, differentiated, tolerance, wanted, key)
+
 
 class _Expected:
     """What a step reached the last time.
@@ -116,11 +128,13 @@ class _Expected:
         missed: how often in a row it was something else then
     """
 
-    __slots__ = ("_closures", "_known", "fused", "missed", "signature")
+    fused: FusedStep
+    signature: tuple[Any, ...]
+    missed: int
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
-        self._closures = [(weakref.ref(each), _memory_of(each), _look(each)) for each in closures]
+        self._closures = [(weakref.ref(each), each.untyped_storage().nbytes(), _look(each)) for each in closures]
         self._known: dict[tuple[Any, ...], tuple[Newton, Settled, Any]] = {}
 
     def note(self, looks: tuple[Any, ...], ready: Ready, key: Any) -> None:
@@ -144,15 +158,11 @@ class _Expected:
         found = []
         for reference, memory, look in self._closures:
             tensor = reference()
-            if tensor is None or _memory_of(tensor) != memory or _look(tensor) != look:
+            # One that is put away keeps its shape, but no memory for kernels to read.
+            if tensor is None or tensor.untyped_storage().nbytes() != memory or _look(tensor) != look:
                 return None
             found.append(tensor)
         return found
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """How much memory there is for kernels to read: a tensor that is put away keeps its shape."""
-    return tensor.untyped_storage().nbytes()
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
@@ -163,29 +173,31 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _looks_of(call: Any) -> tuple[Any, ...]:
-    """Of all that is given to a call, and what is set while it is made."""
+def _looks_of(call: Any) -> tuple[Any, ...] | None:
+    """Of all that is given to a call, and what is set while it is made; None where something is no dense tensor."""
+    try:
+        looks = [_look(each) for each in (*call.states, *call.inputs)]
+    except (AttributeError, RuntimeError):
+        return None
     return (
-        *[_look(each) for each in (*call.states, *call.inputs)],
-        call.length, call.spec, call.inputs_spec, call.batch_dims, call.planned, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        *looks, call.length, call.given_length, call.spec, call.inputs_spec, call.batch_dims, call.planned,
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
     )  # fmt: skip
 
 
 def begin(call: Any, newton: Newton) -> Ready | None:
     """Launch the kernels that a call is expected to need, if any are. Who then knows what it needs, asks ``taken``."""
-    if call.refusal is not None or call.every != 1:
-        return None
-    expected = _expected.get(_place(call))
+    expected = _expected.get(_place(call)) if call.every == 1 and call.states else None
     if expected is None or expected.missed >= _MOST_MISSED:
         return None
-    fused, closures = expected.fused, expected.closures()
+    fused, closures, looks = expected.fused, expected.closures(), _looks_of(call)
     device = fused.layout.device
-    away = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if closures is None or away or is_capturing(device):
+    if closures is None or looks is None or is_elsewhere(device) or is_capturing(device) or call.is_observed:
         return None
-    looks = _looks_of(call)
     settled, key = expected.known(looks, newton)
-    if settled is None and expected.signature != call.signature:
+    if settled is not None:
+        call.refusal = None  # as for those that looked the same
+    elif call.refusal is not None or expected.signature != call.signature:
         return None
     ready = Ready(call, fused, closures, newton, None, loop=False, settled=settled)
     shape, differentiated, *_ = ready.settled
@@ -196,6 +208,7 @@ def begin(call: Any, newton: Newton) -> Ready | None:
         ready.begin()
     except (_too_large(), torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
         return None
+    ready.expected = expected
     if settled is None:
         ready.looks = looks
     elif isinstance(call.step, Told):  # which never changes, so nobody has to look at it again
@@ -207,36 +220,35 @@ def begin(call: Any, newton: Newton) -> Ready | None:
 def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     """What was launched for a call, where it is what the call needs: kernels of this step with these settings."""
     ready, call.begun = call.begun, None
-    if ready is not None and ready.certain and ready.newton is newton:
+    if ready is not None and ready.newton is newton and ready.certain:
         return ready
     closures = fused.closures(call.reached)
-    fits = (
+    if (
         ready is not None
-        and ready.fused is fused
         and ready.newton is newton
+        and ready.fused is fused
         and all(map(is_, ready.closures, closures))
-    )
-    if call.every != 1 or not fused.reads_as_given:
-        return None
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return ready if fits else None  # modules then refuse to convert what somebody has weak references to
-    place = _place(call)
-    expected = _expected.get(place)
-    if ready is not None and fits and expected is not None:
-        expected.missed = 0
+    ):
+        assert ready.expected is not None
+        ready.expected.missed = 0
         if ready.looks is not None:
-            expected.note(ready.looks, ready, call.key)
-    elif not fits:
+            ready.expected.note(ready.looks, ready, call.key)
+        return ready
+    # Modules whose parameters are swapped refuse to convert what somebody has weak references to.
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    if call.every == 1 and fused.given_places is not None and not swapped:
+        place = _place(call)
+        expected = _expected.get(place)
         # One that reached the same twice in a row has settled, launched or not.
         missed = 0 if expected is None or expected.is_of(fused, call.signature, closures) else expected.missed
         _expected.put(place, _Expected(fused, call.signature, closures, missed), owner_of(call.step))
-    return ready if fits else None
+    return None
 
 
 def _place(call: Any) -> tuple[Any, ...]:
     """What a call is remembered by: its step, and the shape of its state. (All of its signature takes longer to look up than to compare.)"""
     step = call.step
-    return id(owner_of(step)), getattr(step, "__func__", None), call.states[0].shape
+    return id(owner_of(step)), getattr(step, "__func__", None), getattr(call.states[0], "shape", None)
 
 
 @cache

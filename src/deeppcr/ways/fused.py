@@ -6,8 +6,8 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from functools import cache, cached_property
+from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +16,17 @@ from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
 from ..newton import USUAL, Newton
-from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
-from ..sequence import Rowwise, Sequence
+from ..runtime import has_kernels, is_elsewhere, is_transformed
+from ..sequence import Rowwise
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
-from ..sequence.layout import Layout, refuse_not_finite
+from ..sequence.layout import Layout
 from ..sequence.stack import LISTS, as_one_step
-from ..solution import Result
-from ..tolerance import Tolerance, bears_out
 from .begun import Ready, begin, forget_expected, taken
-from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
+from .fused_solution import FusedSolution
+from .passes import by_fixed_corrections, by_passes, fuse
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
-    from ..fuse.found import Found
-    from ..fuse.run import Passes
     from ..fuse.step import FusedStep
 
 #: Steps that are remembered: their kernels, or why there are none.
@@ -52,7 +49,6 @@ class Call:
         planned: nobody asked for iterations: the faster way is taken
         short: its states are dropped, and what is known of their digits is noted before
         reached: the tensors that the step reaches
-        refusal: why there can be no kernels, as far as can be said before the step is looked at
         begun: what was launched before the step was looked at, if anything was
     """
 
@@ -86,7 +82,6 @@ class Call:
             self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
         else:
             self.length = steps if length is None else length
-        self.refusal: str | None = self._find_refusal(step)
         self._key: Hashed | None = None
         self._fused: FusedStep | str | None = None
         self.begun: Ready | None = None
@@ -108,7 +103,7 @@ class Call:
             self._key = Hashed(structure, self.signature)
         return self._key
 
-    @cached_property
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What a kind of solve is known by beside its step."""
         return (
@@ -133,12 +128,19 @@ class Call:
         rows = max(1, self.states[0].shape[:dims].numel())
         return self.length or 1, rows, sum(leaf.numel() * (1 + leaf.is_complex()) for leaf in self.states) // rows
 
-    def _find_refusal(self, step: Any) -> str | None:
+    @property
+    def is_observed(self) -> bool:
+        """Whether operations are not to be done as they are written, or seen by somebody."""
+        watched = torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+        return watched or torch.is_autocast_enabled(self.states[0].device.type)
+
+    @cached_property
+    def refusal(self) -> str | None:
         """Why there can be no kernels, as far as can be said before the step is looked at."""
         first, length = self.states[0] if self.states else None, self.length
         if not isinstance(first, Tensor) or not has_kernels(device := first.device):
             return "kernels need a CUDA device, Triton and NumPy"
-        if isinstance(step, LISTS) or isinstance(self.step, WithHistory) or not callable(self.step):
+        if isinstance(self.step, (*LISTS, WithHistory)) or not callable(self.step):
             return "a list of steps that are not alike, or one that looks further back, is not covered"
         if type(length) is not int or length < 1 or self.given_length not in (None, length):
             return "its length is not known"
@@ -148,7 +150,7 @@ class Call:
         for leaf in self.inputs:
             if leaf.ndim == 0 or leaf.shape[0] != length:
                 return "inputs of several lengths are not covered"
-        if torch.is_autocast_enabled(device.type) or is_transformed() or torch._C._len_torch_dispatch_stack():
+        if self.is_observed:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
@@ -241,16 +243,6 @@ def covers(newton: Newton) -> bool:
     return not asks_for_more and newton.chunk != 1 and newton.max_iterations >= _MOST_PASSES
 
 
-@cache
-def _fuse() -> tuple[Any, Any, Any, type[Exception]]:
-    """Looked up once: that takes as long as a launch."""
-    from triton import OutOfResources
-
-    from ..fuse import back, closer, run
-
-    return back, run, closer, OutOfResources
-
-
 def solve_fused(
     call: Call, newton: Newton, guess: Tensor | None, *, loop: bool = False, fixed: int | None = None, every: int = 1
 ) -> FusedSolution | str:
@@ -262,148 +254,34 @@ def solve_fused(
         fixed: so many corrections, and nobody looks: as inside a CUDA graph of the caller
         every: the states after every so many steps are to be kept; where all had to be written, all are returned
     """
-    back, fuse_run, closer, too_large = _fuse()
-    fused, length = call.known
-    layout = fused.layout
-    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
-        with torch.cuda.device(layout.device):  # where kernels are launched
+    fused, _ = call.known
+    if is_elsewhere(device := fused.layout.device):
+        with torch.cuda.device(device):  # where kernels are launched
             return solve_fused(call, newton, guess, loop=loop, fixed=fixed, every=every)
     begun = taken(call, fused, newton) if guess is None and not loop and fixed is None else None
     ready = begun or Ready(call, fused, fused.closures(call.reached), newton, guess, loop=loop)
-    run, kind, known, (_, differentiated, tolerance, wanted, key) = ready.run, ready.kind, ready.known, ready.settled
-    if differentiated and fused.kernels.no_gradients:
+    if ready.settled.differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
-    checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
-    if differentiated or checked or wanted.local or run.shape.tiled:
-        every = 1  # that needs all states, or writes them
-
-    def with_states(found: Passes | Found) -> FusedSolution:
-        """All that is known of a solution before anybody looks whether it is one."""
-        states, leaves = found.states, None
-        if differentiated:
-            attached = states, back.chunk_of(run, found.chunk)
-            leaves = back.Apply.of(run, layout, attached, call.states, ready.bases)
-        states = layout.nest(leaves or layout.leaves(states))
-        return FusedSolution(states=states, z0=layout.nest(ready.starts), plan=plan_of(fused, found.chunk, length))
-
-    exact_steps, hidden, solution = None, False, None
     try:
         if fixed is not None:
-            # The states of a pass are those before its corrections.
-            found = run.in_parallel(kind, wanted, run.from_smaller_chunks(kind, wanted, guess), most=fixed + 1)
-            exact_steps = spoil_failed(found, layout)
-            found.passes = min(found.passes, fixed)
-            found.notes.taken.clamp_(-fixed, fixed)
-        else:
-            if not loop:
-                back.compile_ahead(run, kind, wanted, gradients=differentiated)
-            passes = ready.begin(guess, every)
-            if not differentiated or not has_hooks_of_saved_tensors():  # to which unfinished states would be shown
-                solution = with_states(passes)  # while the device is at work
-            found = fuse_run.solve(run, kind, wanted, guess, every, passes)
-            if found.states is not passes.states:
-                solution = None
-            if found.suspected is not None and closer.hides(run, found, wanted):
-                # What is known by now is a guess: of all states, if they were written.
-                wanted, guess = replace(wanted, local=True), found.states if len(found.states) == length else guess
-                key = fused.key_of_kind(length, newton.chunk, wanted, guess is None)
-                known, hidden = fused.kind(key), True
-                kind = known.copy()
-                found, solution = fuse_run.solve(run, kind, wanted, guess), None
-    except too_large as error:
+            return by_fixed_corrections(call, ready, guess, fixed)
+        return by_passes(call, ready, guess, loop, every)
+    except fuse().too_large as error:
         reason = f"its kernels do not fit the device ({error})"
         call.refuse(reason)
         return reason
-    if differentiated and fixed is None and not run.shape.fits:
-        compiled_for = run.block, run.warps, run.stages, run.shape.kinds, run.shape.copied
-        if compiled_for not in fused.gradients_fit:
-            try:  # now, while there is another way
-                back.pull_back(run, found.states, torch.zeros_like(found.states), back.chunk_of(run, found.chunk))
-            except too_large as error:
-                fused.kernels.no_gradients = f"the kernels of its gradients do not fit the device ({error})"
-                return fused.kernels.no_gradients
-            fused.gradients_fit.add(compiled_for)
-        run.shape.fits = True
-    if (checked or found.left) and not torch.isfinite(
-        run.initial
-    ).all():  # which says nothing of other solves of the kind
-        refuse_not_finite(call.z0, infinities=True)
-        return "z0 holds an infinity, from which they cannot be held against the step"
-    if fixed is None and not _is_trusted(call, fused, run.initial, found, tolerance, differentiated):
-        reason = "the kernels give another result than the step itself"
-        call.refuse(reason)
-        return reason
-    looped = loop or ((kind.gave_up or call.planned) and not found.passes)
-    promised = wanted if found.passes and not differentiated and newton.stop.promises else None
-    solution = solution or with_states(found)
-    dropped = dropped_from(found, layout, promised)
-    solution.tell(call, fused, found, fixed, looped, exact_steps, tolerance=promised, dropped=dropped)
-    if looped and call.planned:
-        why = (
-            "the chunks of such a solve did not join"
-            if kind.gave_up
-            else "so few steps take less than chunks that join"
-        )
-        solution.plan.note(f"one step after the other, by a kernel: {why}")
-    if hidden:
-        solution.plan.note(
-            'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
-        )
-    if fixed is not None:
-        for name in LATE:  # which a graph of the caller is to write anew each time
-            getattr(solution, name)
-    # Of numbers that are none, nothing is to be learned.
-    if not loop and vars(kind) != vars(known) and solution.result is not Result.NON_FINITE:
-        fused.kinds.put(key, kind)
-    return solution
 
 
 def attach_fused(call: Call, states: Tensor) -> list[Tensor]:
     """The leaves of states [L, B, D] that kernels have found before, differentiable by those of the step's gradients."""
-    back, fuse_run, *_ = _fuse()
-    fused, length = call.known
+    back, fused, length = fuse().back, *call.known
     layout, bases = fused.layout, fused.bases(call.inputs, fused.closures(call.reached))
-    if layout.device.type == "cuda" and layout.device.index != torch.cuda.current_device():
+    if is_elsewhere(layout.device):
         with torch.cuda.device(layout.device):  # where kernels are launched
             return attach_fused(call, states)
-    run = fuse_run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
+    run = fuse().run.Run(fused.kernels, layout.pack_leaves([leaf.detach() for leaf in call.states]), bases, length)
     found = back.aligned(states.contiguous()), back.chunk_of(run, length)
     return back.Apply.of(run, layout, found, call.states, bases)
-
-
-def _is_trusted(
-    call: Call, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance, differentiated: bool
-) -> bool:
-    """Whether the step itself bears out the states: in all steps of the first solve, in some of the second, fourth, eighth ...
-
-    Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
-    """
-    solves = fused.solves[differentiated] + 1
-    if not _is_due(solves):
-        trusted = True
-    elif solves > 1:
-        trusted = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
-    else:
-        trusted = _bears_out(call, initial, found.states, tolerance) and (
-            not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
-        )
-    fused.solves[differentiated] = solves  # who raised has to be asked again
-    return trusted
-
-
-def _is_due(solves: int) -> bool:
-    """Whether a solve is held against the step itself: the first, the second, the fourth ..."""
-    return not solves & (solves - 1)
-
-
-def _bears_out(call: Call, initial: Tensor, states: Tensor, tolerance: Tolerance) -> bool:
-    """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps."""
-    sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
-    with torch.no_grad():
-        values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
-        trusted = bool(bears_out(values, states, initial, tolerance).all())
-    sequence.stop_watching()
-    return trusted
 
 
 def forget_kernels() -> None:

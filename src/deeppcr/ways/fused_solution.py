@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..fuse.found import Found, Others
     from ..fuse.step import FusedStep
 
+#: How a row ends whose chunks have joined, by whether rounding is all that is left.
+_JOINED = (Result.CONVERGED, Result.PRECISION_FLOOR)
 #: A correction that is so many times the one before it is not the same again: as in ``fuse.support``, which needs Triton.
 _VARIED = 1.05
 
@@ -62,19 +64,19 @@ class FusedSolution(Solution):
         self.__dict__.update(known, _late=late)
 
     def tell(
-        self, call: Any, fused: FusedStep, found: Found, fixed: int | None, looped: bool, exact_steps: Any, **known: Any
+        self, call: Any, fused: FusedStep, found: Found, result: Result, exact_steps: Any = None, **known: Any
     ) -> None:
         """What is known once the device is done.
 
         Args:
             call: a ``fused.Call``
-            looped: it was the loop, because it was asked for, or nothing else is known to work
+            result: of all rows of which nothing else was noted
             exact_steps: [B], of a fixed number of passes; None where all are
         """
         layout, rows = fused.layout, fused.layout.rows
-        result = (Result.LOOP if looped else Result.CONVERGED) if fixed is None else Result.ITERATIONS_DONE
         results, description = (result,) * rows, result.value
-        if fixed is None and (found.left or found.floored or found.unsettled):
+        noted = found.left or found.floored or found.unsettled
+        if noted and result is not Result.ITERATIONS_DONE:
             if found.left or found.floored:
                 results, exact_steps = _of_rows(found, rows, found.length)
             if found.unsettled:
@@ -165,13 +167,12 @@ def spoil_failed(found: Found, layout: Layout) -> Tensor | None:
     return torch.where(failed, exact, length)
 
 
-def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int]]:
-    """Where not all lanes were settled by their corrections: how each row ended, and its exact steps."""
-    notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
-    floored = (notes.taken < 0).view(rows, -1).any(-1)
-    results = [(Result.CONVERGED, Result.PRECISION_FLOOR)[rough] for rough in floored.tolist()]
+def _of_rows(found: Found, rows: int, length: int) -> tuple[tuple[Result, ...], list[int] | None]:
+    """Where not all lanes were settled by their corrections: how each row ended, and its exact steps; None where all are."""
+    results = [_JOINED[rough] for rough in found.notes.rough(rows)]
     if not found.left:
-        return tuple(results), [length] * rows
+        return tuple(results), None
+    notes, exact = found.notes.on_host(), min(length, found.passes * found.chunk)
     before, last = notes.corrections[found.passes - 2 : found.passes].double()
     left = error_left(last, last, before)
     noise = (last <= 1) & (before <= 1) & ((last >= _VARIED * before) | (left <= 1))  # as the kernels say
