@@ -48,8 +48,12 @@ class Notes:
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here."""
         self._copied = self.memory.cpu() if self._copied is None else self._copied
+        return self.moved_to(self._copied)
+
+    def moved_to(self, memory: Tensor) -> Notes:
+        """The same in a copy of the memory."""
         made = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
-        made.__dict__.update(self.__dict__, memory=self._copied)
+        made.__dict__.update(self.__dict__, memory=memory, _copied=memory if memory is self._copied else None)
         return made
 
     def counts(self) -> list[int]:

@@ -223,6 +223,8 @@ class Passes:
     Attributes:
         states: [L, B, D], or fewer, where they are being written
         chunk: steps of a chunk
+        notes: where they note how it went
+        done: passes that were launched
     """
 
     def __init__(
@@ -238,10 +240,10 @@ class Passes:
         ahead = compiles_ahead()
         self.states: Tensor = run.initial if ahead else run.new_states(every)
         self._digits = bool(run.leaves) and most is None and not tolerance.local and self._chunks > 1
-        self._notes = Notes(self._limit, run.rows, run.device, len(run.initial) if self._digits else 0)
+        self.notes: Notes = Notes(self._limit, run.rows, run.device, len(run.initial) if self._digits else 0)
         self._in_one: Found | None = None
         if self._chunks == 1:
-            self._in_one = run.in_one(self.states, self._notes, every)
+            self._in_one = run.in_one(self.states, self.notes, every)
             return
         assert every == 1 or not kind.rolls, "chunks are rolled out from states, all of which have to be there"
         self._workspace = torch.empty(size, dtype=run.program.dtype, device=run.device)
@@ -251,13 +253,13 @@ class Passes:
         self._looks = kind.looks and most is None and can_look(self._chunks) and not local
         if kind.rolls and not ahead:
             self._other = run.new_states()
-        self._done = 0
+        self.done: int = 0
         self._launch(self._limit if most is not None else min(self._limit, kind.passes))
 
     def _launch(self, wanted: int) -> None:
         """Passes from those that were made up to so many."""
-        run, guess, done, rolls = self._run, self._guess, self._done, self._rolls
-        given = [self._workspace, self._notes.memory]
+        run, guess, done, rolls = self._run, self._guess, self.done, self._rolls
+        given = [self._workspace, self.notes.memory]
         guessed_from = None
         if guess is not None:
             given.append(guess)
@@ -277,10 +279,10 @@ class Passes:
             self._digits,
         )
         run.repeat(key, (*given, self.states), partial(self._make, done, wanted))
-        self._done = wanted
+        self.done = wanted
 
     def _make(self, first: int, last: int) -> None:
-        run, chunk, chunks, limit, notes = self._run, self.chunk, self._chunks, self._limit, self._notes
+        run, chunk, chunks, limit, notes = self._run, self.chunk, self._chunks, self._limit, self.notes
         starts, ends, sizes, products, *maps = self._workspace.split(self._parts)
         worst = maps[-1:] if run.shape.tiled else ()
         memory = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *worst)
@@ -303,23 +305,34 @@ class Passes:
         """What they came to, once all lanes are settled, or as many passes were made as are worth it: see ``Run.in_parallel``."""
         if self._in_one is not None:
             return self._in_one
-        limit, most = self._limit, self._most
         while True:
-            done = self._done
-            *left, floored, suspected, hidden = [0, 0, closer, 0] if most is not None else self._notes.counts()
-            left = left[:done]
-            # After as many passes as there are chunks, each has started from where the one before it ended.
-            over = 0 in left or done >= self._chunks
-            if over or done >= limit:
-                passes = left.index(0) + 1 if 0 in left and most is None else done
-                self._kind.looks, suspected = bool(suspected), suspected and (hidden or not self._looks)
-                unsettled = 0 if 0 in left else left[-1]
-                others, of_chunks = self._of_chunks(bool(suspected))
-                return Found(
-                    self._run.length, self.states, self._notes, passes, self.chunk, 0 if over else unsettled, floored,
-                    unsettled, others, of_chunks,
-                )  # fmt: skip
-            self._launch(min(limit, done + 2))
+            found = self.judged([0, 0, closer, 0] if self._most is not None else self.notes.counts(), self.notes)
+            if found is not None:
+                return found
+            self._launch(min(self._limit, self.done + 2))
+
+    def judged(self, counts: list[int], notes: Notes) -> Found | None:
+        """What the passes that were made came to, by what they noted; None where more of them are worth it.
+
+        Args:
+            counts: ``notes.unsettled``
+            notes: where the passes note it; or another run did that repeats their launches
+        """
+        done = self.done
+        *left, floored, suspected, hidden = counts
+        left = left[:done]
+        # After as many passes as there are chunks, each has started from where the one before it ended.
+        over = 0 in left or done >= self._chunks
+        if not over and done < self._limit:
+            return None
+        passes = left.index(0) + 1 if 0 in left and self._most is None else done
+        self._kind.looks, suspected = bool(suspected), suspected and (hidden or not self._looks)
+        unsettled = 0 if 0 in left else left[-1]
+        others, of_chunks = self._of_chunks(bool(suspected))
+        return Found(
+            self._run.length, self.states, notes, passes, self.chunk, 0 if over else unsettled, floored, unsettled, others,
+            of_chunks,
+        )  # fmt: skip
 
     def _of_chunks(self, suspected: bool) -> tuple[Others | None, Tensor | None]:
         """What is known of states that were not written; and the sizes of chunks, where something is suspected."""

@@ -273,7 +273,7 @@ def solve_fused(
     run, kind, known, (_, differentiated, tolerance, wanted, key) = ready.run, ready.kind, ready.known, ready.settled
     if differentiated and fused.kernels.no_gradients:
         return fused.kernels.no_gradients
-    checked = fixed is None and _is_due(fused.solves[differentiated] + 1)
+    checked = fixed is None and is_due(fused.solves[differentiated] + 1)
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
 
@@ -376,7 +376,7 @@ def _is_trusted(
     Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
     """
     solves = fused.solves[differentiated] + 1
-    if not _is_due(solves):
+    if not is_due(solves):
         trusted = True
     elif solves > 1:
         trusted = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
@@ -388,7 +388,7 @@ def _is_trusted(
     return trusted
 
 
-def _is_due(solves: int) -> bool:
+def is_due(solves: int) -> bool:
     """Whether a solve is held against the step itself: the first, the second, the fourth ..."""
     return not solves & (solves - 1)
 
