@@ -1,5 +1,7 @@
 """Functions that are recorded, without a GPU, too: there, what was recorded is done again by Python."""
 
+import torch
+
 from deeppcr.graphs.record import Scratch
 
 
@@ -34,8 +36,14 @@ class Again:
 
     def record(self, function):
         def record(function):
+            gradients = torch.is_grad_enabled()
+
+            def replay():  # whatever mode that is in
+                with torch.set_grad_enabled(gradients):
+                    function()
+
             function()
-            return function
+            return replay
 
         return _counted(function, record)
 

@@ -1,121 +1,83 @@
-"""Recurrent modules whose calls repeat: replayed, on the CPU by a stand-in for CUDA graphs that does again what was recorded."""
-
-import copy
-import gc
-import threading
-import weakref
+"""Recurrent modules whose calls repeat, by the kernels of their cells: what is recorded of a solve, and what is told of it."""
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import deeppcr
+from again import Counts, record_here
 from deeppcr import Newton, Result
 from deeppcr import nn as ours
-from deeppcr.graphs import function
-from deeppcr.graphs.cache import recorded_layers
-from deeppcr.graphs.record import Scratch
-from deeppcr.nn import repeated, torch_like
-from kernel_support import error
-from recurrent_problems import leaves_of
+from deeppcr.nn import repeated
+from kernel_support import error, thorough
 
-pytestmark = [pytest.mark.usefixtures("kernels", "graphs"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
-class Again:
-    """As ``Scratch``, without a GPU: what was recorded is done again. It is told how often."""
-
-    recorded = replayed = 0
-    fails = False
-
-    def __init__(self, device):
-        self.device = device
-
-    def call(self, function):
-        function()
-
-    def record(self, function):
-        Again.recorded += 1
-        if Again.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        function()
-
-        def replay():
-            Again.replayed += 1
-            function()
-
-        return replay
+@pytest.fixture(autouse=True)
+def recording(device, monkeypatch):
+    record_here(device, monkeypatch)
+    monkeypatch.setattr(repeated, "_OFTEN", 1)
+    monkeypatch.setattr(repeated, "is_due", lambda solves: False)
 
 
-class Counted(Scratch):
-    """The same on a GPU."""
-
-    def record(self, function):
-        Again.recorded += 1
-        if Again.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        replay = super().record(function)
-
-        def counted():
-            Again.replayed += 1
-            replay()
-
-        return counted
+def replays(module, inputs, **options):
+    """Whether calls are replayed, one after the other."""
+    found = []
+    for x in inputs:
+        before = Counts.replayed
+        last = module(x, **options)
+        found.append(Counts.replayed > before)
+    return last, found
 
 
-@pytest.fixture
-def graphs(device, monkeypatch):
-    monkeypatch.setitem(function.SCRATCH, device.type, Again if device.type == "cpu" else Counted)
-    for name, value in (("recorded", 0), ("replayed", 0), ("fails", False)):
-        monkeypatch.setattr(Again, name, value)
-    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
+@pytest.mark.parametrize(
+    ("kind", "hidden", "gradients"),
+    [
+        ("RNN", 1, True),
+        *thorough(("DiagonalGRU", 2, True), ("DiagonalGRU", 2, False), ("GRU", 9, True), ("LSTM", 2, False)),
+    ],
+)
+def test_a_replayed_solve_is_told_as_any_other(kind, hidden, gradients, device):
+    dtype = torch.float32 if hidden > 8 else torch.float64  # tiles are not for the latter
+    steps = 130 if kind == "DiagonalGRU" else 17
+    module, other = (
+        getattr(ours, kind)(2, hidden, device=device, dtype=dtype, mode="parallel", newton=Newton(capture=each))
+        for each in (True, False)
+    )
+    other.load_state_dict(module.state_dict())
+    inputs = [torch.randn(steps, 1, 2, dtype=dtype, device=device, requires_grad=gradients) for _ in range(4)]
+    with torch.set_grad_enabled(gradients):
+        found, replayed = replays(module, inputs)
+        assert replayed == [False, False, False, True]
+        right, replayed = replays(other, inputs[-1:])
+        assert not any(replayed)
+    close = 1e-9 if dtype is torch.float64 else 1e-5
+    assert error(found[0], right[0]) < close
+    if gradients:
+        leaves = [(inputs[-1], *net.parameters()) for net in (module, other)]
+        of_found, of_right = (
+            torch.autograd.grad(each[0].square().sum(), leaf) for each, leaf in zip((found, right), leaves, strict=True)
+        )
+        assert all(error(*each) < close for each in zip(of_found, of_right, strict=True))
+    (one,), (two,) = module.solutions, other.solutions
+    assert one.plan.notes == ["replayed as a CUDA graph"]
+    assert one.plan.chunk == two.plan.chunk
+    assert (one.result, one.results, one.message) == (Result.CONVERGED, two.results, two.message)
+    for name in ("iterations", "exact_steps", "known_steps"):
+        assert getattr(one, name).tolist() == getattr(two, name).tolist()
+    assert one.residual.shape == two.residual.shape
+    assert one.updates.shape[1:] == two.updates.shape[1:]
+    assert one.states is None
 
 
-#: Calls after which the next one is replayed: the first is without kernels, and the first that is looked at the third.
-_BEFORE = 6
-
-
-def made(kind, hidden, device, dtype=torch.float64, **options):
-    """A module of ours, and the loop: its twin of PyTorch, or itself one step after the other."""
-    module = getattr(ours, kind)(2, hidden, device=device, dtype=dtype, mode="parallel", **options)
-    if not hasattr(nn, kind):
-        return module, lambda *given: module(*given, mode="sequential")
-    plain = getattr(nn, kind)(2, hidden, device=device, dtype=dtype, **options)
-    plain._parameters = module._parameters
-    plain._flat_weights = [getattr(plain, name) for name in plain._flat_weights_names]
-    return module, plain
-
-
-def new_input(device, *, steps=33, rows=2, dtype=torch.float64, grad=False):
-    return torch.randn(steps, rows, 2, dtype=dtype, device=device, requires_grad=grad)
-
-
-def warmed(module, x, *given, **options):
-    """So often that the next call is replayed."""
-    for _ in range(_BEFORE):
-        module(x, *given, **options)
-    assert len(recorded_layers) == 1
-    return module
-
-
-def is_replayed(call):
-    """What a call returns, and whether it was replayed."""
-    before = Again.replayed
-    found = call()
-    return found, Again.replayed > before
-
-
-def test_quick(device):
-    module, plain = made("GRU", 3, device)
-    for n in range(12):
-        x = new_input(device, grad=True)
-        before = Again.replayed
-        y, h = module(x)
-        print(n, Again.replayed - before, module.solutions[0].plan.notes, module.solutions[0].iterations, module.solutions[0].result)
-        y2, h2 = plain(x)
-        g = torch.randn_like(y)
-        a = torch.autograd.grad(y, [x, *module.parameters()], g)
-        b = torch.autograd.grad(y2, [x, *module.parameters()], g)
-        print(error(y, y2), error(h, h2), max(error(p, q) for p, q in zip(a, b)))
-        del y,h
+def test_a_solve_that_needs_more_passes_is_made_again(device, monkeypatch):
+    """As by the ordinary way, which knows how many."""
+    passes_of = repeated._passes_of
+    monkeypatch.setattr(repeated, "_passes_of", lambda passed: passes_of(passed) and (2,))
+    module = ours.RNN(2, 1, device=device, dtype=torch.float64, mode="parallel")
+    x = torch.randn(17, 1, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        found, replayed = replays(module, [x] * 4)
+        assert replayed == [False, False, False, True]  # in vain
+        assert not module.solutions[0].plan.notes
+        assert int(module.solutions[0].iterations) > 2
+        assert error(found[0], module(x, mode="sequential")[0]) < 1e-9

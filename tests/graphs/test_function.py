@@ -162,14 +162,14 @@ def test_without_gradients_the_graphs_are_always_free(mode, device):
 def test_another_thread_does_not_wait(recorded, device, monkeypatch):
     """It has its call done another way."""
     inside, done, found = threading.Event(), threading.Event(), []
-    load = recorded._load
+    go = recorded._go
 
-    def slowly(tensors):
+    def slowly():
         inside.set()
         assert done.wait(10)
-        load(tensors)
+        go()
 
-    monkeypatch.setattr(recorded, "_load", slowly)
+    monkeypatch.setattr(recorded, "_go", slowly)
     thread = threading.Thread(target=lambda: found.append(recorded.call(given(device))))
     thread.start()
     assert inside.wait(10)

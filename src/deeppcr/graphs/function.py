@@ -59,11 +59,16 @@ class FunctionRecording:
         self._wanted = [each for each in self._given_to if each.requires_grad] if self.differentiated else []
         self._cotangents: list[Tensor] = []
         self._made: Made
+        self._counts: Tensor | None = None  # on the host, where a graph writes them
+        self._written = torch.cuda.Event() if tensors[0].is_cuda else None
         self._gradients: tuple[Tensor | None, ...]
 
         # Functions of here: what is recorded is not to keep what the function reaches.
         def forwards() -> None:
-            self._made = function(self._given_to)
+            self._made = made = function(self._given_to)
+            if self._counts is None:
+                self._counts = torch.empty(made.counts.shape, dtype=made.counts.dtype, pin_memory=made.counts.is_cuda)
+            self._counts.copy_(made.counts, non_blocking=True)
 
         def backwards() -> None:
             # What the outputs were made of is kept, also for a second backward pass: no graph takes its memory.
@@ -72,7 +77,8 @@ class FunctionRecording:
             )
 
         with RECORDING, as_written():  # a rehearsal must not get into what another thread captures
-            self._load(tensors)
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, tensors)
             scratch.call(forwards)
             if self.differentiated:
                 self._cotangents = [torch.zeros_like(each) for each in self._made.outputs]
@@ -83,10 +89,6 @@ class FunctionRecording:
         self._scratch = scratch
         self.bytes: int = _memory(tensors[0].device) - before
 
-    def _load(self, tensors: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._places, tensors)
-
     def call(self, tensors: Sequence[Tensor]) -> Replayed | None:
         """None where somebody else has the graphs: another thread, or a backward pass that is yet to come."""
         if not self._turn.acquire(blocking=False):
@@ -94,11 +96,17 @@ class FunctionRecording:
         try:
             if self._waiting is not None and self._waiting() is not None:
                 return None
-            self._load(tensors)
-            self._go()
-            made = self._made
-            copies = _copied([*made.outputs, *made.notes])
-            found = Replayed(self, copies[: len(made.outputs)], copies[len(made.outputs) :], made.counts.tolist())
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, tensors)
+                self._go()
+                if self._written is not None:
+                    self._written.record()
+                made = self._made
+                copies = _copied([*made.outputs, *made.notes])  # while the device is at work
+            if self._written is not None:
+                self._written.synchronize()
+            assert self._counts is not None
+            found = Replayed(self, copies[: len(made.outputs)], copies[len(made.outputs) :], self._counts.tolist())
             if self.differentiated:
                 self._waiting = weakref.ref(found.hold)
             return found
@@ -174,9 +182,8 @@ def _place_of(tensor: Tensor) -> Tensor:
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of all, by one launch where they have one dtype."""
-    with torch.no_grad():
-        copies = [torch.empty_like(each) for each in tensors]
-        torch._foreach_copy_(copies, tensors)
+    copies = [torch.empty_like(each) for each in tensors]
+    torch._foreach_copy_(copies, tensors)
     return copies
 
 

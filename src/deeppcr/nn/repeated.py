@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..bounded import Hashed
 from ..graphs.cache import layer_histories, recorded_layers
 from ..graphs.function import SCRATCH, FunctionRecording, Made, Replayed
 from ..newton import Newton
@@ -25,6 +26,7 @@ from ..tolerance import Tolerance
 from ..ways.begun import Ready
 from ..ways.fused import Call, is_due
 from ..ways.fused_solution import FusedSolution, plan_of
+from .arguments import Mode
 from .cells import Restarting
 
 if TYPE_CHECKING:
@@ -64,14 +66,43 @@ class _History:
 _recording = threading.Lock()  # one thread at a time; another one has its call done meanwhile
 
 
+class _Given(NamedTuple):
+    """What a call brings.
+
+    Attributes:
+        tensors: all of it: input, initial states, resets, and the weights
+        starts: how many initial states
+        resets: whether there are resets
+    """
+
+    tensors: list[Tensor]
+    starts: int
+    resets: bool
+    mode: Mode
+
+    def taken_apart(self, module: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """Input, initial states, resets, and the weights by layer and direction, from tensors that stand for these."""
+        rest = iter(tensors)
+        input, starts = next(rest), tuple([next(rest) for _ in range(self.starts)])
+        reset = next(rest) if self.resets else None
+        weights = [{name.partition("_l")[0]: next(rest) for name in names} for names in module._all_weights]
+        return input, module._nested(starts) if starts else None, reset, weights
+
+    def bytes(self, module: Any) -> int:
+        """Of all that is copied for a call."""
+        input, width = self.tensors[0], module.hidden_size * (2 if module.bidirectional else 1)
+        outputs = input.nbytes // max(1, input.shape[-1]) * width
+        return outputs + sum(each.nbytes for each in self.tensors)
+
+
 class Repeating:
     """A call that may be one of many: how such calls went, and the graphs that there are for them."""
 
-    def __init__(self, module: Any, given: _Given, key: tuple[Any, ...]):
+    def __init__(self, module: Any, given: _Given, key: Hashed):
         self._module, self._given, self._key = module, given, key
 
     @staticmethod
-    def of(module: Any, input: Any, hx: Any, reset: Tensor | None, mode: str) -> Repeating | None:
+    def of(module: Any, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Repeating | None:
         """None where a call may not be replayed, as far as can be said before anything is looked up."""
         if type(input) is not Tensor or input.device.type not in SCRATCH or mode == "sequential":
             return None
@@ -89,37 +120,36 @@ class Repeating:
             or has_hooks_of_saved_tensors()
         ):
             return None
-        starts = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
-        weights = [module._weights(at) for at in range(len(module._all_weights))]
-        given = _Given(input, starts, reset, weights, mode)
-        looks, bytes_ = [], given.bytes_of_outputs(module)
-        for each in given.tensors:
+        starts = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
+        resets = () if reset is None else (reset,)
+        known = module._parameters
+        weights = [
+            known[name] if name in known else getattr(module, name) for names in module._all_weights for name in names
+        ]
+        tensors, looks = [input, *starts, *resets, *weights], []
+        for each in tensors:
             if type(each) not in _PLAIN or each.device != device:
                 return None
             looks.append((each.shape, each.stride(), each.dtype, each.requires_grad, type(each)))
-            bytes_ += each.nbytes
-        if bytes_ > _LARGEST:
-            return None
         stream = torch._C._cuda_getCurrentRawStream(input.get_device()) if input.is_cuda else 0
-        key = (
-            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), len(starts), reset is None, *looks,
+        key = Hashed(
+            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), len(starts), len(resets), *looks,
             device, stream, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(), torch._C._get_fp32_precision_getter("cuda", "matmul"),
         )  # fmt: skip
-        return Repeating(module, given, key)
+        return Repeating(module, _Given(tensors, len(starts), reset is not None, mode), key)
 
     def replayed(self) -> Any:
         """What the module returns; None where the call has to go its ordinary way."""
         layer: Layer | None = recorded_layers.get(self._key)
-        history: _History | None = layer_histories.get(self._key)
-        if layer is None or history is None or layer.is_due():
+        if layer is None or layer.is_due():
             return None
-        tensors = self._given.tensors
+        tensors, history = self._given.tensors, layer.history
         replayed = layer.recording.call(tensors)
         if replayed is None:
             return None
         found = layer.judged(replayed)
-        if found is None:  # from the start
+        if found is None:
             self._let_go(history)
             return None
         history.replays += 1
@@ -154,41 +184,15 @@ class Repeating:
         history.wasted += history.recorded and history.replays < _PAYS
         history.recorded, history.replays, history.spare = True, 0, 0
         try:
-            recorded_layers.put(self._key, Layer(self._module, self._given, history.passes), self._module)
+            if self._given.bytes(self._module) > _LARGEST:
+                raise RuntimeError("to copy all that a call brings takes as long as Python")
+            recorded_layers.put(self._key, Layer(self._module, self._given, history), self._module)
         except Exception:  # whatever is wrong, calls go their ordinary way
             history.wasted = _MOST_WASTED
 
     def _let_go(self, history: _History) -> None:
         recorded_layers.take(self._key)
         history.well = history.spare = 0
-
-
-class _Given:
-    """What a call brings.
-
-    Attributes:
-        tensors: all of it: input, initial states, resets, and the weights
-    """
-
-    def __init__(
-        self, input: Tensor, starts: list[Tensor], reset: Tensor | None, weights: list[dict[str, Tensor]], mode: str
-    ):
-        self.input, self.starts, self.resets, self.mode = input, len(starts), reset is not None, mode
-        self.names = [tuple(each) for each in weights]
-        resets = () if reset is None else (reset,)
-        self.tensors: list[Tensor] = [input, *starts, *resets, *[each for named in weights for each in named.values()]]
-
-    def bytes_of_outputs(self, module: Any) -> int:
-        width = module.hidden_size * (2 if module.bidirectional else 1)
-        return self.input.nbytes // self.input.shape[-1] * width if self.input.shape[-1] else 0
-
-    def taken_from(self, tensors: list[Tensor], nested: Callable[..., Any]) -> tuple[Any, ...]:
-        """Input, initial states, resets and weights, where all of them are others."""
-        rest = iter(tensors)
-        input, starts = next(rest), tuple([next(rest) for _ in range(self.starts)])
-        reset = next(rest) if self.resets else None
-        weights = [{name: next(rest) for name in names} for names in self.names]
-        return input, nested(starts) if starts else None, reset, weights
 
 
 class _Solve:
@@ -218,22 +222,24 @@ class Layer:
     """A pass of a module as CUDA graphs. It holds neither the module nor what was given.
 
     Args:
-        passes: of each solve, how many are recorded
+        given: to a call
+        history: of such calls, which tells the passes to be recorded of each solve
 
     Attributes:
         about: of each solve, its kernels and the tolerance that its states are known within
     """
 
-    def __init__(self, module: Any, given: _Given, passes: tuple[int, ...]):
-        self._alone: bool = len(given.names) == 1 and len(module._widths()) == 1
-        self._batch_first: bool = module.batch_first and given.input.ndim == 3
+    def __init__(self, module: Any, given: _Given, history: _History):
+        first, passes = given.tensors[0], history.passes
+        self.history: _History = history
+        self._alone: bool = len(module._all_weights) == 1 and len(module._widths()) == 1
+        self._batch_first: bool = module.batch_first and first.ndim == 3
         self._nest: Callable[[tuple[Tensor, ...]], Any] = module._nested
         self._solves: list[_Solve] = []
-        device = given.input.device
 
         def function(tensors: list[Tensor]) -> Made:
             self._solves = solves = []
-            input, hx, reset, weights = given.taken_from(tensors, module._nested)
+            input, hx, reset, weights = given.taken_apart(module, tensors)
 
             def run(at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, _: None) -> Any:
                 states, solve = _launched(module, given.mode, weights[at], x, start, reset, passes[at])
@@ -247,7 +253,9 @@ class Layer:
             whole = counts[0] if len(counts) == 1 else torch.cat(counts)
             return Made([output, *ends], [each.memory for each in notes], whole)
 
-        self.recording: FunctionRecording = FunctionRecording(function, given.tensors, SCRATCH[device.type](device))
+        self.recording: FunctionRecording = FunctionRecording(
+            function, given.tensors, SCRATCH[first.device.type](first.device)
+        )
         self.bytes: int = self.recording.bytes
         self.about: list[tuple[Any, Tolerance | None]] = [(each.fused, each.promised) for each in self._solves]
 
@@ -280,7 +288,7 @@ class Layer:
 
 
 def _launched(
-    module: Any, mode: str, weights: dict[str, Tensor], x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, passes: int
+    module: Any, mode: Mode, weights: dict[str, Tensor], x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, passes: int
 ) -> tuple[Any, _Solve]:  # fmt: skip
     """A solve of one layer in one direction by so many passes, which nobody waits for, and its states: as far as ``solve_fused`` goes before it looks."""
     from ..fuse import back
