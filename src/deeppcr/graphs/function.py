@@ -19,6 +19,8 @@ from .record import RECORDING, Scratch
 
 #: By type of device, what graphs are recorded by. Elsewhere there is nothing to gain.
 SCRATCH: dict[str, Callable[[torch.device], Any]] = {"cuda": Scratch}
+#: Tensors to where others lie, by one launch if they have one dtype.
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Made(NamedTuple):
@@ -52,7 +54,6 @@ class FunctionRecording:
         self._turn = threading.Lock()
         self._waiting: weakref.ref[Tensor] | None = None  # what a backward pass holds that may yet come
         self.differentiated: bool = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        before = _memory(tensors[0].device)
         with torch.inference_mode(False):  # a graph's memory is written to in any mode
             self._given_to = [_place_of(each) for each in tensors]
         self._places = [each.detach() for each in self._given_to]
@@ -78,7 +79,7 @@ class FunctionRecording:
 
         with RECORDING, as_written():  # a rehearsal must not get into what another thread captures
             with torch.no_grad():
-                torch._foreach_copy_(self._places, tensors)
+                _copy_all(self._places, tensors)
             scratch.call(forwards)
             if self.differentiated:
                 self._cotangents = [torch.zeros_like(each) for each in self._made.outputs]
@@ -86,8 +87,7 @@ class FunctionRecording:
             self._go = scratch.record(forwards)
             self._come_back = scratch.record(backwards) if self.differentiated else None
         self._are_zero = [True] * len(self._cotangents)
-        self._scratch = scratch
-        self.bytes: int = _memory(tensors[0].device) - before
+        self.bytes: int = scratch.bytes + sum(each.nbytes for each in (*self._places, *self._cotangents))
 
     def call(self, tensors: Sequence[Tensor]) -> Replayed | None:
         """None where somebody else has the graphs: another thread, or a backward pass that is yet to come."""
@@ -97,7 +97,7 @@ class FunctionRecording:
             if self._waiting is not None and self._waiting() is not None:
                 return None
             with torch.no_grad():
-                torch._foreach_copy_(self._places, tensors)
+                _copy_all(self._places, tensors)
                 self._go()
                 if self._written is not None:
                     self._written.record()
@@ -124,7 +124,8 @@ class FunctionRecording:
                 elif not self._are_zero[at]:
                     place.zero_()
                 self._are_zero[at] = each is None
-            torch._foreach_copy_(into, cotangents)
+            if into:
+                _copy_all(into, cotangents)
             assert self._come_back is not None
             self._come_back()
             copies = iter(_copied([each for each in self._gradients if each is not None]))
@@ -181,11 +182,7 @@ def _place_of(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of all, by one launch where they have one dtype."""
+    """Copies of all."""
     copies = [torch.empty_like(each) for each in tensors]
-    torch._foreach_copy_(copies, tensors)
+    _copy_all(copies, tensors)
     return copies
-
-
-def _memory(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
