@@ -235,6 +235,7 @@ class Passes:
             run, kind, tolerance, guess, most, every
         )  # fmt: skip
         self.chunk: int = kind.chunk
+        self.done: int = 0
         self._chunks, self._limit, self._parts, size = run.cut(kind.chunk, most)
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
@@ -253,7 +254,6 @@ class Passes:
         self._looks = kind.looks and most is None and can_look(self._chunks) and not local
         if kind.rolls and not ahead:
             self._other = run.new_states()
-        self.done: int = 0
         self._launch(self._limit if most is not None else min(self._limit, kind.passes))
 
     def _launch(self, wanted: int) -> None:

@@ -121,6 +121,8 @@ class Repeating:
         ):
             return None
         starts = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
+        if not isinstance(starts, tuple | list):  # somebody else says what is wrong
+            return None
         resets = () if reset is None else (reset,)
         known = module._parameters
         weights = [

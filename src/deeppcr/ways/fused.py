@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
+from ..graphs.cache import recorded_layers
 from ..newton import USUAL, Newton
 from ..runtime import has_hooks_of_saved_tensors, has_kernels, is_transformed
 from ..sequence import Rowwise, Sequence
@@ -210,6 +211,7 @@ class Call:
         _steps.put(self.key, reason)
         self._fused = reason
         forget_expected()
+        recorded_layers.clear()  # which may hold its kernels
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
