@@ -78,6 +78,7 @@ def test_a_solve_that_needs_more_passes_is_made_again(device, monkeypatch):
     with torch.no_grad():
         found, replayed = replays(module, [x] * 4)
         assert replayed == [False, False, False, True]  # in vain
+        assert Counts.recorded == 2  # what was recorded is let go of
         assert not module.solutions[0].plan.notes
         assert int(module.solutions[0].iterations) > 2
         assert error(found[0], module(x, mode="sequential")[0]) < 1e-9

@@ -267,17 +267,8 @@ class Passes:
         if rolls:
             given.append(self._other)
         key = (
-            self.chunk,
-            self._limit,
-            done,
-            wanted,
-            rolls,
-            guessed_from,
-            self._how,
-            self._every,
-            self._looks,
-            self._digits,
-        )
+            self.chunk, self._limit, done, wanted, rolls, guessed_from, self._how, self._every, self._looks, self._digits,
+        )  # fmt: skip
         run.repeat(key, (*given, self.states), partial(self._make, done, wanted))
         self.done = wanted
 

@@ -111,12 +111,11 @@ class Recurrent(OperatedRecurrent):
         passed: Any = self._passed
         by_kernels = callable(passed) or (passed and isinstance(passed[0], FusedSolution))
         call = Repeating.of(self, input, hx, reset, mode) if by_kernels else None
-        if call is None:
-            return self._run(input, hx, reset, mode)
-        found = call.replayed()
+        found = None if call is None else call.replayed()
         if found is None:
             found = self._run(input, hx, reset, mode)
-            call.learn()
+            if call is not None:
+                call.learn()
         return found
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
