@@ -144,7 +144,10 @@ class Replayed:
     __slots__ = ("_recording", "counts", "hold", "notes", "outputs")
 
     def __init__(self, recording: FunctionRecording, outputs: list[Tensor], notes: list[Tensor], counts: list[int]):
-        self._recording, self.outputs, self.notes, self.counts = recording, outputs, notes, counts
+        self._recording = recording
+        self.outputs: list[Tensor] = outputs
+        self.notes: list[Tensor] = notes
+        self.counts: list[int] = counts
         self.hold: Tensor = torch.empty(0)
 
     def attached(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

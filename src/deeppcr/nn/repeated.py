@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,7 @@ _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR)
 _PLAIN = (Tensor, nn.Parameter)
 
 
+@dataclass(eq=False)
 class _History:
     """How calls of a kind went.
 
@@ -56,11 +58,13 @@ class _History:
         wasted: recordings that did not pay for themselves
     """
 
-    def __init__(self, newton: Newton):
-        self.newton = newton
-        self.well, self.replays, self.spare, self.wasted = 0, 0, 0, 0
-        self.passes: tuple[int, ...] = ()
-        self.recorded = False
+    newton: Newton
+    well: int = 0
+    passes: tuple[int, ...] = ()
+    recorded: bool = False
+    replays: int = 0
+    spare: int = 0
+    wasted: int = 0
 
 
 _recording = threading.Lock()  # one thread at a time; another one has its call done meanwhile
