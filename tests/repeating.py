@@ -53,6 +53,14 @@ def looped(module, mode, weights, x, start, reset, passes):
     return found, Looped(found)
 
 
+def with_one_to_spare(monkeypatch):
+    """One more pass is recorded than sufficed: other numbers may need it."""
+    passes_of = repeated._passes_of
+    monkeypatch.setattr(
+        repeated, "_passes_of", lambda passed: passes_of(passed) and tuple(n + 1 for n in passes_of(passed))
+    )
+
+
 def told_of(result, *notes):
     return replace(report.looped(STEPS, ROWS, torch.device("cpu"), *notes), result=result)
 
@@ -87,6 +95,7 @@ def graphs(device, monkeypatch):
         monkeypatch.setattr(recurrent, "FusedSolution", Solution)
         monkeypatch.setattr(Looped, "due", False)
     else:
+        with_one_to_spare(monkeypatch)
         monkeypatch.setattr(repeated, "is_due", lambda solves: False)
         monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):

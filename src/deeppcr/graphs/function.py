@@ -7,12 +7,12 @@ likewise. What it reads of the forward pass lies in memory of the graphs. As lon
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ..runtime import apply_directly, as_written, check_backward
 from .record import RECORDING, Scratch
@@ -52,7 +52,7 @@ class FunctionRecording:
 
     def __init__(self, function: Callable[[list[Tensor]], Made], tensors: Sequence[Tensor], scratch: Any):
         self._turn = threading.Lock()
-        self._waiting: weakref.ref[Tensor] | None = None  # what a backward pass holds that may yet come
+        self._waiting: TensorWeakRef | None = None  # what a backward pass holds that may yet come
         self.differentiated: bool = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         with torch.inference_mode(False):  # a graph's memory is written to in any mode
             self._given_to = [_place_of(each) for each in tensors]
@@ -108,7 +108,7 @@ class FunctionRecording:
             assert self._counts is not None
             found = Replayed(self, copies[: len(made.outputs)], copies[len(made.outputs) :], self._counts.tolist())
             if self.differentiated:
-                self._waiting = weakref.ref(found.hold)
+                self._waiting = TensorWeakRef(found.hold)
             return found
         finally:
             self._turn.release()

@@ -324,7 +324,7 @@ def _passes_of(passed: Any) -> tuple[int, ...] | None:
     passes = []
     for each in passed if isinstance(passed, tuple) else ():
         late = each._late if isinstance(each, FusedSolution) else None
-        if late is None or each.result not in _GOOD or not late[0].passes:
+        if late is None or each.result not in _GOOD or not late[0].passes or late[0].unsettled:
             return None
         passes.append(late[0].passes)
     return tuple(passes) or None
