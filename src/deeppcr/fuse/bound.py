@@ -65,8 +65,12 @@ class Notes:
         waited for ``counts``, or for nothing that is still to be written."""
         if self._copied is None or self._copied.numel() < self.memory.numel():
             self._copied = self.memory.cpu()
+        return self.moved_to(self._copied)
+
+    def moved_to(self, memory: Tensor) -> Notes:
+        """The same in a copy of the memory."""
         made = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
-        made.__dict__.update(self.__dict__, memory=self._copied)
+        made.__dict__.update(self.__dict__, memory=memory, _copied=memory if memory is self._copied else None)
         return made
 
     def rough(self, rows: int) -> list[bool]:

@@ -5,6 +5,7 @@ Shapes: L steps in N chunks of C, B rows of D numbers, R lanes of K numbers (R *
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch import compiles_ahead, launch
+from ..runtime import is_capturing
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
@@ -193,6 +195,8 @@ class Passes:
     Attributes:
         states: [L, B, D], or fewer, where they are being written
         chunk: steps of a chunk
+        notes: where they note how it went
+        done: passes that were launched
     """
 
     def __init__(
@@ -202,24 +206,24 @@ class Passes:
         self._run, self._kind, self._tolerance, self._guess = run, kind, tolerance, guess
         self._cut = cut = Cut.of(run, kind, tolerance, most, every)
         self.chunk: int = cut.chunk
+        self.done: int = 0
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
         self.states: Tensor = run.initial if ahead else run.new_states(every)
-        self._notes = Notes(cut.limit, run.rows, run.device, len(run.initial) if cut.digits else 0)
+        self.notes: Notes = Notes(cut.limit, run.rows, run.device, len(run.initial) if cut.digits else 0)
         self._in_one: Found | None = None
         if cut.chunks == 1:
-            self._in_one = run.in_one(self.states, self._notes, every)
+            self._in_one = run.in_one(self.states, self.notes, every)
             return
         assert every == 1 or not cut.rolls, "chunks are rolled out from states, all of which have to be there"
         self._workspace = torch.empty(cut.size, dtype=run.program.dtype, device=run.device)
         self._other = self.states if ahead or not cut.rolls else run.new_states()
-        self._done = 0
         self._launch(cut.limit if most is not None else min(cut.limit, kind.passes))
 
     def _launch(self, wanted: int) -> None:
         """Passes from those that were made up to so many."""
-        guess, done = self._guess, self._done
-        given, guessed_from = [self._workspace, self._notes.memory], None
+        guess, done = self._guess, self.done
+        given, guessed_from = [self._workspace, self.notes.memory], None
         if guess is not None:
             given.append(guess)
             guessed_from = guess.dtype, guess.data_ptr() % 16 == 0
@@ -228,12 +232,12 @@ class Passes:
         self._run.repeat(
             (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
-        self._done = wanted
-        if self._cut.most is None:
-            self._notes.fetch()
+        self.done = wanted
+        if self._cut.most is None and not is_capturing(self._run.device):
+            self.notes.fetch()
 
     def _make(self, first: int, last: int) -> None:
-        run, cut, notes = self._run, self._cut, self._notes
+        run, cut, notes = self._run, self._cut, self.notes
         chunk, chunks, limit = cut.chunk, cut.chunks, cut.limit
         starts, ends, sizes, products, *maps = self._workspace.split(cut.parts)
         worst = maps[-1:] if run.shape.tiled else ()
@@ -257,27 +261,37 @@ class Passes:
         """What they came to, once all lanes are settled, or as many passes were made as are worth it: see ``Run.in_parallel``."""
         if self._in_one is not None:
             return self._in_one
-        cut, kind = self._cut, self._kind
-        blind = cut.most is not None
         while True:
-            done = self._done
-            *left, floored, suspected, hidden = (0, 0, closer, 0) if blind else self._notes.counts()
-            left = left[:done]
-            settled = 0 in left
-            # After as many passes as there are chunks, each has started from where the one before it ended.
-            over = settled or done >= cut.chunks
-            if over or done >= cut.limit:
-                passes = left.index(0) + 1 if settled and not blind else done
-                unsettled = 0 if settled else left[-1]
-                others = of_chunks = None
-                kind.looks = bool(suspected)
-                if suspected or cut.every > 1:
-                    others, of_chunks = self._of_chunks(bool(suspected and (hidden or not cut.looks)))
-                return Found(
-                    self._run.length, self.states, self._notes, passes, cut.chunk, 0 if over else unsettled, floored,
-                    unsettled, others, of_chunks,
-                )  # fmt: skip
-            self._launch(min(cut.limit, done + 2))
+            found = self.judged((0, 0, closer, 0) if self._cut.most is not None else self.notes.counts(), self.notes)
+            if found is not None:
+                return found
+            self._launch(min(self._cut.limit, self.done + 2))
+
+    def judged(self, counts: Sequence[int], notes: Notes) -> Found | None:
+        """What the passes that were made came to, by what they noted; None where more of them are worth it.
+
+        Args:
+            counts: ``notes.unsettled``
+            notes: where the passes note it; or another run did that repeats their launches
+        """
+        cut, done, blind = self._cut, self.done, self._cut.most is not None
+        *left, floored, suspected, hidden = counts
+        left = left[:done]
+        settled = 0 in left
+        # After as many passes as there are chunks, each has started from where the one before it ended.
+        over = settled or done >= cut.chunks
+        if not over and done < cut.limit:
+            return None
+        passes = left.index(0) + 1 if settled and not blind else done
+        unsettled = 0 if settled else left[-1]
+        others = of_chunks = None
+        self._kind.looks = bool(suspected)
+        if suspected or cut.every > 1:
+            others, of_chunks = self._of_chunks(bool(suspected and (hidden or not cut.looks)))
+        return Found(
+            self._run.length, self.states, notes, passes, cut.chunk, 0 if over else unsettled, floored, unsettled, others,
+            of_chunks,
+        )  # fmt: skip
 
     def _of_chunks(self, suspected: bool) -> tuple[Others | None, Tensor | None]:
         """What is known of states that were not written; and the sizes of chunks, where something is suspected."""

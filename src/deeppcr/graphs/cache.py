@@ -31,6 +31,8 @@ _MOST_KEPT, _MOST_BYTES = 16, 2**31
 _MOST_SEEN = 1024
 #: Prepared runs of samplers that are kept, and bytes of buffers in all of them.
 _MOST_PREPARED, _MOST_PREPARED_BYTES = 24, 2**33
+#: Passes of layers that are kept as graphs, and bytes of memory that all of them have for themselves.
+_MOST_LAYERS, _MOST_LAYERS_BYTES = 16, 2**30
 #: Recordings that differ only in what the step closes over, and have not been replayed since.
 _MOST_IDLE = 4
 #: So many solves in a row that had to be handed over, and their kind is no longer captured.
@@ -239,9 +241,15 @@ def arithmetic(device: torch.device) -> tuple[Any, ...]:
 captured_solves: CapturedSolves = CapturedSolves()
 #: What ``deeppcr.diffusion`` keeps from run to run, with the graphs of its iterations. A run takes it and puts it back.
 prepared_samplers: Bounded = Bounded(_MOST_PREPARED, _MOST_PREPARED_BYTES)
+#: Of ``deeppcr.nn``, by module and kind of call: passes of recurrent modules that repeat.
+recorded_layers: Bounded = Bounded(_MOST_LAYERS, _MOST_LAYERS_BYTES)
+#: How such calls went.
+layer_histories: Bounded = Bounded(_MOST_SEEN)
 
 
 def forget_graphs() -> None:
-    """Forget all captured solves, those of ``deeppcr.diffusion`` too, and give back their memory."""
+    """Forget all captured solves, those of ``deeppcr.diffusion`` and ``deeppcr.nn`` too, and give back their memory."""
     captured_solves.clear()
     prepared_samplers.clear()
+    recorded_layers.clear()
+    layer_histories.clear()

@@ -90,6 +90,12 @@ class Scratch:
         self._graphs.add(replay.__self__)  # type: ignore[attr-defined]
         return replay
 
+    @property
+    def bytes(self) -> int:
+        """Of the pool."""
+        pools = [(tuple(each["segment_pool_id"]), each["total_size"]) for each in torch.cuda.memory_snapshot()]
+        return sum(size for pool, size in pools if pool == tuple(self._pool))
+
 
 _scratch: dict[torch.device, Scratch] = {}
 

@@ -42,7 +42,7 @@ class Newton:
         stop: UpdateTest(), PaperTest(), FixedIterations(n)
         shrink: factor on the blocks; below 1 it damps the spread of errors along an unstable sequence, at the price
             of linear convergence
-        capture: on a GPU, a solve that is repeated becomes a CUDA graph, and is then replayed
+        capture: on a GPU, a solve that is repeated becomes a CUDA graph, and is then replayed; so do passes of recurrent layers
 
     >>> import torch, deeppcr
     >>> solution = deeppcr.solve(torch.cos, torch.ones(1), length=64, solver=deeppcr.Newton(chunk=8))

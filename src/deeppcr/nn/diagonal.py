@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..newton import Loop, Newton
+from ..newton import USUAL, Loop, Newton
 from .arguments import Mode, check_size, complaint_of
 from .cells import DiagonalGRUCell, DiagonalLSTMCell
 from .operator import operated
@@ -86,6 +86,9 @@ class Diagonal(Recurrent):
         # Which way of several takes least time, ``solve`` knows best.
         solver = self.newton if mode == "parallel" else Loop() if mode == "sequential" else None
         return self._by_solve(input, hx, reset, solver)
+
+    def _newton_in(self, mode: Mode) -> Newton:
+        return self.newton if mode == "parallel" else USUAL
 
     def _is_proper(self, input: Any, hx: Any) -> bool:
         wrong = complaint_of(self, input, hx)

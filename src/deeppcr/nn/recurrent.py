@@ -22,10 +22,12 @@ from ..newton import USUAL, Loop, Newton
 from ..runtime import is_capturing, is_transformed, outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
+from ..ways.fused_solution import FusedSolution
 from .arguments import Mode, check_mode, check_newton
 from .cells import Restarting, Weights
 from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
+from .repeated import Repeating
 from .report import looped
 
 _AS_IT_IS = nullcontext()
@@ -51,8 +53,8 @@ class Recurrent(OperatedRecurrent):
 
     run_mode: Mode = "auto"
     newton: Newton = USUAL
-    #: How the last pass went: a solution for each layer and direction; or of one by PyTorch its steps, rows, device and why.
-    _passed: tuple[Solution, ...] | tuple[int, int, torch.device, str] = ()
+    #: How the last pass went: a solution for each layer and direction, or what makes them; or of one by PyTorch its steps, rows, device and why.
+    _passed: tuple[Solution, ...] | Callable[[], tuple[Solution, ...]] | tuple[int, int, torch.device, str] = ()
     #: By layer and direction, and whether it restarts: the weights that a cell was made of, and the cell.
     _cells: dict[tuple[int, bool], tuple[tuple[Tensor, ...], Any]] | None = None
     #: Initial states that nobody gave, by what they are like: nobody writes to them.
@@ -102,10 +104,26 @@ class Recurrent(OperatedRecurrent):
             self._check_reset(reset, input)
         if torch.compiler.is_compiling():
             return self._run_in_graph(input, hx, reset, chosen)
-        return unseen_by_compiler(self._run)(input, hx, reset, chosen)
+        return unseen_by_compiler(self._run_or_replay)(input, hx, reset, chosen)
+
+    def _run_or_replay(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
+        """``_run``; a call that repeats one by kernels, by CUDA graphs."""
+        passed: Any = self._passed
+        by_kernels = callable(passed) or (passed and isinstance(passed[0], FusedSolution))
+        call = Repeating.of(self, input, hx, reset, mode) if by_kernels else None
+        found = None if call is None else call.replayed()
+        if found is None:
+            found = self._run(input, hx, reset, mode)
+            if call is not None:
+                call.learn()
+        return found
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         raise NotImplementedError
+
+    def _newton_in(self, mode: Mode) -> Newton:
+        """Settings of a solve in a mode that is not sequential."""
+        return self.newton
 
     def _over_ranks(self, ranks: Ranks, input: Any, hx: Any, reset: Any, cu_seqlens: Any, mode: Mode) -> Any:
         trouble = Trouble()
@@ -359,6 +377,8 @@ class Recurrent(OperatedRecurrent):
     def solutions(self) -> tuple[Solution, ...]:
         """How the last pass went that was not compiled, one for each layer and direction in the order of the weights; states are not kept."""
         passed: Any = self._passed
+        if callable(passed):
+            passed = self.__dict__["_passed"] = passed()
         if passed and not isinstance(passed[0], Solution):
             return (looped(*passed),) * len(self._all_weights)
         return passed

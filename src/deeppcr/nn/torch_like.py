@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..bounded import Bounded
 from ..newton import Newton
 from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
-from ..solution import Result, Solution
+from ..solution import Result
 from ..stopping import UpdateTest
 from ..ways.fused import covers
 from .arguments import ASKED, EMPTY, Mode, complaint_of
@@ -208,7 +208,7 @@ class TorchLike(Recurrent):
 
     def _learn(self, kind: tuple) -> None:
         """After a solve: where the loop had to finish it, PyTorch's is the faster one."""
-        ended = [each for each in self._passed if isinstance(each, Solution) and each.result not in _DONE]
+        ended = [each for each in self.solutions if each.result not in _DONE]
         why = f"an earlier solve of its kind ended so: {ended[0].description}" if ended else ""
         self._remember(kind, _Known(why, _PATIENCE if ended else 0, made=True))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded, Hashed
+from ..graphs.cache import recorded_layers
 from ..newton import USUAL, Newton
 from ..runtime import has_kernels, is_elsewhere, is_transformed
 from ..sequence import Rowwise
@@ -212,6 +213,7 @@ class Call:
         _steps.put(self.key, reason)
         self._fused = reason
         forget_expected()
+        recorded_layers.clear()  # which may hold its kernels
 
 
 def _flattened(nest: Any) -> tuple[list[Any], Any]:
