@@ -1,6 +1,7 @@
 """``check`` finds what a step must not do, and names it."""
 
 import warnings
+from itertools import count
 
 import pytest
 import torch
@@ -45,13 +46,16 @@ def test_side_effects():
     assert finding.kind == "side effect"
     assert "of a BatchNorm1d" in finding.message
     assert check(norm.eval(), Z0, length=10) == []
-    calls = []
+    calls, unseen = [], count(1)
 
     def counts(z):
         calls.append(1)
         return z + len(calls)
 
     (finding,) = check(counts, Z0, length=10)
+    assert finding.kind == "side effect"
+    assert "a list keeps" in finding.message
+    (finding,) = check(lambda z: z + next(unseen), Z0, length=10)
     assert finding.kind == "side effect"
     assert "called again" in finding.message
     assert kinds(lambda z: z.mul_(2), Z0.clone(), length=10) == ["error"]
