@@ -130,11 +130,11 @@ def test_derivatives_that_differ_by_forward_and_by_reverse_mode():
             fixed = torch.sin(z)
         return 0.5 * torch.tanh(z) + 0.3 * fixed
 
-    (finding,) = check(partly, Z0, length=10)
+    with torch.no_grad():  # where nobody asks for the derivatives of autograd
+        (finding,) = check(partly, Z0, length=10)
     assert finding.kind == "derivative"
     assert "torch.no_grad()" in finding.message
-    with pytest.raises(RuntimeError, match=r"the adjoint does not hold.*torch\.no_grad\(\)"):
-        deeppcr.solve(partly, Z0.clone().requires_grad_(), length=10, solver=deeppcr.Newton()).states.sum().backward()
+    assert check(partly, Z0, length=10) == []
     assert check(lambda z: torch.zeros_like(z), Z0, length=10) == []
     assert check(lambda z: torch.relu(z) - z.abs() / 2, torch.zeros(3, 4), length=10) == []
 

@@ -123,7 +123,13 @@ class StepGroup:
         self.notes: list[str] = []
         self._heard: set[str] = set()
         self._falls_back = False  # torch.vmap has no rule for an operation
-        self._candidates = list(_DERIVATIVES)
+        self._usable = list(_DERIVATIVES)
+        self._candidates = list(self._usable)
+
+    def differentiate_as_autograd(self) -> None:
+        """By reverse mode, which sees where a step switches gradients off: to forward mode that is one more operation."""
+        self._usable = [each for each in _DERIVATIVES if each.startswith("reverse")]
+        self._candidates = list(self._usable)
 
     def inputs(self, index: int | slice | Tensor) -> Any:
         """What the step sees of xs, at one step or at several."""
@@ -194,7 +200,7 @@ class StepGroup:
                     self._candidates.pop(0)
                 elif self.way == "vmap":
                     self._leave_vmap(error)
-                    self._candidates = list(_DERIVATIVES)
+                    self._candidates = list(self._usable)
                 else:
                     self._let_raise(previous, index)
                     raise StepError(

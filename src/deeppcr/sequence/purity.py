@@ -298,13 +298,20 @@ _NOT_CALLED = (
 )
 
 
-class NoHooks(TorchFunctionMode):
-    """Inside, a hook on the gradient of a tensor is refused."""
+class AsDifferentiated(TorchFunctionMode):
+    """Inside, a hook on the gradient of a tensor is refused.
+
+    Attributes:
+        switches_off: whether a part ran without gradients, of which forward mode knows nothing
+    """
+
+    switches_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # PyTorch's own (of counters of operations, say) look on and change nothing.
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
+        self.switches_off |= func is torch._C._set_grad_enabled and not args[0]
         return func(*args, **(kwargs or {}))
 
 
