@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..runtime import as_written, in_functorch, is_out_of_memory
+from ..runtime import as_written, catching_warnings, in_functorch, is_out_of_memory
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -43,7 +43,7 @@ _FORWARD_MODE = threading.Lock()
 @cache
 def _load_rules() -> None:
     """PyTorch's rules of forward mode: to load them warns of code of its own, which those who make errors of warnings are not to meet."""
-    with warnings.catch_warnings():
+    with catching_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import_module("torch._decomp.decompositions_for_jvp")
 
@@ -244,7 +244,7 @@ class StepGroup:
             yield
             return
         self._heard.add(what)
-        with warnings.catch_warnings(record=True) as caught:
+        with catching_warnings(record=True) as caught:
             warnings.filterwarnings("always", message=_FALLS_BACK)
             yield
         for each in caught:
