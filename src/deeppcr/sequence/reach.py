@@ -197,7 +197,9 @@ class Walk:
 Values = dict[tuple[int, Hashable], tuple[Any, Any]]
 
 
-def reached_by(step: Any, used: set[Any] | None = None, without: Collection[int] = ()) -> tuple[list[nn.Module], Values]:
+def reached_by(
+    step: Any, used: set[Any] | None = None, without: Collection[int] = ()
+) -> tuple[list[nn.Module], Values]:
     """The modules that a step reaches, without those inside of them; and outside of modules its tensors, numbers and random generators.
 
     Args:
