@@ -149,14 +149,26 @@ def test_rows_that_influence_each_other_are_named(base, gradient, dtype, device)
 
 @FULL
 @pytest.mark.parametrize("base", [plain, rounded])
-def test_a_part_without_a_gradient_is_named(base, dtype, device):
-    def step(z, x):
-        with torch.no_grad():
-            fixed = torch.sin(z)
-        return base(z, x) + 0.01 * fixed
-
-    said = refused(step, Generator(0, dtype, device).normal(30, 3, 2), device)
+def test_a_part_without_a_gradient_is_named_where_the_first_step_has_none(base, dtype, device):
+    step = lambda z, x: partly(z, x, base)  # noqa: E731
+    said = refused([base, *[step] * 29], Generator(0, dtype, device).normal(30, 3, 2), device)
     assert [cause for cause in CAUSES if cause in said] == ["torch.no_grad()", "given Jacobian"]
+
+
+def partly(z, x, base=plain):
+    with torch.no_grad():
+        fixed = torch.sin(z)
+    return base(z, x) + 0.3 * fixed
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Unrolled()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("wrap", [lambda step: step, deeppcr.rowwise], ids=["vmap", "rowwise"])
+@pytest.mark.parametrize("jacobian", [deeppcr.DenseJacobian(), deeppcr.DiagonalJacobian()], ids=["dense", "diagonal"])
+def test_a_part_without_a_gradient_has_none_however_long_the_loop_is(jacobian, wrap, gradient, device):
+    for length in (2, 30, 300):
+        make = Generator(0, torch.float64, device)
+        z0, xs = make.normal(3, 2), make.normal(length, 3, 2)
+        compare(wrap(partly), z0, xs, 1e-10, solver=Newton(jacobian=jacobian), gradient=gradient)
 
 
 @FULL

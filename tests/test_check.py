@@ -1,6 +1,7 @@
 """``check`` finds what a step must not do, and names it."""
 
 import warnings
+from itertools import count
 
 import pytest
 import torch
@@ -45,13 +46,16 @@ def test_side_effects():
     assert finding.kind == "side effect"
     assert "of a BatchNorm1d" in finding.message
     assert check(norm.eval(), Z0, length=10) == []
-    calls = []
+    calls, unseen = [], count(1)
 
     def counts(z):
         calls.append(1)
         return z + len(calls)
 
     (finding,) = check(counts, Z0, length=10)
+    assert finding.kind == "side effect"
+    assert "a list keeps" in finding.message
+    (finding,) = check(lambda z: z + next(unseen), Z0, length=10)
     assert finding.kind == "side effect"
     assert "called again" in finding.message
     assert kinds(lambda z: z.mul_(2), Z0.clone(), length=10) == ["error"]
@@ -126,11 +130,11 @@ def test_derivatives_that_differ_by_forward_and_by_reverse_mode():
             fixed = torch.sin(z)
         return 0.5 * torch.tanh(z) + 0.3 * fixed
 
-    (finding,) = check(partly, Z0, length=10)
+    with torch.no_grad():  # where nobody asks for the derivatives of autograd
+        (finding,) = check(partly, Z0, length=10)
     assert finding.kind == "derivative"
     assert "torch.no_grad()" in finding.message
-    with pytest.raises(RuntimeError, match=r"the adjoint does not hold.*torch\.no_grad\(\)"):
-        deeppcr.solve(partly, Z0.clone().requires_grad_(), length=10, solver=deeppcr.Newton()).states.sum().backward()
+    assert check(partly, Z0, length=10) == []
     assert check(lambda z: torch.zeros_like(z), Z0, length=10) == []
     assert check(lambda z: torch.relu(z) - z.abs() / 2, torch.zeros(3, 4), length=10) == []
 

@@ -88,10 +88,20 @@ def test_others_say_that_they_cannot(solver):
         deeppcr.solve(*problem("forward"), solver=solver)
 
 
-@pytest.mark.parametrize("function", [deeppcr.check, deeppcr.predict])
-def test_so_do_those_who_look_at_derivatives(function):
-    with pytest.raises(ValueError, match="z0: holds an infinity"):
-        function(*problem("forward"))
+@pytest.mark.parametrize("case", CASES)
+def test_those_who_tell_before_say_what_is_done(case):
+    predicted = deeppcr.predict(*problem(case))
+    assert predicted.way == "loop"
+    assert predicted.why in deeppcr.solve(*problem(case)).plan.notes
+    (finding,) = deeppcr.check(*problem(case))
+    assert (finding.kind, finding.message[:21]) == ("not finite", "z0: holds an infinity")
+
+
+@pytest.mark.parametrize("function", [deeppcr.check, deeppcr.predict, deeppcr.solve])
+def test_nan_is_a_mistake(function):
+    step, z0, xs = problem("forward")
+    with pytest.raises(ValueError, match="z0: holds NaN"):
+        function(step, z0 * torch.nan, xs)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -1,6 +1,7 @@
 """Which way a solve goes where nobody says it: every way gives the loop's states and gradients. Without kernels: those are in fuse/test_solve.py."""
 
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -69,12 +70,54 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
         assert record.tries == {"newton": turn + 1}
         record.seconds["loop"] = 1e9  # a probe is all that is known of it
     check(found, step, z0, xs, weight)
+    record.estimated.clear()
     for quicker, expected in (("loop", Result.LOOP), ("newton", Result.CONVERGED)):
         record.seconds.update({"loop": 2.0, "newton": 2.0, quicker: 1e-9})
         found = deeppcr.solve(step, z0, xs)
         assert found.result is expected
         assert any("of this kind loop " in note for note in found.plan.notes)
         check(found, step, z0, xs, weight)
+
+
+def test_a_loop_that_is_not_much_slower_by_an_estimate_is_measured(device, impatient):
+    """A few steps by themselves take longer than many: else a parallel solve would be kept that loses."""
+    step, z0, xs, _ = problem(device)
+    deeppcr.solve(step, z0, xs)
+    (record,) = plan._records.values()
+    record.seconds.update({"newton": 1.0, "loop": 4.0})
+    found = deeppcr.solve(step, z0, xs)
+    assert found.result is Result.LOOP
+    assert "so that it is measured" in str(found.plan)
+    assert not record.estimated
+    assert record.seconds["loop"] < 1
+    plan.forget_records()
+    deeppcr.solve(step, z0, xs)
+    (record,) = plan._records.values()
+    record.seconds.update({"newton": 1.0, "loop": 9.0})
+    assert deeppcr.solve(step, z0, xs).result is Result.CONVERGED
+
+
+def test_an_estimate_is_that_of_steps_that_nothing_disturbed(monkeypatch):
+    times = iter([0.0, 5.0, 6.0, 9.0, 11.0])
+    monkeypatch.setattr(plan, "now", lambda device: next(times))
+    record, asked = plan.Record("cpu"), []
+    probe = plan.Probe(record, 100, torch.device("cpu"), asked.append)
+    assert [probe.gives_up(index) for index in range(plan.PROBED)] == [False] * (plan.PROBED - 1) + [None]
+    assert asked == [100.0]
+    assert record.seconds == {"loop": 100.0}
+
+
+def test_what_a_first_parallel_solve_imports_counts_until_loops_have_taken_as_long(monkeypatch):
+    monkeypatch.setattr(plan, "_COLD", 1.7)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    record = plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5})
+    ways = []
+    for _ in range(5):
+        ways.append(record.choose()[0])
+        record.took("loop", 0.5)
+    assert ways == ["loop"] * 3 + ["newton"] * 2
+    monkeypatch.setitem(sys.modules, "torch._dynamo", plan)
+    assert plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5}).choose()[0] == "newton"
 
 
 def test_kinds_are_told_apart(device):

@@ -70,11 +70,11 @@ def test_a_loop_that_takes_longer_than_expected_is_left():
 
 def test_an_estimate_is_told_as_one():
     record = known(newton=0.5)
-    record.seconds["loop"] = 1.0
+    record.seconds["loop"] = 5.0
     record.estimated.add("loop")
     record.took("newton", 0.6)
     record.took("newton", 0.7)
-    assert record.choose() == ("newton", "of this kind newton took 500 ms, loop would take about 1 s")
+    assert record.choose() == ("newton", "of this kind newton took 500 ms, loop would take about 5 s")
     record.took("loop", 1.5)  # which is what it takes, whatever was expected
     assert "loop took 1.5 s" in record.choose()[1]
     record.took("loop", 0.9)
@@ -162,10 +162,10 @@ def test_kernels_are_made_for_what_comes_again_or_is_long():
 
 @pytest.mark.parametrize(("length", "asked"), [(2 * PROBED, []), (100, [25.0])])
 def test_a_probe_looks_once_and_not_at_short_loops(length, asked, monkeypatch):
-    """After the first steps, which warm up, one takes a quarter of a second here."""
-    now, seen, record = iter([0.0, (PROBED - 2) * 0.25]), [], Record("cpu")
+    """After the first steps, which warm up, one takes a quarter of a second here; a GPU is asked for all of them at once."""
+    now, seen, record = iter([0.0, (PROBED - 2) * 0.25]), [], Record("cuda")
     monkeypatch.setattr(plan, "now", lambda device: next(now))
-    probe = Probe(record, length, torch.device("cpu"), lambda seconds: seen.append(seconds) or True)
+    probe = Probe(record, length, torch.device("cuda"), lambda seconds: seen.append(seconds) or True)
     gave_up = [probe.gives_up(index) for index in range(1, length)]
     assert seen == asked
     assert gave_up.count(True) == len(asked)

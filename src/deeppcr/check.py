@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .jacobian import DenseJacobian, Jacobian
-from .runtime import random_state
+from .runtime import catching_warnings, random_state
 from .sequence import Sequence
 from .sequence.evaluate import TAKEN_APART, StepError
-from .sequence.layout import refuse_not_finite
+from .sequence.layout import not_finite_in, refuse_not_finite, starts_the_loop_alone
 from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import find_influence, rounding_of, shares
@@ -88,8 +88,10 @@ def check(
         sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
     except StepError as error:
         return [Finding(error.kind, str(error))]
-    refuse_not_finite(z0)
-    return [*_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
+    refuse_not_finite(z0, infinities=True)
+    held = not_finite_in(z0)
+    alone = () if held is None else (Finding("not finite", starts_the_loop_alone(held)),)
+    return [*alone, *_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
 
 
 @torch.no_grad()
@@ -242,7 +244,7 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
         except StepError:
             return  # no derivative, which the solve says where it needs one
         pushed = every[index - first, 0]
-        with torch.enable_grad(), warnings.catch_warnings():
+        with torch.enable_grad(), catching_warnings():
             warnings.simplefilter("ignore")  # of steps that look at values
             start = state.clone().requires_grad_()
             value = sequence.step(index, start.clone())

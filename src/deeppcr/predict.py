@@ -19,7 +19,7 @@ from .jacobian import block_bytes
 from .newton import Newton
 from .runtime import Watcher
 from .sequence import Sequence
-from .sequence.layout import refuse_not_finite
+from .sequence.layout import not_finite_in, refuse_not_finite
 from .sequence.lengths import up_to
 from .solution import Plan, first_not_finite
 from .ways.fused import Call
@@ -156,7 +156,7 @@ def predict(
     if lengths is not None:
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
     sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
-    refuse_not_finite(z0)
+    refuse_not_finite(z0, infinities=True)
     layout, steps = sequence.layout, sequence.length
     call, chunk = Call(step, z0, xs, length, batch_dims), Newton().choose_chunk(sequence, Plan())
     step_seconds = _time_of_step(sequence)
@@ -349,6 +349,9 @@ def _choice(call: Call, record: Record, known: Record) -> tuple[str, str]:
     """
     if not can_be_planned(call):
         return "newton", "a step that looks further back is solved in parallel"
+    held = not_finite_in(call.z0)
+    if held is not None and not call.has_kernels:
+        return "loop", f"one step after the other: z0 holds {held}"
     if call.has_kernels:
         return "loop kernel" if _chunk_of_kernels(call) == call.length else "kernels", "the step has kernels"
     again = "loop" in known.seconds

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -28,8 +30,29 @@ class ConvergenceWarning(UserWarning):
     """The parallel solve did not get there by itself; the message says what was done instead."""
 
 
+class _Muted(threading.local):
+    """How many in this thread want to hear nothing."""
+
+    count = 0
+
+
+_muted = _Muted()
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Inside, nothing is told in this thread. (Filters of warnings are those of the process, which other threads change, too.)"""
+    _muted.count += 1
+    try:
+        yield
+    finally:
+        _muted.count -= 1
+
+
 def warn(message: str) -> None:
     """As a ConvergenceWarning at the line of the user that called the library, directly or by a module of PyTorch."""
+    if _muted.count:
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
         frame, level = frame.f_back, level + 1

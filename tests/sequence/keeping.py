@@ -1,6 +1,7 @@
 """Modules that keep something from one call to the next."""
 
 from functools import partial
+from itertools import count
 
 import torch
 from torch import nn
@@ -43,15 +44,15 @@ class Seeing(nn.Module):
 
 
 class Later:
-    """A step that from its third call on lets a module keep what it sees; and may fail then."""
+    """A step that from its third call on lets a module keep what it sees; and may fail then. (How far an iterator is, nobody sees.)"""
 
     def __init__(self, error=None):
-        self.module, self.calls, self.error = Seeing(), [], error
+        self.module, self.calls, self.error = Seeing(), count(1), error
 
     def __call__(self, z):
-        self.calls.append(1)
-        after = self.module(z) if len(self.calls) > 2 else torch.tanh(self.module.linear(z))
-        if self.error is not None and len(self.calls) > 3:
+        call = next(self.calls)
+        after = self.module(z) if call > 2 else torch.tanh(self.module.linear(z))
+        if self.error is not None and call > 3:
             raise self.error
         return after
 

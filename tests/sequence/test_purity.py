@@ -386,12 +386,33 @@ def by_a_generator(draw):
     return make
 
 
+def longer_after_a_while():
+    calls = []
+
+    def step(z, x):
+        calls.append(1)
+        return 0.5 * z + x + (len(calls) > 20)
+
+    return step
+
+
+def other_after_a_while():
+    """What an iteration comes to, and what it is judged by, is the same function all the time, and not the loop's."""
+    count = [0]
+
+    def step(z, x):
+        count[0] += 1
+        return 0.5 * z + x + (count[0] > 40)
+
+    return step
+
+
+COUNTING = [Clock, counting_in_a_list, largest_in_a_dict, longer_after_a_while, other_after_a_while]
+DRAWING = [by_a_generator(True), by_a_generator(False)]
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
 
-@pytest.mark.parametrize(
-    "make", [*OUTSIDE, Clock, counting_in_a_list, largest_in_a_dict, by_a_generator(True), by_a_generator(False)]
-)
+@pytest.mark.parametrize("make", [*OUTSIDE, *COUNTING, *DRAWING])
 def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
     """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
     monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
@@ -403,16 +424,34 @@ def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(mak
         assert "at every call" in found.plan.notes[0]
 
 
-def test_what_a_step_notes_and_does_not_read_is_its_own_affair(monkeypatch):
+@pytest.mark.parametrize("solver", [None, Newton()], ids=["default", "Newton"])
+def test_what_a_step_notes_and_does_not_read_is_its_own_affair(solver, monkeypatch):
     monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
     monkeypatch.setitem(plan._OPERATION, "cpu", (1.0, 0.0, 0.0))
-    calls = []
+    calls, shapes, sizes = [], {}, set()
 
     def step(z, x):
-        calls.append(1)
+        calls.append((1, z.sum()))
+        sizes.add(len(shapes))
+        shapes[len(shapes)] = 1
         return 0.5 * torch.tanh(z) + x
 
-    found = deeppcr.solve(step, torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3))
+    found = deeppcr.solve(step, torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3), solver=solver)
+    assert found.result is deeppcr.Result.CONVERGED
+
+
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Jacobi()], ids=["Newton", "Jacobi"])
+@pytest.mark.parametrize("make", [*COUNTING, *DRAWING])
+def test_numbers_that_a_step_keeps_outside_of_modules_are_refused_by_name(make, solver):
+    """Also where an iteration would converge, to something else than the loop."""
+    z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
+    with pytest.raises(StepError, match=r"keeps '(time|entries|largest|generator)' from one call to the next"):
+        deeppcr.solve(make(), z0, xs, solver=solver)
+
+
+def test_what_is_not_a_number_is_as_it_was():
+    missing = float("nan")
+    found = deeppcr.solve(lambda z: torch.nan_to_num(z + missing), Z0, length=20, solver=Newton())
     assert found.result is deeppcr.Result.CONVERGED
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..sequence.reach import modules_of
+from ..sequence.reach import reached_by
 
 #: modules that compute something else in train mode, and what they do there
 _RANDOM = (
@@ -178,7 +178,7 @@ def _refuse_train_mode(function: Callable) -> None:
 
 def walk_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a denoiser with their names: itself, and all that it reaches."""
-    for root in modules_of(function):
+    for root in reached_by(function)[0]:
         yield from root.named_modules()
 
 

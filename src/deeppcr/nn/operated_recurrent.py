@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..newton import Newton
-from ..runtime import is_transformed
+from ..runtime import catching_warnings, is_transformed
 from ..solution import Solution
 from ..ways.fused_solution import FusedSolution
 from ..ways.judged import attach
@@ -147,7 +147,7 @@ def _as_they_lie(x: Tensor) -> Iterator[None]:
     if not x.is_cuda:
         yield
         return
-    with warnings.catch_warnings():
+    with catching_warnings():
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         yield
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..runtime import as_written, in_functorch, is_out_of_memory
+from ..runtime import as_written, catching_warnings, in_functorch, is_out_of_memory
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -43,7 +43,7 @@ _FORWARD_MODE = threading.Lock()
 @cache
 def _load_rules() -> None:
     """PyTorch's rules of forward mode: to load them warns of code of its own, which those who make errors of warnings are not to meet."""
-    with warnings.catch_warnings():
+    with catching_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import_module("torch._decomp.decompositions_for_jvp")
 
@@ -123,7 +123,13 @@ class StepGroup:
         self.notes: list[str] = []
         self._heard: set[str] = set()
         self._falls_back = False  # torch.vmap has no rule for an operation
-        self._candidates = list(_DERIVATIVES)
+        self._usable = list(_DERIVATIVES)
+        self._candidates = list(self._usable)
+
+    def differentiate_as_autograd(self) -> None:
+        """By reverse mode, which sees where a step switches gradients off: to forward mode that is one more operation."""
+        self._usable = [each for each in _DERIVATIVES if each.startswith("reverse")]
+        self._candidates = list(self._usable)
 
     def inputs(self, index: int | slice | Tensor) -> Any:
         """What the step sees of xs, at one step or at several."""
@@ -194,7 +200,7 @@ class StepGroup:
                     self._candidates.pop(0)
                 elif self.way == "vmap":
                     self._leave_vmap(error)
-                    self._candidates = list(_DERIVATIVES)
+                    self._candidates = list(self._usable)
                 else:
                     self._let_raise(previous, index)
                     raise StepError(
@@ -238,7 +244,7 @@ class StepGroup:
             yield
             return
         self._heard.add(what)
-        with warnings.catch_warnings(record=True) as caught:
+        with catching_warnings(record=True) as caught:
             warnings.filterwarnings("always", message=_FALLS_BACK)
             yield
         for each in caught:

@@ -265,8 +265,13 @@ def refuse_not_finite(z0: Any, *, infinities: bool = False) -> None:
     """
     held = not_finite_in(z0)
     if held == "NaN" or (held is not None and not infinities):
-        by_default = "" if held == "NaN" else ", or none"
-        raise ValueError(f"z0: holds {held}, from which the plain loop alone can start: solver=Loop(){by_default}")
+        raise ValueError(starts_the_loop_alone(held))
+
+
+def starts_the_loop_alone(held: str) -> str:
+    """Said of a z0 that holds NaN or an infinity."""
+    by_default = "" if held == "NaN" else ", or none"
+    return f"z0: holds {held}, from which the plain loop alone can start: solver=Loop(){by_default}"
 
 
 # Copies, since a complex view of a real tensor asks for memory that begins and goes on by even numbers; so do the derivatives of views.

@@ -1,6 +1,6 @@
-"""What a step must not leave behind: in the modules that it calls, and in the tensors that it is given.
+"""What a step must not leave behind: in the modules that it calls, in the tensors that it is given, and in what else it reaches.
 
-The loop calls a module once for each step and in their order; here it is called for all steps at once, and several times. What
+The loop calls a step once for each place and in their order; here it is called for all of them at once, and several times. What
 it keeps from one call to the next would be another thing than in the loop, and is refused by name. The first call of all is the
 same as in the loop, and what it leaves for good is right: caches, and parameters that are made or set by what comes first.
 Nothing is ever put back.
@@ -12,7 +12,6 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from importlib import import_module
 from operator import is_
 from typing import Any
 
@@ -25,10 +24,8 @@ from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
 from .evaluate import StepError, StepGroup
-from .reach import LARGEST, inside, modules_of, values_of
+from .reach import LARGEST, Values, inside, only_added_to, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
-
-_is_wrapped: Callable[[Tensor], bool] = import_module("torch._C._functorch").is_functorch_wrapped_tensor
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
 _CONTAINERS = frozenset((list, deque, dict, set, OrderedDict, defaultdict))
@@ -41,7 +38,7 @@ class SideEffect(StepError):
 
 
 class Purity:
-    """What the modules of groups of steps hold, and the tensors that their functions are given, as they are now.
+    """What groups of steps hold, in modules and outside, and the tensors that their functions are given, as they are now.
 
     Args:
         groups: that of the first step first
@@ -58,9 +55,11 @@ class Purity:
             for number, leaf in enumerate(pytree.tree_leaves(group.xs) if group.xs is not None else ())
         ]
         self._used: set[Any] = set()
-        every = [root for group in groups for root in modules_of(group.function, self._used)]
+        reached = [reached_by(group.function, self._used) for group in groups]
+        every = [root for modules, _ in reached for root in modules]
         self.roots: list[nn.Module] = list({id(root): root for root in every}.values())  # many groups may share one
         self._held = self._look()
+        self._values = [_Values(group.function, found) for group, (_, found) in zip(groups, reached, strict=True)]
         for module in self._held.lazy() if len(groups) > 1 else ():
             raise SideEffect(_is_yet_to_be_made(module))
 
@@ -74,7 +73,7 @@ class Purity:
         """
         self._first = first
         self._check_inputs()
-        written, replaced = self._held.written(), self._held.replaced()
+        written, replaced = self._held.written(), self._held.replaced() + self._values[0].changed()
         if not written and not replaced:
             return
         group = self._groups[0]
@@ -83,6 +82,7 @@ class Purity:
         if group.module is not None or (written and capturing):
             self._refuse_changes()
         self._held = self._look()  # also into modules that were made just now
+        self._values[0] = _Values(group.function)
         if capturing:  # where nothing can be tried
             return
         second = group.call(state.clone(), x).detach()
@@ -108,17 +108,6 @@ class Purity:
                     group.call(self._first, group.inputs(-1))
         self._check_inputs()
         self._refuse_changes()
-        if error is not None:
-            self._refuse_kept_values()
-
-    def _refuse_kept_values(self) -> None:
-        """Raise where steps keep tensors outside of modules: those of a transform are no more once it is over."""
-        for group in self._groups:
-            values = _Values(group.function)
-            with suppress(Exception), torch.no_grad():
-                group.call(self._first, group.inputs(0))
-            for owner, name in (*values.dead(), *values.changed(Tensor)):
-                raise SideEffect(_keeps(owner, name))
 
     def _look(self) -> _Held:
         modules = [module for root in self.roots for module in inside(root, self._used)]
@@ -128,6 +117,8 @@ class Purity:
         for place in self._held.written():
             raise SideEffect(_writes(*place))
         for place in self._held.replaced():
+            raise SideEffect(_keeps(*place))
+        for place in (place for values in self._values for place in values.changed()):
             raise SideEffect(_keeps(*place))
 
     def _check_inputs(self) -> None:
@@ -139,8 +130,9 @@ class Purity:
 def watch(step: Any) -> Callable[[], str | None]:
     """To be asked after a call of the step: what that has changed in the modules which the step reaches; None where it has nothing."""
     used: set[Any] = set()
-    modules = [module for root in modules_of(step, used) for module in inside(root, used)]
-    held, values = _Held({id(module): module for module in modules}.values()), _Values(step)
+    roots, found = reached_by(step, used)
+    modules = [module for root in roots for module in inside(root, used)]
+    held, values = _Held({id(module): module for module in modules}.values()), _Values(step, found)
 
     def changed() -> str | None:
         for owner, name in (*held.written(), *held.replaced(), *values.changed()):
@@ -200,30 +192,28 @@ class _Held:
 class _Values:
     """The tensors, numbers and random generators that a step reaches outside of modules."""
 
-    def __init__(self, step: Any):
-        self._step, self._before = step, values_of(step)
-        self._states = {place: _state_of(each) for place, (_, each) in self._before.items()}
+    def __init__(self, step: Any, found: Values | None = None):
+        """``found``: by a walk through the step just now."""
+        self._step, self._before = step, reached_by(step)[1] if found is None else found
+        self._states = {place: [_state_of(each)] for place, (_, each) in self._before.items()}
 
-    def changed(self, kind: type = object) -> list[tuple[Any, str]]:
+    def changed(self) -> list[tuple[Any, str]]:
         """Those that are other ones now, or were written to: what holds them, and the name there."""
+        found = self._others(reached_by(self._step)[1])
+        if found:  # what is noted somewhere, and never read, is nobody's business
+            found = self._others(reached_by(self._step, without=only_added_to(self._step))[1])
+        return [(owner, "entries" if type(owner) in _CONTAINERS else str(name)) for owner, name in found]
+
+    def _others(self, values: Values) -> list[tuple[Any, Hashable]]:
         found = []
-        for place, (owner, now) in values_of(self._step).items():
+        for place, (owner, now) in values.items():
             before = self._before.get(place, (None, None))[1]
-            if before is None and type(owner) in _CONTAINERS and not _is_tensor(now):
-                continue  # something is noted there at every call, which is not read as long as it grows
-            same = _state_of(now) == self._states.get(place) and (now is before or not _is_tensor(now))
-            if isinstance(now, kind) and not same:
-                found.append((owner, _called(owner, place[1])))
+            if before is None and isinstance(owner, dict) and not _is_tensor(now):
+                continue  # it is looked up by its key, which was not there before
+            # In a list, so that what is no number equals itself.
+            if [_state_of(now)] != self._states.get(place) or (now is not before and _is_tensor(now)):
+                found.append((owner, place[1]))
         return found
-
-    def dead(self) -> list[tuple[Any, str]]:
-        """Those that belong to a transform which is over."""
-        every = ((owner, _called(owner, place[1]), each) for place, (owner, each) in self._before.items())
-        return [(owner, name) for owner, name, each in every if _is_tensor(each) and _is_wrapped(each)]
-
-
-def _called(owner: Any, name: Hashable) -> str:
-    return "entries" if type(owner) in _CONTAINERS else str(name)
 
 
 def _state_of(value: Any) -> Any:
@@ -308,13 +298,20 @@ _NOT_CALLED = (
 )
 
 
-class NoHooks(TorchFunctionMode):
-    """Inside, a hook on the gradient of a tensor is refused."""
+class AsDifferentiated(TorchFunctionMode):
+    """Inside, a hook on the gradient of a tensor is refused.
+
+    Attributes:
+        switches_off: whether a part ran without gradients, of which forward mode knows nothing
+    """
+
+    switches_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # PyTorch's own (of counters of operations, say) look on and change nothing.
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
+        self.switches_off |= func is torch._C._set_grad_enabled and not args[0]
         return func(*args, **(kwargs or {}))
 
 

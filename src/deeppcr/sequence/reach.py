@@ -5,12 +5,14 @@ Types are asked here, not values: a proxy answers for something else, or raises.
 
 from __future__ import annotations
 
+import dis
 import math
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -39,6 +41,12 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "deeppcr"}
 _NOT_RUN = frozenset(("__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"))
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _WITHOUT_DEPTH = (nn.Module, *CONTAINERS)
+#: What may be changed, and then is another thing; and all that is not looked into for more.
+_CHANGING = (Tensor, torch.Generator, random.Random)
+_NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
+#: Containers that may be added to, by methods that tell nothing of them.
+_ADDED_TO = frozenset((list, deque, set))
+_ADDING = frozenset(("append", "appendleft", "extend", "add"))
 #: Known by their value.
 PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
 
@@ -185,45 +193,63 @@ class Walk:
         return found
 
 
-def modules_of(step: Any, used: set[Any] | None = None) -> list[nn.Module]:
-    """The modules that a step reaches, without those inside of them.
+#: By place, that is by the id of what holds a thing and its name there: with what holds it, and itself.
+Values = dict[tuple[int, Hashable], tuple[Any, Any]]
+
+
+def reached_by(
+    step: Any, used: set[Any] | None = None, without: Collection[int] = ()
+) -> tuple[list[nn.Module], Values]:
+    """The modules that a step reaches, without those inside of them; and outside of modules its tensors, numbers and random generators.
 
     Args:
         used: takes the code of the step's functions, all names that they use, and the integers and strings that they hold
+        without: the ids of what is not to be looked into
     """
     if issubclass(type(step), nn.Module):
-        return [step]
+        return [step], {}
     found: dict[int, nn.Module] = {}
-    values: set[Any] = set()
+    plain: set[Any] = set()
+    values: Values = {}
     walk = Walk(step, largest=LARGEST, everything=False)
-    for _, held in walk:
-        for _, each in held:
-            kind = type(each)
-            if issubclass(kind, nn.Module):
-                found[id(each)] = each
-            elif kind is int or kind is str:
-                values.add(each)
-            elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, Tensor, float)):
-                walk.go(each)
+    for owner, name, each in _outside_of_modules(walk, without):
+        kind = type(each)
+        if issubclass(kind, nn.Module):
+            found[id(each)] = each
+        if kind is int or kind is str:
+            plain.add(each)
+        if kind is int or kind is float or issubclass(kind, _CHANGING):
+            values[id(owner), name] = owner, each
     if used is not None:
-        used |= walk.used | values
-    return list(found.values())
+        used |= walk.used | plain
+    return list(found.values()), values
 
 
-def values_of(step: Any) -> dict[tuple[int, Hashable], tuple[Any, Any]]:
-    """The tensors, numbers and random generators that a step reaches outside of modules, each by its place: with what holds it, and itself."""
-    found: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
-    if issubclass(type(step), nn.Module):
-        return found
-    walk = Walk(step, largest=LARGEST, everything=False)
+def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tuple[Any, Hashable, Any]]:
+    """What a walk comes to, with what holds it and its name there."""
     for owner, held in walk:
         for name, each in held:
             kind = type(each)
-            if issubclass(kind, (Tensor, torch.Generator, random.Random)) or kind in (int, float):
-                found[id(owner), name] = owner, each
-            elif kind not in PLAIN and not issubclass(kind, (type, ModuleType, nn.Module, float)):
+            if kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE) and id(each) not in without:
                 walk.go(each)
-    return found
+            yield owner, name, each
+
+
+def only_added_to(step: Any) -> set[int]:
+    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there."""
+    walk = Walk(step, largest=LARGEST, everything=False)
+    names: dict[int, set[Any]] = {}
+    for owner, name, each in _outside_of_modules(walk):
+        if type(each) in _ADDED_TO:  # in another container it is known by no name
+            last = name.replace(" ", ".").rpartition(".")[2] if isinstance(name, str) else None
+            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else last)
+    codes, read = [each for each in walk.used if type(each) is CodeType], {None}
+    for code in codes:
+        codes += [each for each in code.co_consts if type(each) is CodeType]
+        for this, following in pairwise(dis.get_instructions(code)):
+            if this.opname.startswith("LOAD_") and this.opname != "LOAD_CONST" and following.argval not in _ADDING:
+                read.add(this.argval)
+    return {number for number, called in names.items() if called.isdisjoint(read)}
 
 
 def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from ..runtime import has_tangent, is_capturing, version_of
 from .evaluate import StepError, StepGroup, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
-from .purity import NoHooks, Purity, changes_in_place, refuse_hooked
+from .purity import AsDifferentiated, Purity, changes_in_place, refuse_hooked
 from .rows import Rowwise, check_fold, check_rows
 from .stack import LISTS, group_callables
 from .trace import Trace
@@ -79,8 +79,11 @@ class Sequence:
         self.trace = Trace(self.layout.device) if traced and not several else None
         self._purity = Purity([group for _, group in self._groups]) if watched else None
         differentiated = watched and torch.is_grad_enabled()
-        with NoHooks() if differentiated else nullcontext():
+        with AsDifferentiated() if differentiated else nullcontext() as seen:
             first = self._take_first_step(xs)
+        if seen is not None and seen.switches_off:
+            for _, group in self._groups:
+                group.differentiate_as_autograd()
         self.first: Tensor = first.detach() if watched else first
         if self._purity is not None:
             self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())

@@ -32,6 +32,11 @@ _OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
 #: that was 0.7 to 1.4 and 0.1 to 0.8 for recurrent cells and layers of 4 to 32 numbers; on an H200, of MLPs (README.md), 2.5 to 3.2 and
 #: 0.4 to 0.8.
 _BACKWARD = {"cuda": (2.5, 0.6), "cpu": (1.0, 0.4)}
+#: Seconds that the first derivative in forward mode of all takes: PyTorch's own rules for it import a compiler.
+_COLD = 1.7
+#: What is so many times as quick as an estimate of the loop is quicker than the loop; else that has to be measured. (A few steps by
+#: themselves took up to four times as long as many, on a CPU.)
+_DOUBTED = 8.0
 #: A parallel solve is tried where it is expected to take this part of the loop's time: it may not converge.
 _PAYS = 0.7
 #: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
@@ -95,6 +100,9 @@ class Record:
             return "loop", f"one step after the other: {self.only_loop}"
         if "loop" not in self.seconds:
             return "loop", "the first of its kind: one step after the other, until it is known how long that takes"
+        for way in self.seconds if "loop" in self.estimated else ():
+            if way != "loop" and _DOUBTED * self.total(way) > self.total("loop"):
+                return "loop", f"the {self.told('loop')}; {self.told(way)}, so that it is measured"
         for way in self._candidates():
             if way not in self.seconds or self._is_worth_another_try(way):
                 return way, f"the {self.told('loop')}; this is tried"
@@ -139,7 +147,9 @@ class Record:
         if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
             return []
         newton = self.expected_newton(self.seconds["loop"])
-        pays = newton + self._backward("newton", newton) < _PAYS * loop
+        # To import what it needs pays once the loops of a kind have taken as long.
+        cold = 0.0 if "torch._dynamo" in sys.modules else max(0.0, _COLD - self.solves * loop)
+        pays = newton + self._backward("newton", newton) + cold < _PAYS * loop
         ways: list[Way] = ["newton"] if pays or "newton" in self.seconds else []
         if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
@@ -202,15 +212,22 @@ class Probe:
 
     def __init__(self, record: Record, length: int, device: torch.device, is_too_long: Callable[[float], bool]):
         self._record, self._length, self._device, self._is_too_long = record, length, device, is_too_long
-        self._begin = 0.0
+        self._begin, self._least = 0.0, float("inf")
 
     def gives_up(self, index: int) -> bool:
         """After step ``index``."""
+        last = index == PROBED - 1
+        if index < _WARM - 1 or index >= PROBED:
+            return False
         if index == _WARM - 1:
             self._begin = now(self._device)
-        if index != PROBED - 1 or self._length <= 2 * PROBED:
+        elif self._device.type == "cpu" or last:  # a GPU does many at a time
+            before, self._begin = self._begin, now(self._device)
+            steps = 1 if self._device.type == "cpu" else PROBED - _WARM
+            self._least = min(self._least, (self._begin - before) / steps)
+        if not last or self._length <= 2 * PROBED:
             return False
-        expected = (now(self._device) - self._begin) / (PROBED - _WARM) * self._length
+        expected = self._least * self._length
         self._record.seconds["loop"] = expected
         self._record.estimated.add("loop")
         return self._is_too_long(expected)

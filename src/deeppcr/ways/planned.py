@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -24,7 +23,7 @@ from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
 from ..sequence.stack import LISTS
-from ..solution import ConvergenceWarning, Result, Solution, warn
+from ..solution import Result, Solution, muted, warn
 from .fused import Call, solve_fused
 from .given import solve_by
 from .judged import CoarseStep
@@ -142,9 +141,7 @@ class Planned:
         return solve_by(loop, solver, _FROM_INITIAL, _IMPLICIT, "loop", call.every)
 
     def _by_newton(self) -> Solution:
-        with warnings.catch_warnings():
-            # Who did not ask for a parallel solve is not to hear that there was none: the result says it.
-            warnings.simplefilter("ignore", ConvergenceWarning)
+        with muted():  # who did not ask for a parallel solve is not to hear that there was none: the result says it
             try:
                 most = self.record.most_iterations(USUAL.max_iterations)
                 newton = USUAL if most == USUAL.max_iterations else replace(USUAL, max_iterations=most)
