@@ -11,6 +11,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
 from quick_operators import Operators
 
 
