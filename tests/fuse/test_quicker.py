@@ -27,7 +27,7 @@ OPERATORS = {
 }
 #: What kernels call by name, as it is before anybody makes it quicker.
 PLAIN = {name: getattr(tl, name) for name in ("abs", "exp", "maximum", "minimum", "full")}
-NUMBERS = (3, -0.0, 0.5, float("inf"), float("nan"))
+NUMBERS = (3, 0.0, -0.0, 0.5, float("inf"), float("nan"))
 TYPES = (tl.float32, tl.float64, tl.int32, tl.int64, tl.float16, tl.int1)
 POINTER = tl.pointer_type(tl.float32)
 
