@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton._C.libtriton import llvm
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
@@ -33,8 +34,8 @@ names: set[tuple] = set()
 
 @contextmanager
 def compiled_up_to(stage):
-    """Up to "ttir" the compiler has read a kernel, which is what refuses most; up to "llir" it knows its shared memory; what comes then, PTX
-    and the assembler, refuses nothing that was written here."""
+    """Up to "ttir" the compiler has read a kernel, which is what refuses most; up to "llir" it knows its shared memory; what comes then, LLVM's
+    optimiser, PTX and the assembler, refuses nothing that was written here."""
     stages = {"ttir": ("ttgir", "llir", "ptx", "cubin"), "llir": ("ptx", "cubin"), "all": ()}[stage]
 
     def left_out(source, metadata, *_):
@@ -45,6 +46,8 @@ def compiled_up_to(stage):
     with ExitStack() as stack:
         for each in stages:
             stack.enter_context(mock.patch.object(CUDABackend, f"make_{each}", staticmethod(left_out)))
+        if stages:
+            stack.enter_context(mock.patch.object(llvm, "optimize_module"))
         yield
 
 

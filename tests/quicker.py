@@ -4,11 +4,15 @@ Python's part of an operation takes a hundred times as long as NumPy's. It is th
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+
+from quick_operators import Operators
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +51,33 @@ def _quicken(patch, interpreter, *, check_integers):
     patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope
     patch.setattr(interpreter, "_patch_lang", lambda function: scope_of_nothing())
     scope = patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    _Operators(scope, interpreter, check_integers=check_integers)
+    Operators(scope, interpreter, check_integers=check_integers)
+    _launch_directly(patch, interpreter)
     return scope
+
+
+def _launch_directly(patch, interpreter):
+    """What a kernel's arguments are called is looked up once; those on a CPU already are not brought there, nor back."""
+    executor, facts = interpreter.GridExecutor, {}
+    patch.setattr(executor, "_init_args_hst", lambda self, arguments, options: (arguments, options))
+    patch.setattr(executor, "_restore_args_dev", lambda self, *_: None)
+    patch.setattr(interpreter.tl, "str_to_ty", functools.lru_cache(interpreter.tl.str_to_ty))
+    look = {name: getattr(inspect, name) for name in ("getfullargspec", "getcallargs")}
+
+    def names_of(function):
+        if function not in facts:
+            facts[function] = look["getfullargspec"](function)
+        return facts[function]
+
+    def arguments_of(function, /, *arguments, **options):
+        names = names_of(function)
+        if len(arguments) + len(options) != len(names.args):  # some have defaults, or are wrong
+            return look["getcallargs"](function, *arguments, **options)
+        return dict(zip(names.args, arguments, strict=False)) | options
+
+    quick = ModuleType("inspect")
+    vars(quick).update(vars(inspect), getfullargspec=names_of, getcallargs=arguments_of)
+    patch.setattr(interpreter, "inspect", quick)
 
 
 def _scan_by_doubling(self, inputs):
@@ -139,7 +168,7 @@ def _skip_what_changes_nothing(patch, semantic, tl):
     """Most tensors have the type and the shape that is asked for: then they are the result, as after all checks."""
     cast, broadcast, promote = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
     check, unwrap = semantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr
-    tensor, shapes, types, constants = tl.core.tensor, {}, {}, {}
+    full, tensor, shapes, types, constants, filled = semantic.full, tl.core.tensor, {}, {}, {}, {}
     stay = {"int32", "int64", "fp32", "fp64"}  # two of one of these remain what they are in every operation
 
     def cast_if_other(self, input, dst_ty, *options):
@@ -187,209 +216,21 @@ def _skip_what_changes_nothing(patch, semantic, tl):
             constants[key].handle.data.setflags(write=False)
         return (given, constants[key]) if first else (constants[key], given)
 
+    def full_once(self, shape, value, dtype):
+        if type(value) not in (int, float) or value != value:
+            return full(self, shape, value, dtype)
+        key = *shape, type(value), value or str(value), dtype.name
+        if key not in filled:
+            filled[key] = full(self, shape, value, dtype)
+            filled[key].handle.data.setflags(write=False)
+        return filled[key]
+
     def unwrap_if_other(value):
         return value if type(value) is tensor else unwrap(value)
 
     patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_other)
     patch.setattr(semantic, "binary_op_type_checking_impl", check_if_other)
     patch.setattr(semantic, "cast", cast_if_other)
+    patch.setattr(semantic, "full", full_once)
     patch.setattr(semantic, "broadcast_impl_value", broadcast_if_other)
     patch.setattr(semantic, "computation_type_impl", promote_once)
-
-
-#: Operators, and what they are of NumPy where both sides are of one type.
-ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply"}
-COMPARISONS = {
-    "gt": "greater",
-    "ge": "greater_equal",
-    "lt": "less",
-    "le": "less_equal",
-    "eq": "equal",
-    "ne": "not_equal",
-}
-BITWISE = {"and": "bitwise_and", "or": "bitwise_or"}
-
-
-class _Operators:
-    """Operations on kinds of tensors that have met before: NumPy's function at once, with the type that came out the first time.
-
-    Args:
-        scope: takes what replaces the language's own
-        check_integers: those are left to the interpreter
-    """
-
-    def __init__(self, scope, interpreter, *, check_integers):
-        self.tl, self.np, self.semantic = interpreter.tl, interpreter.np, interpreter.interpreter_semantic
-        self.tensor, self.handle = self.tl.core.tensor, interpreter.TensorHandle
-        self.scalars = {}
-        self.load_from = interpreter._interpreter.load
-        # Of two types of one family Triton takes the wider, as NumPy does.
-        self.families = ({"fp32", "fp64"},) if check_integers else ({"fp32", "fp64"}, {"int32", "int64"})
-        self.numbers = set().union(*self.families)
-        self.loaded = {f"pointer<{name}>": np_dtype for name, np_dtype in self._loaded_types()}
-        for name, function in (ARITHMETIC | COMPARISONS).items():
-            scope.set_attr(self.tensor, f"__{name}__", self.operator(f"__{name}__", function, *self.families))
-        for name, function in ARITHMETIC.items():
-            scope.set_attr(self.tensor, f"__r{name}__", self.reflected(f"__r{name}__", function))
-        for name, function in BITWISE.items():
-            scope.set_attr(self.tensor, f"__{name}__", self.operator(f"__{name}__", function, {"int1"}))
-        scope.set_attr(self.tensor, "__add__", self.moved(self.tensor.__add__))
-        scope.set_attr(self.tensor, "__getitem__", self.spread(self.tensor.__getitem__))
-        for name, quick in (("where", self.where(self.tl.where)), ("load", self.load(self.tl.load))):
-            scope.set_attr(self.tl, name, quick)
-            scope.set_attr(self.tl.core, name, quick)
-
-    def _loaded_types(self):
-        return (
-            ("fp32", self.np.float32),
-            ("fp64", self.np.float64),
-            ("int32", self.np.int32),
-            ("int64", self.np.int64),
-        )
-
-    def made(self, data, template):
-        """A tensor as one before it, with other data."""
-        others, dtype = template
-        handle, result = object.__new__(self.handle), object.__new__(self.tensor)
-        handle.__dict__ = {"data": data, "dtype": dtype, "attr": {}}
-        result.__dict__ = {**others, "handle": handle}
-        return result
-
-    def template(self, result):
-        return {name: value for name, value in vars(result).items() if name != "handle"}, result.handle.dtype
-
-    def operator(self, name, function, *families):
-        slow, function, known = getattr(self.tensor, name), getattr(self.np, function), {}
-        tensor, made, constexpr, like = self.tensor, self.made, self.tl.constexpr, self.number_like
-
-        def operate(left, right):
-            if type(right) is constexpr:
-                right = right.value
-            other = right if type(right) is tensor else like(left, right)
-            if other is None:
-                return slow(left, right)
-            mine, theirs = left.handle.data, other.handle.data
-            kinds = left.dtype.name, other.dtype.name
-            # What a comparison gave, the interpreter still labels as what was compared.
-            key = *kinds, left.handle.dtype.name, mine.dtype, theirs.dtype, id(left.shape), id(other.shape)
-            if key in known:
-                return made(function(mine, theirs), known[key])
-            result = slow(left, right)
-            if any(family.issuperset(kinds) for family in families):
-                known[key] = self.template(result)
-            return result
-
-        return operate
-
-    def reflected(self, name, function):
-        """The same for a number on the left."""
-        slow, function, known = getattr(self.tensor, name), getattr(self.np, function), {}
-
-        def operate(right, left):
-            other = None if type(left) is self.tensor else self.number_like(right, left)
-            if other is None:
-                return slow(right, left)
-            key = right.dtype.name, id(right.shape)
-            if key not in known:
-                result = slow(right, left)
-                known[key] = self.template(result)
-                return result
-            return self.made(function(other.handle.data, right.handle.data), known[key])
-
-        return operate
-
-    def number_like(self, tensor, number):
-        """A number as a tensor of that type and shape, or None where the type would be another."""
-        if type(number) not in (int, float) or tensor.dtype.name not in self.numbers:
-            return None
-        given, constant = self.semantic.binary_op_type_checking_impl(tensor, number)
-        return constant if given is tensor else None
-
-    def scalar(self, number):
-        """A number by itself as a tensor, as it is beside another number."""
-        if type(number) not in (int, float):
-            return None
-        key = type(number), number, math.copysign(1, number)
-        if key not in self.scalars:
-            self.scalars[key] = self.semantic.to_tensor(number)
-        return self.scalars[key]
-
-    def moved(self, add):
-        """Pointers, by integers."""
-        tensor, made, known, unsigned = self.tensor, self.made, {}, self.np.uint64
-
-        def move(left, right):
-            if not left.dtype.is_ptr() or type(right) is not tensor or right.dtype.name not in ("int32", "int64"):
-                return add(left, right)
-            key = left.dtype.name, id(left.shape), id(right.shape)
-            if key not in known:
-                result = add(left, right)
-                known[key] = self.template(result), max(1, left.dtype.element_ty.primitive_bitwidth // 8)
-                return result
-            template, bytes_each = known[key]
-            return made(left.handle.data + bytes_each * right.handle.data.astype(unsigned), template)
-
-        return move
-
-    def spread(self, slow):
-        """Of a tensor, with further dimensions of size 1."""
-        made, known = self.made, {}
-
-        def take(source, index):
-            places = tuple([each is None for each in index]) if type(index) is tuple else None
-            if places is None or any(each != slice(None) for each in index if each is not None):
-                return slow(source, index)
-            key = source.dtype.name, id(source.shape), places
-            if key in known:
-                return made(source.handle.data[index], known[key])
-            result = slow(source, index)
-            known[key] = self.template(result)
-            return result
-
-        return take
-
-    def where(self, slow):
-        tensor, made, known, where = self.tensor, self.made, {}, self.np.where
-
-        def choose(condition, x, y, **options):
-            if type(condition) is not tensor or condition.dtype.name != "int1" or options:
-                return slow(condition, x, y, **options)
-            first = x if type(x) is tensor else self.number_like(y, x) if type(y) is tensor else self.scalar(x)
-            second = y if type(y) is tensor else self.number_like(x, y) if type(x) is tensor else self.scalar(y)
-            if first is None or second is None or first.dtype.name != second.dtype.name:
-                return slow(condition, x, y)
-            key = first.dtype.name, id(condition.shape), id(first.shape), id(second.shape)
-            if key in known:
-                return made(where(condition.handle.data, first.handle.data, second.handle.data), known[key])
-            result = slow(condition, x, y)
-            if result.dtype is first.dtype and first.dtype.name in ("int1", *self.numbers):
-                known[key] = self.template(result)
-            return result
-
-        return choose
-
-    def load(self, slow):
-        """From pointers of a shape, where a mask of the same shape allows it, and a number elsewhere."""
-        tensor, made, known, fills, load_from = self.tensor, self.made, {}, {}, self.load_from
-
-        def load(pointer, mask=None, other=None, **options):
-            if (
-                options
-                or type(mask) is not tensor
-                or mask.shape is not pointer.shape
-                or type(other) not in (int, float, type(None))
-            ):
-                return slow(pointer, mask, other, **options)
-            dtype = self.loaded.get(pointer.dtype.name)
-            key = pointer.dtype.name, id(pointer.shape)
-            if dtype is None or key not in known:
-                result = slow(pointer, mask, other)
-                if dtype is not None:
-                    known[key] = self.template(result)
-                return result
-            places, fill = pointer.handle.data, (*key, other)
-            if fill not in fills:
-                fills[fill] = self.np.full(places.shape, other or 0, dtype=dtype)
-            return made(load_from(places, mask.handle.data, fills[fill], self.np.dtype(dtype)), known[key])
-
-        return load

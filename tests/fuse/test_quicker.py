@@ -15,6 +15,7 @@ OPERATORS = {
     operator.add: lambda one, other: semantic.add(one, other, True),
     operator.sub: lambda one, other: semantic.sub(one, other, True),
     operator.mul: lambda one, other: semantic.mul(one, other, True),
+    operator.truediv: semantic.truediv,
     operator.lt: semantic.less_than,
     operator.le: semantic.less_equal,
     operator.gt: semantic.greater_than,
@@ -24,7 +25,9 @@ OPERATORS = {
     operator.and_: semantic.and_,
     operator.or_: semantic.or_,
 }
-NUMBERS = (3, -0.0, 0.5, float("inf"), float("nan"))
+#: What kernels call by name, as it is before anybody makes it quicker.
+PLAIN = {name: getattr(tl, name) for name in ("abs", "exp", "maximum", "minimum", "full")}
+NUMBERS = (3, 0.0, -0.0, 0.5, float("inf"), float("nan"))
 TYPES = (tl.float32, tl.float64, tl.int32, tl.int64, tl.float16, tl.int1)
 POINTER = tl.pointer_type(tl.float32)
 
@@ -67,12 +70,76 @@ def blocks(dtype):
 def test_operators(operation):
     mine = [each for dtype in (*TYPES, POINTER) for each in blocks(dtype)]
     pairs = [*itertools.product(mine, mine), *itertools.product(mine, NUMBERS), *itertools.product(NUMBERS, mine)]
-    if operation not in (operator.add, operator.sub, operator.mul):  # those have no other side
+    if operation not in (operator.add, operator.sub, operator.mul, operator.truediv):  # those have no other side
         pairs = [pair for pair in pairs if not isinstance(pair[0], (int, float))]
     for pair in pairs:
         expected = told(OPERATORS[operation], *pair)
         for _ in range(2):  # first as a kind that is new, then as one that is known
             assert told(operation, *pair) == expected, [getattr(each, "type", each) for each in pair]
+
+
+def unusual(dtype):
+    """More blocks where these are floating: signs, zeros with one, and what is no number."""
+    if dtype not in (tl.float32, tl.float64):
+        return []
+    return [tensor(values, dtype) for values in ([-0.0, float("inf"), float("-nan"), -3.5], [[-1.5], [float("nan")]])]
+
+
+@pytest.mark.parametrize("name", ["abs", "exp"])
+def test_functions_of_one(name):
+    for each in (each for dtype in TYPES for each in blocks(dtype) + unusual(dtype)):
+        expected = told(lambda x: PLAIN[name](x, _semantic=semantic), each)
+        for _ in range(2):
+            assert told(getattr(tl, name), each) == expected, each.type
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+def test_functions_of_two(name):
+    mine = [each for dtype in TYPES[:4] for each in blocks(dtype) + unusual(dtype)]
+    for pair in (*itertools.product(mine, mine), *itertools.product(mine, NUMBERS)):
+        expected = told(lambda *both: PLAIN[name](*both, _semantic=semantic), *pair)
+        for _ in range(2):
+            assert told(getattr(tl, name), *pair) == expected, [getattr(each, "type", each) for each in pair]
+
+
+def test_signs_and_truths():
+    mine = [each for dtype in TYPES for each in blocks(dtype)]
+    mine += [each < 3 for each in blocks(tl.float32)]  # as a comparison labels them
+    for (operation, plain), each in itertools.product(
+        ((operator.neg, semantic.minus), (operator.invert, semantic.invert)), mine
+    ):
+        expected = told(plain, each)
+        for _ in range(2):
+            assert told(operation, each) == expected, each.type
+
+
+def test_conversions():
+    mine = [each for dtype in TYPES for each in blocks(dtype)] + [each < 3 for each in blocks(tl.float64)]
+    for each, dtype in itertools.product([*mine, *unusual(tl.float32), *unusual(tl.float64)], TYPES):
+        expected = told(semantic.cast, each, dtype)
+        for _ in range(2):
+            assert told(each.to, dtype) == expected, (each.type, dtype)
+
+
+def test_constants():
+    for value, dtype in itertools.product((0, 0.0, -0.0, 1, 1.0, float("nan")), TYPES[:4]):
+        expected = told(lambda *given: semantic.splat(semantic.make_scalar(*given), [4]), value, dtype)
+        for _ in range(2):
+            assert told(tl.full, (4,), value, dtype) == expected
+
+
+@pytest.mark.parametrize("pointed", TYPES[:5])
+def test_stores(pointed):
+    """What has the type that is pointed to, and what has to become it."""
+    allowed = [[1, 0, 1, 1], [0, 1, 1, 0]]
+    for dtype, masked in itertools.product(TYPES[:4], (True, False)):
+        value = tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype)
+        for _ in range(2):
+            memory = np.zeros((2, 4), interpreter._get_np_dtype(pointed))
+            at = memory.ctypes.data + memory.itemsize * np.arange(8).reshape(2, 4)
+            mask = (tensor(allowed, tl.int1),) * masked
+            tl.store(tensor(at, tl.pointer_type(pointed)), value, *mask)
+            assert np.array_equal(memory, value.handle.data * (np.array(allowed) if masked else 1))
 
 
 def test_choices():
