@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
-from .evaluate import StepError, StepGroup
+from .evaluate import RandomStep, StepError, StepGroup
 from .reach import LARGEST, Values, inside, only_added_to, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
@@ -118,8 +118,9 @@ class Purity:
             raise SideEffect(_writes(*place))
         for place in self._held.replaced():
             raise SideEffect(_keeps(*place))
-        for place in (place for values in self._values for place in values.changed()):
-            raise SideEffect(_keeps(*place))
+        for values in self._values:
+            for place in values.changed():
+                raise RandomStep() if values.draw else SideEffect(_keeps(*place))
 
     def _check_inputs(self) -> None:
         for group, number, leaf, version in self._inputs:
@@ -190,7 +191,13 @@ class _Held:
 
 
 class _Values:
-    """The tensors, numbers and random generators that a step reaches outside of modules."""
+    """The tensors, numbers and random generators that a step reaches outside of modules.
+
+    Attributes:
+        draw: whether one of the generators had drawn when it was last asked what changed
+    """
+
+    draw: bool = False
 
     def __init__(self, step: Any, found: Values | None = None):
         """``found``: by a walk through the step just now."""
@@ -199,6 +206,7 @@ class _Values:
 
     def changed(self) -> list[tuple[Any, str]]:
         """Those that are other ones now, or were written to: what holds them, and the name there."""
+        self.draw = False
         found = self._others(reached_by(self._step)[1])
         if found:  # what is noted somewhere, and never read, is nobody's business
             found = self._others(reached_by(self._step, without=only_added_to(self._step))[1])
@@ -212,6 +220,7 @@ class _Values:
                 continue  # it is looked up by its key, which was not there before
             # In a list, so that what is no number equals itself.
             if [_state_of(now)] != self._states.get(place) or (now is not before and _is_tensor(now)):
+                self.draw = self.draw or isinstance(now, (torch.Generator, random.Random))
                 found.append((owner, place[1]))
         return found
 
