@@ -46,17 +46,13 @@ class Notes:
         self._places = _places(limit, rows, batch)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
-    def fetch(self) -> None:
-        """Have the device copy to the host, behind what was launched, what is asked for first: ``unsettled``, and all else that is little. To
-        ask once it is done takes longer than the copy."""
-        few = self.memory.numel() <= _FEW
-        self._copied = (self.memory if few else self.memory[self._places[3] :]).to("cpu", non_blocking=True)
-
     def counts(self) -> list[int]:
-        """``unsettled``, which was fetched, waited for."""
-        assert self._copied is not None
-        if self.memory.is_cuda:
-            torch.cuda.current_stream(self.memory.device).synchronize()
+        """``unsettled``, waited for; and all else that is little, since somebody may ask for it.
+
+        Not by way of pinned memory: to let go of that while a graph is captured ends the capture.
+        """
+        few = self.memory.numel() <= _FEW
+        self._copied = (self.memory if few else self.memory[self._places[3] :]).cpu()
         # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
         return self._copied.numpy()[-(self._limit + 3) :].view("int32").tolist()
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..launch import compiles_ahead, launch
-from ..runtime import is_capturing
 from ..tolerance import Tolerance
 from . import tiled
 from .bound import BoundKernels, Notes, aligned_size
@@ -233,8 +232,6 @@ class Passes:
             (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
         self.done = wanted
-        if self._cut.most is None and not is_capturing(self._run.device):
-            self.notes.fetch()
 
     def _make(self, first: int, last: int) -> None:
         run, cut, notes = self._run, self._cut, self.notes
