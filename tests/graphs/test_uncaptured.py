@@ -92,7 +92,7 @@ def test_a_recording_that_fails_is_answered_by_the_general_iteration(device, mon
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 class TestHandedOver:
     def test_chaos(self, device):
-        problem = CHAOTIC["logistic"](Generator(0, torch.float64, device), 300, 2)
+        problem = CHAOTIC["logistic"](Generator(0, torch.float64, device), 120, 2)
         expected = problem.solve(solver=Newton(capture=False))
         for number in range(5):
             solution = problem.solve()
@@ -126,9 +126,9 @@ class TestHandedOver:
         step = lambda z: z - 0.9 * torch.atan(z * 4)  # noqa: E731
         z0 = torch.full((2, 1), 5.0, dtype=torch.float64, device=device)
         solver = Newton(chunk=1)
-        expected = deeppcr.solve(step, z0, length=60, solver=Newton(chunk=1, capture=False))
+        expected = deeppcr.solve(step, z0, length=30, solver=Newton(chunk=1, capture=False))
         for _ in range(3):
-            solution = deeppcr.solve(step, z0, length=60, solver=solver)
+            solution = deeppcr.solve(step, z0, length=30, solver=solver)
             assert solution.results == expected.results
             assert relative_error(solution.states, expected.states) < 1e-8
 
