@@ -22,8 +22,8 @@ WIDEST = 128
 PIECE = 32_768
 #: Errors may be so many times PyTorch's own; those below this are luck.
 ALLOWED, LEAST = 3.0, 2 * torch.finfo(torch.float32).eps
-#: Calls before a method is checked and timed: what comes again is compiled first.
-WARM_UP = 4
+#: Calls before a method is checked and timed: what comes again is compiled first, then recorded.
+WARM_UP = 12
 
 
 @dataclass(frozen=True)
