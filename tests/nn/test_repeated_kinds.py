@@ -20,6 +20,7 @@ from repeating import (
     BEFORE,
     FEATURES,
     HIDDEN,
+    ROWS,
     Looped,
     assert_right,
     called,
@@ -60,6 +61,27 @@ def test_what_is_never_replayed(device):
     module.newton = Newton(capture=False)
     for _ in range(BEFORE + 2):
         assert not called(module, x)[1]
+
+
+def test_what_is_wrong_is_said_of_calls_that_repeat_too(device):
+    """A tuple of one is no initial state, though all that it holds is as it was."""
+    module, _ = made("GRU", device)
+    x, start = new_input(device), new_input(device, 1, ROWS, HIDDEN)
+    warmed(module, x, start)
+    assert called(module, x, start)[1]
+    with pytest.raises((TypeError, AttributeError)):
+        module(x, (start,))
+
+
+def test_another_default_device_changes_nothing(device):
+    """What the host reads lies in its memory."""
+    module, plain = made("GRU", device)
+    x = new_input(device, grad=True)
+    with torch.device("meta" if device.type == "cpu" else device):
+        warmed(module, x)
+        found, replayed = called(module, x)
+    assert replayed
+    assert_right(found, plain(x), module, x)
 
 
 def test_random_numbers_are_drawn_anew(device):

@@ -21,7 +21,7 @@ from ..bounded import Hashed
 from ..graphs.cache import layer_histories, recorded_layers
 from ..graphs.function import SCRATCH, FunctionRecording, Made, Replayed
 from ..newton import Newton
-from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_transformed
+from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_elsewhere, is_transformed
 from ..solution import Result, Solution
 from ..tolerance import Tolerance
 from ..ways.begun import Ready
@@ -112,14 +112,14 @@ class Repeating:
         if type(input) is not Tensor or input.device.type not in SCRATCH or mode == "sequential":
             return None
         device, newton, attributes = input.device, module.newton, vars(module)
-        away = device.type == "cuda" and device.index != torch.cuda.current_device()
         if (
-            away
+            is_elsewhere(device)
             or not newton.capture
             or (module.dropout and module.training)
             or "_solve_steps" in attributes  # somebody wants to see the solves
             or is_capturing(device)
             or is_transformed()
+            or torch._C._get_tracing_state() is not None
             or torch.is_autocast_enabled(device.type)
             or torch._C._len_torch_dispatch_stack()
             or has_hooks_of_saved_tensors()
@@ -140,7 +140,7 @@ class Repeating:
             looks.append((each.shape, each.stride(), each.dtype, each.requires_grad, type(each)))
         stream = torch._C._cuda_getCurrentRawStream(input.get_device()) if input.is_cuda else 0
         key = Hashed(
-            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), len(starts), len(resets), *looks,
+            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), type(hx), len(resets), *looks,
             device, stream, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(), torch._C._get_fp32_precision_getter("cuda", "matmul"),
         )  # fmt: skip
@@ -289,9 +289,9 @@ class Layer:
     def nested(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
         """As the module returns them."""
         output, *last = outputs
-        if not self._alone:
-            return output, self._nest(tuple(last))
-        return output, output[:, -1:].transpose(0, 1) if self._batch_first else output[-1:]
+        if self._alone:  # the last states are a copy, which takes less time here than its derivative in a graph
+            last = [(output[:, -1:].transpose(0, 1) if self._batch_first else output[-1:]).clone()]
+        return output, self._nest(tuple(last))
 
 
 def _launched(
