@@ -154,14 +154,11 @@ def _by_kernels(
     if fixed is not None and not capturing and not fused.solves[call.differentiated]:
         return None  # a solve that tests nothing cannot hold them against the step: another one has to
     found = solve_fused(call, newton, None, fixed=fixed, every=call.every)
-    if (
-        fixed is not None
-        and not capturing
-        and not isinstance(found, str)
-        and bool((found.exact_steps < call.known[1]).any())
-    ):
+    if isinstance(found, str):
+        return found
+    if fixed is not None and not capturing and not all(e.isfinite().all() for e in pytree.tree_leaves(found.states)):
         return "numbers of it are not finite"  # which the other ways tell of
-    if isinstance(found, str) or found.result in _GOOD:
+    if found.result in _GOOD:
         return found
     if on_failure != "loop":
         return "the chunks did not join"
