@@ -122,7 +122,7 @@ class Recurrent(OperatedRecurrent):
         raise NotImplementedError
 
     def _newton_in(self, mode: Mode) -> Newton:
-        """Settings of a solve in a mode that is not sequential."""
+        """Settings of a solve in a mode that is not sequential, outside of a capture."""
         return self.newton
 
     def _over_ranks(self, ranks: Ranks, input: Any, hx: Any, reset: Any, cu_seqlens: Any, mode: Mode) -> Any:
