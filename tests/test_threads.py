@@ -10,8 +10,7 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton
-from deeppcr.runtime import catching_warnings
-from deeppcr.solution import muted, warn
+from deeppcr.warned import catching_warnings, muted, warn
 from deeppcr.ways import plan
 from problems import plain_loop
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -24,56 +23,6 @@ _is_legacy_batched = _functorch.is_legacy_batchedtensor
 _transforms_are_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 #: By type of device: whether operations are being captured by somebody, to be run later.
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
-
-
-class _Catching(threading.local):
-    """What this thread hears of warnings, where it wants to."""
-
-    heard: list[warnings.WarningMessage] | None = None
-
-
-_catching, _catching_lock = _Catching(), threading.Lock()
-#: How many threads catch warnings now, and what puts back all that was set before the first of them.
-_threads_catching, _as_before = 0, warnings.catch_warnings()
-
-
-@contextmanager
-def catching_warnings(*, record: bool = False) -> Iterator[list[warnings.WarningMessage]]:
-    """``warnings.catch_warnings``, also by several threads at once, which hear what is theirs.
-
-    Filters are those of the process: by Python's own means, who comes first and leaves last would put back what another one has set. So the
-    last to leave puts back what the first one found. Nobody waits for anybody: inside are steps, which may take any lock.
-    """
-    global _threads_catching, _as_before  # of the process, as the filters are
-    with _catching_lock:
-        if not _threads_catching:
-            _as_before = warnings.catch_warnings()
-            _as_before.__enter__()
-            warnings.showwarning = _show_or_keep(warnings.showwarning)
-        _threads_catching += 1
-    outer, heard = _catching.heard, []
-    _catching.heard = heard if record else outer
-    try:
-        yield heard
-    finally:
-        _catching.heard = outer
-        with _catching_lock:
-            _threads_catching -= 1
-            if not _threads_catching:
-                _as_before.__exit__(None, None, None)
-
-
-def _show_or_keep(show: Callable[..., None]) -> Callable[..., None]:
-    def show_or_keep(
-        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        heard = _catching.heard
-        if heard is None:
-            show(message, category, filename, lineno, file, line)
-        else:
-            heard.append(warnings.WarningMessage(message, category, filename, lineno, file, line))
-
-    return show_or_keep
 
 
 def in_functorch() -> bool:

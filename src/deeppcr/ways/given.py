@@ -20,9 +20,10 @@ from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
 from ..sequence.layout import refuse_not_finite
-from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn
+from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
+from ..warned import warn
 from .fused import Call, covers, solve_fused
 from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused, solution_of
 from .looped import Given, by_loop
