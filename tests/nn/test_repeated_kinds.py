@@ -21,6 +21,7 @@ from repeating import (
     FEATURES,
     HIDDEN,
     ROWS,
+    STEPS,
     Looped,
     assert_right,
     called,
@@ -124,14 +125,32 @@ def test_a_call_that_is_not_settled_is_made_again(device):
     assert error(found[0], plain(x)[0]) < 1e-9
 
 
-def test_recordings_that_do_not_pay_are_not_made_for_ever(device):
+def test_recordings_that_do_not_pay_are_not_made_for_ever(device, monkeypatch):
+    monkeypatch.setattr(repeated, "_MOST_UNPAID", 3)
     module, _ = made("GRU", device)
     x = new_input(device)
-    for _ in range(6):
+    for _ in range(5):
         for _ in range(BEFORE):
             module(x)
         recorded_layers.clear()
-    assert Counts.recorded == 2 * (repeated._MOST_WASTED + 1)
+    assert Counts.recorded == 2 * 3
+
+
+def test_of_many_kinds_few_are_recorded_until_they_have_paid(device, monkeypatch):
+    """Sequences of all lengths would have a recording made for each, and thrown away before it is needed again."""
+    monkeypatch.setattr(repeated, "_MOST_UNPAID", 2)
+    monkeypatch.setattr(repeated, "_PAYS", 4)
+    module, _ = made("GRU", device)
+    inputs = [new_input(device, STEPS + more, ROWS, FEATURES) for more in range(4)]
+    with torch.no_grad():
+        for _ in range(BEFORE):
+            for x in inputs:
+                module(x)
+        assert Counts.recorded == 2
+        for _ in range(4):
+            for x in inputs:
+                module(x)
+        assert Counts.recorded == 4
 
 
 def test_passes_that_are_not_needed_are_not_made_for_ever(device, monkeypatch):
