@@ -10,8 +10,7 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton
-from deeppcr.runtime import catching_warnings
-from deeppcr.solution import muted, warn
+from deeppcr.warned import catching_warnings, muted, warn
 from deeppcr.ways import plan
 from problems import plain_loop
 
@@ -84,6 +83,27 @@ def test_filters_of_warnings_are_put_back_whoever_leaves_first():
     second()
     thread.join()
     assert warnings.filters == filters
+
+
+def test_who_catches_warnings_waits_for_nobody_and_hears_its_own():
+    """A step that runs inside may take any lock, for which another one waits that catches warnings meanwhile."""
+    elsewhere = []
+
+    def other():
+        with catching_warnings(record=True) as heard:
+            warnings.warn("there", stacklevel=1)
+        elsewhere.extend(heard)
+
+    with catching_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(5)
+        waits = thread.is_alive()
+        warnings.warn("here", stacklevel=1)
+    thread.join()
+    assert not waits
+    assert [[str(each.message) for each in those] for those in (heard, elsewhere)] == [["here"], ["there"]]
 
 
 def test_one_thread_that_wants_to_hear_nothing_leaves_others_alone():

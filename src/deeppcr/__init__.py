@@ -21,10 +21,11 @@ from .scan import scan
 from .sequence import rowwise
 from .sequence.evaluate import StepError
 from .sequence.history import collapse, with_history
-from .solution import ConvergenceError, ConvergenceWarning, Plan, Result, Solution
+from .solution import ConvergenceError, Plan, Result, Solution
 from .solve import clear_caches, solve
 from .stopping import FixedIterations, PaperTest, UpdateTest
 from .version import __version__ as __version__
+from .warned import ConvergenceWarning
 
 __all__ = [
     "PCR",

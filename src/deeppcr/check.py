@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .jacobian import DenseJacobian, Jacobian
-from .runtime import catching_warnings, random_state
+from .runtime import random_state
 from .sequence import Sequence
 from .sequence.evaluate import TAKEN_APART, StepError
 from .sequence.layout import not_finite_in, refuse_not_finite, starts_the_loop_alone
@@ -23,6 +23,7 @@ from .sequence.rows import find_influence, rounding_of, shares
 from .sequence.trace import coarser_products
 from .solve import refuse_given
 from .tolerance import Tolerance, default_tolerance
+from .warned import catching_warnings
 
 #: Steps that are compared with themselves alone.
 _MOST_COMPARED = 1000

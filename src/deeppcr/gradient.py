@@ -17,8 +17,8 @@ from .linear import Blocks, LinearSolver, solve_coupled
 from .linearised import Linearised
 from .runtime import check_backward, values_can_be_read
 from .sequence import Sequence
-from .solution import warn
 from .stopping import StoppingTest
+from .warned import warn
 
 #: Up to this width the dense adjoint is cheaper than iterating, even where the forward pass approximated.
 DENSE_WIDTH = 32

@@ -96,19 +96,14 @@ def compile_ahead(*makes: Callable[[], Any]) -> None:
         found = _calls.ahead
     finally:
         _calls.ahead = outer
-    if len(found) < 2 or _compiles_for_caller():
-        return
+    if len(found) < 2 or _async_compile.active_mode.get() is not None:
+        return  # or the caller has kernels compiled side by side already: Triton takes one such mode at a time
     with (
         ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as threads,
         AsyncCompileMode(threads, ignore_errors=True),
     ):
         for kernel, programs, arguments, warps, registers in found.values():
             kernel.warmup(*arguments, grid=(programs,), **_options(warps, registers))
-
-
-def _compiles_for_caller() -> bool:
-    """Whether the caller has kernels compiled side by side already: Triton takes one such mode at a time."""
-    return _async_compile.active_mode.get() is not None
 
 
 def compiles_ahead() -> bool:

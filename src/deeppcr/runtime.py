@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -24,17 +23,6 @@ _is_legacy_batched = _functorch.is_legacy_batchedtensor
 _transforms_are_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 #: By type of device: whether operations are being captured by somebody, to be run later.
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
-
-
-_warnings_lock = threading.RLock()
-
-
-@contextmanager
-def catching_warnings(*, record: bool = False) -> Iterator[list[warnings.WarningMessage]]:
-    """``warnings.catch_warnings``, by one thread at a time: the filters are those of the process, and who comes first and leaves last
-    would put back what the other has set."""
-    with _warnings_lock, warnings.catch_warnings(record=record) as caught:
-        yield [] if caught is None else caught
 
 
 def in_functorch() -> bool:

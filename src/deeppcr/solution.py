@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,42 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .runtime import is_capturing
 from .tolerance import Tolerance
-
-#: Where files of this library and of PyTorch lie.
-_NOT_THE_USER = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
-
-
-class ConvergenceWarning(UserWarning):
-    """The parallel solve did not get there by itself; the message says what was done instead."""
-
-
-class _Muted(threading.local):
-    """How many in this thread want to hear nothing."""
-
-    count = 0
-
-
-_muted = _Muted()
-
-
-@contextmanager
-def muted() -> Iterator[None]:
-    """Inside, nothing is told in this thread. (Filters of warnings are those of the process, which other threads change, too.)"""
-    _muted.count += 1
-    try:
-        yield
-    finally:
-        _muted.count -= 1
-
-
-def warn(message: str) -> None:
-    """As a ConvergenceWarning at the line of the user that called the library, directly or by a module of PyTorch."""
-    if _muted.count:
-        return
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+from .warned import warn
 
 
 class ConvergenceError(RuntimeError):

@@ -326,6 +326,7 @@ def test_auto_in_a_capture_takes_what_was_made_before(fast, device, monkeypatch)
         assert module.solutions[0].result is Result.CONVERGED
         capturing.append(True)
         assert module._why_by_torch(x, None)[0] == ""
-        assert module._solver(x, "auto") is module.newton
+        module(x)
+        assert module.solutions[0].result is Result.ITERATIONS_DONE
         module.newton = Newton()
         assert module._why_by_torch(x, None)[0] == torch_like._CAPTURED

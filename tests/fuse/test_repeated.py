@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from again import Counts, record_here
-from deeppcr import Newton, Result
+from deeppcr import FixedIterations, Newton, Result
 from deeppcr import nn as ours
-from deeppcr.nn import repeated
+from deeppcr.nn import repeated, torch_like
 from kernel_support import error, thorough
 from repeating import with_one_to_spare
 
@@ -84,3 +84,18 @@ def test_a_solve_that_needs_more_passes_is_made_again(device, monkeypatch):
         assert not module.solutions[0].plan.notes
         assert int(module.solutions[0].iterations) > 2
         assert error(found[0], module(x, mode="sequential")[0]) < 1e-9
+
+
+def test_what_is_fixed_for_a_capture_is_not_fixed_in_a_replay(device, monkeypatch):
+    """In auto mode: a replay tells how far states are known, as the calls before it do."""
+    monkeypatch.setattr(torch_like, "is_faster_in_parallel", lambda *sizes, **options: (True, ""))
+    module = ours.RNN(2, 1, device=device, dtype=torch.float64, newton=Newton(stop=FixedIterations(6)))
+    x = torch.randn(17, 1, 2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        assert replays(module, [x] * 3)[1] == [False] * 3
+        (ordinary,) = module.solutions
+        assert replays(module, [x])[1] == [True]
+    (replay,) = module.solutions
+    assert replay.result is ordinary.result is Result.CONVERGED
+    assert replay.tolerance == ordinary.tolerance is not None
+    assert replay.known_steps.tolist() == ordinary.known_steps.tolist()

@@ -281,3 +281,20 @@ def test_fixed_iterations_beyond_the_numbers_are_told_of(device):
         found = deeppcr.solve(step, z0, length=40, solver=Newton(chunk=4, stop=FixedIterations(3)))
     assert not by_kernels(found)
     assert found.results[1] is Result.NON_FINITE
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize(("count", "chunk"), [(12, 4), (2, 30)])
+def test_fixed_iterations_that_reach_the_end_tell_of_numbers_that_are_none(count, chunk, device):
+    """All of their states are exact, those behind a NaN, too."""
+    z0, xs = normal(2, 3, device=device), normal(30, 2, 3, device=device)
+    step = lambda z, x: torch.tanh(0.3 * z.flip(-1)) + x  # noqa: E731
+    assert by_kernels(solve(step, z0, xs, solver=Newton(chunk=chunk)))
+    fixed = Newton(chunk=chunk, stop=FixedIterations(count))
+    assert by_kernels(deeppcr.solve(step, z0, xs, solver=fixed))
+    xs[15, 1, 0] = torch.nan
+    with pytest.warns(ConvergenceWarning, match="not finite"):
+        found = deeppcr.solve(step, z0, xs, solver=fixed)
+    assert found.results == (Result.ITERATIONS_DONE, Result.NON_FINITE)
+    assert found.exact_steps.tolist() == [30, 15]
+    assert error(found.states[:15], by_loop(step, z0, xs)[:15]) < 1e-12

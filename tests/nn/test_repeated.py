@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from again import Counts
 from deeppcr import Newton
-from recurrent_problems import error
+from recurrent_problems import error, leaves_of
 from repeating import (
     BEFORE,
     FEATURES,
@@ -129,6 +129,20 @@ def test_without_gradients(device):
     found, replayed = called(module, new_input(device))
     assert not replayed  # with gradients it is another kind
     assert found[0].requires_grad
+
+
+@pytest.mark.parametrize(("kind", "options"), [("GRU", {}), ("GRU", {"batch_first": True}), ("LSTM", {})])
+def test_the_last_states_do_not_change_with_the_outputs(kind, options, device):
+    """As an activation in place changes those."""
+    module, _ = made(kind, device, **options)
+    x = new_input(device)
+    with torch.no_grad():
+        warmed(module, x)
+        found, replayed = called(module, x)
+    assert replayed
+    last = [each.clone() for each in leaves_of(found[1])]
+    found[0].zero_()
+    assert all(map(torch.equal, last, leaves_of(found[1])))
 
 
 def change_data(module):

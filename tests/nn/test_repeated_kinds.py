@@ -20,6 +20,8 @@ from repeating import (
     BEFORE,
     FEATURES,
     HIDDEN,
+    ROWS,
+    STEPS,
     Looped,
     assert_right,
     called,
@@ -62,6 +64,27 @@ def test_what_is_never_replayed(device):
         assert not called(module, x)[1]
 
 
+def test_what_is_wrong_is_said_of_calls_that_repeat_too(device):
+    """A tuple of one is no initial state, though all that it holds is as it was."""
+    module, _ = made("GRU", device)
+    x, start = new_input(device), new_input(device, 1, ROWS, HIDDEN)
+    warmed(module, x, start)
+    assert called(module, x, start)[1]
+    with pytest.raises((TypeError, AttributeError)):
+        module(x, (start,))
+
+
+def test_another_default_device_changes_nothing(device):
+    """What the host reads lies in its memory."""
+    module, plain = made("GRU", device)
+    x = new_input(device, grad=True)
+    with torch.device("meta" if device.type == "cpu" else device):
+        warmed(module, x)
+        found, replayed = called(module, x)
+    assert replayed
+    assert_right(found, plain(x), module, x)
+
+
 def test_random_numbers_are_drawn_anew(device):
     module, _ = made("GRU", device, num_layers=2, dropout=0.5)
     x = new_input(device)
@@ -102,14 +125,32 @@ def test_a_call_that_is_not_settled_is_made_again(device):
     assert error(found[0], plain(x)[0]) < 1e-9
 
 
-def test_recordings_that_do_not_pay_are_not_made_for_ever(device):
+def test_recordings_that_do_not_pay_are_not_made_for_ever(device, monkeypatch):
+    monkeypatch.setattr(repeated, "_MOST_UNPAID", 3)
     module, _ = made("GRU", device)
     x = new_input(device)
-    for _ in range(6):
+    for _ in range(5):
         for _ in range(BEFORE):
             module(x)
         recorded_layers.clear()
-    assert Counts.recorded == 2 * (repeated._MOST_WASTED + 1)
+    assert Counts.recorded == 2 * 3
+
+
+def test_of_many_kinds_few_are_recorded_until_they_have_paid(device, monkeypatch):
+    """Sequences of all lengths would have a recording made for each, and thrown away before it is needed again."""
+    monkeypatch.setattr(repeated, "_MOST_UNPAID", 2)
+    monkeypatch.setattr(repeated, "_PAYS", 4)
+    module, _ = made("GRU", device)
+    inputs = [new_input(device, STEPS + more, ROWS, FEATURES) for more in range(4)]
+    with torch.no_grad():
+        for _ in range(BEFORE):
+            for x in inputs:
+                module(x)
+        assert Counts.recorded == 2
+        for _ in range(4):
+            for x in inputs:
+                module(x)
+        assert Counts.recorded == 4
 
 
 def test_passes_that_are_not_needed_are_not_made_for_ever(device, monkeypatch):

@@ -22,8 +22,9 @@ from ..newton.guess import Guess, as_guess
 from ..newton.iteration import Outcome
 from ..runtime import is_capturing
 from ..sequence.words import in_words
-from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
+from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, worst_of, worst_rows
 from ..tolerance import misses
+from ..warned import warn
 from ..ways.judged import Judged, solution_of, without_claim
 from ..ways.looped import Given
 from .adjoint import AdjointOver

@@ -18,8 +18,9 @@ from ..gradient import refuse_gradients
 from ..jacobian import Jacobian
 from ..newton import Loop, Newton
 from ..runtime import has_tangent, in_functorch
-from ..solution import Plan, Result, check_on_failure, first_not_finite, loop_on, settle, warn, worst_of, worst_rows
+from ..solution import Plan, Result, check_on_failure, first_not_finite, loop_on, settle, worst_of, worst_rows
 from ..solve import solve
+from ..warned import warn
 from .coupling import Coupling
 from .implicit import Rotated, attach
 from .noise import Noise

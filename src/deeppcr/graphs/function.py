@@ -68,7 +68,9 @@ class FunctionRecording:
         def forwards() -> None:
             self._made = made = function(self._given_to)
             if self._counts is None:
-                self._counts = torch.empty(made.counts.shape, dtype=made.counts.dtype, pin_memory=made.counts.is_cuda)
+                # On the host, whatever the default device is.
+                how: dict[str, Any] = {"dtype": made.counts.dtype, "device": "cpu", "pin_memory": made.counts.is_cuda}
+                self._counts = torch.empty(made.counts.shape, **how)
             self._counts.copy_(made.counts, non_blocking=True)
 
         def backwards() -> None:
@@ -148,7 +150,7 @@ class Replayed:
         self.outputs: list[Tensor] = outputs
         self.notes: list[Tensor] = notes
         self.counts: list[int] = counts
-        self.hold: Tensor = torch.empty(0)
+        self.hold: Tensor = torch.empty(0, device="cpu")
 
     def attached(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs as functions of the tensors that they were made of."""

@@ -20,8 +20,9 @@ from ..linear import Dense
 from ..newton import Newton
 from ..newton.guess import RepeatInitial
 from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, outside_of_graph
-from ..solution import Solution, warn
+from ..solution import Solution
 from ..solve import solve
+from ..warned import warn
 from ..ways.judged import attach
 from . import kernel_way, operator
 from .arguments import ASKED, EMPTY, Mode, check_mode, check_newton, check_size

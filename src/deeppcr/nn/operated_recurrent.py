@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..newton import Newton
-from ..runtime import catching_warnings, is_transformed
+from ..runtime import is_transformed
 from ..solution import Solution
+from ..warned import catching_warnings
 from ..ways.fused_solution import FusedSolution
 from ..ways.judged import attach
 from . import operator

@@ -122,7 +122,7 @@ class Recurrent(OperatedRecurrent):
         raise NotImplementedError
 
     def _newton_in(self, mode: Mode) -> Newton:
-        """Settings of a solve in a mode that is not sequential."""
+        """Settings of a solve in a mode that is not sequential, outside of a capture."""
         return self.newton
 
     def _over_ranks(self, ranks: Ranks, input: Any, hx: Any, reset: Any, cu_seqlens: Any, mode: Mode) -> Any:
@@ -307,7 +307,9 @@ class Recurrent(OperatedRecurrent):
             x = x if x.dtype is dtype else x.to(dtype)
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
-        ends = last[0] if len(last) == 1 else (torch.cat(leaves) for leaves in zip(*last, strict=True))
+        # Of one tensor they are copied: who writes to outputs does not mean these. Of several, outputs are a copy.
+        copied = len(last) > 1 or len(last[0]) == 1
+        ends = [torch.cat(leaves) for leaves in zip(*last, strict=True)] if copied else last[0]
         return x, tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in ends])
 
     def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:

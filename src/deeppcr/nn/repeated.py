@@ -21,7 +21,7 @@ from ..bounded import Hashed
 from ..graphs.cache import layer_histories, recorded_layers
 from ..graphs.function import SCRATCH, FunctionRecording, Made, Replayed
 from ..newton import Newton
-from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_transformed
+from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_elsewhere, is_transformed
 from ..solution import Result, Solution
 from ..tolerance import Tolerance
 from ..ways.begun import Ready
@@ -38,12 +38,19 @@ if TYPE_CHECKING:
 _OFTEN = 4
 #: Bytes of all that is copied for a call, at most: where there are more, the device is busy for longer than Python.
 _LARGEST = 2**26
-#: A recording has paid for itself after so many replays. So many that did not, and there are no more of that kind.
-_PAYS, _MOST_WASTED = 32, 3
+#: A recording has paid for itself after so many replays. So many of a module that have not, and there are no more: its kinds may be too many.
+_PAYS, _MOST_UNPAID = 32, 12
 #: After so many replays in a row that made more passes than they needed, a recording is made anew.
 _SPARE = 256
 _GOOD = (Result.CONVERGED, Result.PRECISION_FLOOR)
 _PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(eq=False)
+class _Owner:
+    """A module, of which so many recordings have not paid for themselves."""
+
+    unpaid: int = 0
 
 
 @dataclass(eq=False)
@@ -52,20 +59,20 @@ class _History:
 
     Attributes:
         newton: their settings, which their key knows by ``id``
+        owner: shared by all kinds of a module
         well: how many in a row went well by kernels
         passes: of each solve, the most that these took
-        recorded: whether they were recorded before
+        refused: they cannot be recorded
         replays, spare: of the last recording; and how many of them in a row made more passes than were needed
-        wasted: recordings that did not pay for themselves
     """
 
     newton: Newton
+    owner: _Owner
     well: int = 0
     passes: tuple[int, ...] = ()
-    recorded: bool = False
+    refused: bool = False
     replays: int = 0
     spare: int = 0
-    wasted: int = 0
 
 
 _recording = threading.Lock()  # one thread at a time; another one has its call done meanwhile
@@ -112,14 +119,14 @@ class Repeating:
         if type(input) is not Tensor or input.device.type not in SCRATCH or mode == "sequential":
             return None
         device, newton, attributes = input.device, module.newton, vars(module)
-        away = device.type == "cuda" and device.index != torch.cuda.current_device()
         if (
-            away
+            is_elsewhere(device)
             or not newton.capture
             or (module.dropout and module.training)
             or "_solve_steps" in attributes  # somebody wants to see the solves
             or is_capturing(device)
             or is_transformed()
+            or torch._C._get_tracing_state() is not None
             or torch.is_autocast_enabled(device.type)
             or torch._C._len_torch_dispatch_stack()
             or has_hooks_of_saved_tensors()
@@ -140,7 +147,7 @@ class Repeating:
             looks.append((each.shape, each.stride(), each.dtype, each.requires_grad, type(each)))
         stream = torch._C._cuda_getCurrentRawStream(input.get_device()) if input.is_cuda else 0
         key = Hashed(
-            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), len(starts), len(resets), *looks,
+            id(module), id(newton), mode, module.batch_first, attributes.get("mode"), type(hx), len(resets), *looks,
             device, stream, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(), torch._C._get_fp32_precision_getter("cuda", "matmul"),
         )  # fmt: skip
@@ -160,6 +167,7 @@ class Repeating:
             self._let_go(history)
             return None
         history.replays += 1
+        history.owner.unpaid -= history.replays == _PAYS
         history.spare = 0 if layer.needed_all(found) else history.spare + 1
         if history.spare >= _SPARE:
             self._let_go(history)
@@ -170,7 +178,10 @@ class Repeating:
         """After a call that went its ordinary way: whether such calls are recorded from now on."""
         history: _History | None = layer_histories.get(self._key)
         if history is None:
-            history = _History(self._module.newton)
+            owner = layer_histories.get(id(self._module))
+            if owner is None:
+                layer_histories.put(id(self._module), owner := _Owner(), self._module)
+            history = _History(self._module.newton, owner)
             layer_histories.put(self._key, history, self._module)
         passes = _passes_of(self._module._passed)
         if passes is None:  # kernels may have been refused
@@ -178,7 +189,9 @@ class Repeating:
             return
         history.passes = tuple(map(max, history.passes, passes)) if history.well else passes
         history.well += 1
-        if history.well < _OFTEN or history.wasted >= _MOST_WASTED or recorded_layers.get(self._key) is not None:
+        if history.well < _OFTEN or history.refused or history.owner.unpaid >= _MOST_UNPAID:
+            return
+        if recorded_layers.get(self._key) is not None:
             return
         # A pass that a backward pass makes again is not recorded inside of that.
         if torch._C._current_graph_task_id() == -1 and _recording.acquire(blocking=False):
@@ -188,14 +201,14 @@ class Repeating:
                 _recording.release()
 
     def _record(self, history: _History) -> None:
-        history.wasted += history.recorded and history.replays < _PAYS
-        history.recorded, history.replays, history.spare = True, 0, 0
+        history.replays = history.spare = 0
         try:
             if self._given.bytes(self._module) > _LARGEST:
                 raise RuntimeError("to copy all that a call brings takes as long as Python")
+            history.owner.unpaid += 1
             recorded_layers.put(self._key, Layer(self._module, self._given, history), self._module)
         except Exception:  # whatever is wrong, calls go their ordinary way
-            history.wasted = _MOST_WASTED
+            history.refused = True
 
     def _let_go(self, history: _History) -> None:
         recorded_layers.take(self._key)
@@ -289,9 +302,9 @@ class Layer:
     def nested(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
         """As the module returns them."""
         output, *last = outputs
-        if not self._alone:
-            return output, self._nest(tuple(last))
-        return output, output[:, -1:].transpose(0, 1) if self._batch_first else output[-1:]
+        if self._alone:  # the last states are a copy, which takes less time here than its derivative in a graph
+            last = [(output[:, -1:].transpose(0, 1) if self._batch_first else output[-1:]).clone()]
+        return output, self._nest(tuple(last))
 
 
 def _launched(

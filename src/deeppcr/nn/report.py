@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..convergence import ENOUGH, error_left_of_one
 from ..runtime import in_functorch, is_capturing
-from ..solution import Dropped, Plan, Result, Solution, warn, without_iterations
+from ..solution import Dropped, Plan, Result, Solution, without_iterations
 from ..tolerance import Tolerance, size_at_first
+from ..warned import warn
 
 
 @dataclass

@@ -77,7 +77,8 @@ class TorchLike(Recurrent):
             why = "hx holds values that are not finite"
         if not why:
             try:
-                found = self._by_solve(input, hx, reset, self._solver(input, mode), kernels=mode == "auto")
+                newton = self.newton if is_capturing(self._size_of(input)[2]) else self._newton_in(mode)
+                found = self._by_solve(input, hx, reset, newton, kernels=mode == "auto")
             except NoKernels as reason:
                 why = f"there are no kernels: {reason}"
                 if kind is not None and not reason.passing:
@@ -88,11 +89,10 @@ class TorchLike(Recurrent):
                 return found
         return self._by_torch(input, hx, reset, why)
 
-    def _solver(self, input: Any, mode: Mode) -> Newton:
+    def _newton_in(self, mode: Mode) -> Newton:
         """In auto mode a fixed number of passes is for a capture: calls outside of one, which make the kernels for it, look when they are done."""
-        if mode != "auto" or self.newton.stop.fixed is None or is_capturing(self._size_of(input)[2]):
-            return self.newton
-        return replace(self.newton, stop=UpdateTest())
+        newton = self.newton
+        return newton if mode != "auto" or newton.stop.fixed is None else replace(newton, stop=UpdateTest())
 
     # PyTorch's own kernel.
 

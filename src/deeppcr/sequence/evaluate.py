@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..runtime import as_written, catching_warnings, in_functorch, is_out_of_memory
+from ..runtime import as_written, in_functorch, is_out_of_memory
+from ..warned import catching_warnings
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out

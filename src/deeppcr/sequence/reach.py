@@ -247,8 +247,10 @@ def only_added_to(step: Any) -> set[int]:
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
         for this, following in pairwise(dis.get_instructions(code)):
-            if this.opname.startswith("LOAD_") and this.opname != "LOAD_CONST" and following.argval not in _ADDING:
-                read.add(this.argval)
+            if "LOAD_" in this.opname and this.opname != "LOAD_CONST":
+                # From Python 3.13 on one instruction may name two variables, of which the last is what the next one is about.
+                *others, last = this.argval if isinstance(this.argval, tuple) else (this.argval,)
+                read.update(others if following.argval in _ADDING else (*others, last))
     return {number for number, called in names.items() if called.isdisjoint(read)}
 
 

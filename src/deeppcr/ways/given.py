@@ -20,9 +20,10 @@ from ..newton.iteration import Outcome
 from ..runtime import declares, is_capturing
 from ..sequence import Rowwise, Sequence
 from ..sequence.layout import refuse_not_finite
-from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle, warn
+from ..solution import Plan, Result, Solution, first_not_finite, loop_on, settle
 from ..stopping import UpdateTest
 from ..tolerance import Tolerance
+from ..warned import warn
 from .fused import Call, covers, solve_fused
 from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused, solution_of
 from .looped import Given, by_loop
@@ -154,14 +155,11 @@ def _by_kernels(
     if fixed is not None and not capturing and not fused.solves[call.differentiated]:
         return None  # a solve that tests nothing cannot hold them against the step: another one has to
     found = solve_fused(call, newton, None, fixed=fixed, every=call.every)
-    if (
-        fixed is not None
-        and not capturing
-        and not isinstance(found, str)
-        and bool((found.exact_steps < call.known[1]).any())
-    ):
+    if isinstance(found, str):
+        return found
+    if fixed is not None and not capturing and not all(e.isfinite().all() for e in pytree.tree_leaves(found.states)):
         return "numbers of it are not finite"  # which the other ways tell of
-    if isinstance(found, str) or found.result in _GOOD:
+    if found.result in _GOOD:
         return found
     if on_failure != "loop":
         return "the chunks did not join"

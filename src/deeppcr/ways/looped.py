@@ -15,7 +15,8 @@ from ..sequence.bare import BareLoop
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, not_finite_in
 from ..sequence.words import in_words
-from ..solution import Plan, Result, Solution, warn, without_iterations
+from ..solution import Plan, Result, Solution, without_iterations
+from ..warned import warn
 
 
 class Given(NamedTuple):

@@ -23,7 +23,8 @@ from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
 from ..sequence.purity import watch
 from ..sequence.rows import find_influence
 from ..sequence.stack import LISTS
-from ..solution import Result, Solution, muted, warn
+from ..solution import Result, Solution
+from ..warned import muted, warn
 from .fused import Call, solve_fused
 from .given import solve_by
 from .judged import CoarseStep

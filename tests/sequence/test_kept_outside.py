@@ -1,0 +1,190 @@
+"""What a step keeps outside of modules: refused by name by Newton's method, and left to the loop by default."""
+
+import random
+
+import pytest
+import torch
+
+import deeppcr
+from deeppcr import Newton, StepError
+from deeppcr.ways import plan
+from problems import plain_loop
+from sequence.keeping import Z0
+
+
+class Velocity:
+    velocity = 0
+
+    def __call__(self, z, x):
+        self.velocity = 0.9 * self.velocity + x
+        return 0.5 * z + self.velocity
+
+    def method(self, z, x):
+        return self(z, x)
+
+
+class VelocityInPlace:
+    def __init__(self):
+        self.velocity = torch.zeros(2, 3)
+
+    def __call__(self, z, x):
+        self.velocity.mul_(0.9).add_(x)
+        return 0.5 * z + self.velocity
+
+
+class Clock:
+    time = 0
+
+    def __call__(self, z, x):
+        self.time += 1
+        return 0.5 * z + x * self.time
+
+
+def in_a_closure():
+    velocity = 0
+
+    def step(z, x):
+        nonlocal velocity
+        velocity = 0.9 * velocity + x
+        return 0.5 * z + velocity
+
+    return step
+
+
+def in_a_list():
+    seen = []
+
+    def step(z, x):
+        seen.append(z)
+        return 0.5 * z + x + 0.1 * seen[max(0, len(seen) - 3)]
+
+    return step
+
+
+def counting_in_a_list():
+    count = [0]
+
+    def step(z, x):
+        count[0] += 1
+        return 0.5 * z + x + count[0] / 100
+
+    return step
+
+
+def largest_in_a_dict():
+    seen = {"largest": 0.0}
+
+    def step(z, x):
+        seen["largest"] = max(seen["largest"], x[0, 0].item())
+        return 0.5 * z + x - seen["largest"]
+
+    return step
+
+
+def by_a_generator(draw):
+    def make():
+        generator = torch.Generator().manual_seed(0) if draw else random.Random(0)
+
+        def step(z, x):
+            drawn = torch.rand((), generator=generator) if draw else generator.random()
+            return 0.5 * z + x + drawn
+
+        return step
+
+    return make
+
+
+def longer_after_a_while():
+    calls = []
+
+    def step(z, x):
+        calls.append(1)
+        return 0.5 * z + x + (len(calls) > 20)
+
+    return step
+
+
+def are_many(_, entries):
+    return len(entries) > 20
+
+
+def longer_by_keyword():
+    """Read beside another variable, which is one instruction from Python 3.13 on."""
+
+    def step(z, x, *, calls=[]):  # noqa: B006 - of this step
+        calls.append(1)
+        return 0.5 * z + x + are_many(x, calls)
+
+    return step
+
+
+def other_after_a_while():
+    """What an iteration comes to, and what it is judged by, is the same function all the time, and not the loop's."""
+    count = [0]
+
+    def step(z, x):
+        count[0] += 1
+        return 0.5 * z + x + (count[0] > 40)
+
+    return step
+
+
+COUNTING = [
+    Clock, counting_in_a_list, largest_in_a_dict, longer_after_a_while, longer_by_keyword, other_after_a_while,
+]  # fmt: skip
+DRAWING = [by_a_generator(True), by_a_generator(False)]
+OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
+
+
+@pytest.mark.parametrize("make", [*OUTSIDE, *COUNTING, *DRAWING])
+def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
+    """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
+    monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
+    monkeypatch.setitem(plan._OPERATION, "cpu", (1.0, 0.0, 0.0))
+    z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
+    for _ in range(2):
+        found = deeppcr.solve(make(), z0, xs)
+        assert torch.equal(found.states, plain_loop(make(), z0, xs))
+        assert "at every call" in found.plan.notes[0]
+
+
+@pytest.mark.parametrize("solver", [None, Newton()], ids=["default", "Newton"])
+def test_what_a_step_notes_and_does_not_read_is_its_own_affair(solver, monkeypatch):
+    monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
+    monkeypatch.setitem(plan._OPERATION, "cpu", (1.0, 0.0, 0.0))
+    calls, shapes, sizes = [], {}, set()
+
+    def step(z, x):
+        calls.append((1, z.sum()))
+        sizes.add(len(shapes))
+        shapes[len(shapes)] = 1
+        return 0.5 * torch.tanh(z) + x
+
+    found = deeppcr.solve(step, torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3), solver=solver)
+    assert found.result is deeppcr.Result.CONVERGED
+
+
+@pytest.mark.parametrize("solver", [Newton(), deeppcr.Jacobi()], ids=["Newton", "Jacobi"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [*[(each, "keeps '(time|entries|largest)' from one call to the next") for each in COUNTING],
+     *[(each, "draws random numbers") for each in DRAWING]],
+)  # fmt: skip
+def test_numbers_that_a_step_keeps_outside_of_modules_are_refused_by_name(make, message, solver):
+    """Also where an iteration would converge, to something else than the loop."""
+    z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
+    with pytest.raises(StepError, match=message):
+        deeppcr.solve(make(), z0, xs, solver=solver)
+
+
+def test_what_is_not_a_number_is_as_it_was():
+    missing = float("nan")
+    found = deeppcr.solve(lambda z: torch.nan_to_num(z + missing), Z0, length=20, solver=Newton())
+    assert found.result is deeppcr.Result.CONVERGED
+
+
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_a_tensor_that_a_step_keeps_outside_of_modules_is_named(make):
+    """Not that a tensor escaped from a transform, of which its author knows nothing."""
+    with pytest.raises(deeppcr.StepError, match=r"keeps '(velocity|entries)' from one call to the next"):
+        deeppcr.solve(make(), torch.zeros(2, 3), torch.ones(50, 2, 3), solver=deeppcr.Newton())
