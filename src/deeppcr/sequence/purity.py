@@ -8,7 +8,6 @@ Nothing is ever put back.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -23,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
+from .changing import LARGEST, draws, state_of
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import LARGEST, Values, inside, only_added_to, reached_by
+from .reach import Values, inside, never_read, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
@@ -191,7 +191,7 @@ class _Held:
 
 
 class _Values:
-    """The tensors, numbers and random generators that a step reaches outside of modules.
+    """Everything that has a state and that a step reaches outside of modules.
 
     Attributes:
         draw: whether one of the generators had drawn when it was last asked what changed
@@ -202,40 +202,31 @@ class _Values:
     def __init__(self, step: Any, found: Values | None = None):
         """``found``: by a walk through the step just now."""
         self._step, self._before = step, reached_by(step)[1] if found is None else found
-        self._states = {place: [_state_of(each)] for place, (_, each) in self._before.items()}
+        self._states = {place: state_of(each) for place, (_, _, each) in self._before.items()}
 
     def changed(self) -> list[tuple[Any, str]]:
         """Those that are other ones now, or were written to: what holds them, and the name there."""
         self.draw = False
         found = self._others(reached_by(self._step)[1])
         if found:  # what is noted somewhere, and never read, is nobody's business
-            found = self._others(reached_by(self._step, without=only_added_to(self._step))[1])
-        return [(owner, "entries" if type(owner) in _CONTAINERS else str(name)) for owner, name in found]
+            found = self._others(reached_by(self._step, without=never_read(self._step))[1])
+        return found
 
-    def _others(self, values: Values) -> list[tuple[Any, Hashable]]:
+    def _others(self, values: Values) -> list[tuple[Any, str]]:
         found = []
-        for place, (owner, now) in values.items():
-            before = self._before.get(place, (None, None))[1]
-            if before is None and isinstance(owner, dict) and not _is_tensor(now):
+        for place, (owner, called, now) in values.items():
+            if place not in self._before and isinstance(owner, dict) and not issubclass(type(now), Tensor):
                 continue  # it is looked up by its key, which was not there before
-            # In a list, so that what is no number equals itself.
-            if [_state_of(now)] != self._states.get(place) or (now is not before and _is_tensor(now)):
-                self.draw = self.draw or isinstance(now, (torch.Generator, random.Random))
-                found.append((owner, place[1]))
+            if state_of(now) != self._states.get(place):
+                self.draw = self.draw or draws(now)
+                inside = type(owner) in _CONTAINERS
+                what = f"{_what(owner)} ({called!r})" if called is not None else _what(owner)
+                found.append((what, "entries" if inside else _plainly(place[1])))
         return found
 
 
-def _state_of(value: Any) -> Any:
-    """What is another after it was changed."""
-    if _is_tensor(value):
-        return version_of(value)
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    return value.getstate() if isinstance(value, random.Random) else value
-
-
-def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), Tensor)
+def _plainly(name: Hashable) -> str:
+    return ".".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
 def _same_entries(a: Any, b: Any) -> bool:
@@ -273,7 +264,9 @@ def _writes(module: nn.Module, name: str) -> str:
 
 
 def _what(owner: Any) -> str:
-    return "class" if owner is None else type(owner).__name__
+    if isinstance(owner, str):  # it was told before
+        return owner
+    return "class" if owner is None or isinstance(owner, type) else type(owner).__name__
 
 
 def _keeps(owner: Any, name: str) -> str:

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .changing import LARGEST, PLAIN, state_of
 from .stack import MODULE_INTERNALS
 
-#: Containers with more entries than this are not looked into for modules.
-LARGEST = 1000
 #: Of a model with more modules than this, only those are looked at that the step names.
 _MOST_MODULES = 200
 #: So many functions and objects may stand one behind the other; containers and modules do not count.
@@ -47,8 +46,8 @@ _NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
 #: Containers that may be added to, by methods that tell nothing of them.
 _ADDED_TO = frozenset((list, deque, set))
 _ADDING = frozenset(("append", "appendleft", "extend", "add"))
-#: Known by their value.
-PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
+#: What tells nothing of a dictionary but what stands under a key.
+_LOOKING_UP = frozenset(("get", "setdefault", "__getitem__", "__setitem__", "__contains__"))
 
 
 class Walk:
@@ -193,33 +192,41 @@ class Walk:
         return found
 
 
-#: By place, that is by the id of what holds a thing and its name there: with what holds it, and itself.
-Values = dict[tuple[int, Hashable], tuple[Any, Any]]
+#: By place, that is by the id of what holds a thing and its name there: with what holds it, what that is called, and itself.
+Values = dict[tuple[Hashable, Hashable], tuple[Any, str | None, Any]]
 
 
 def reached_by(
     step: Any, used: set[Any] | None = None, without: Collection[int] = ()
 ) -> tuple[list[nn.Module], Values]:
-    """The modules that a step reaches, without those inside of them; and outside of modules its tensors, numbers and random generators.
+    """The modules that a step reaches, without those inside of them; and outside of modules everything that has a state.
 
     Args:
         used: takes the code of the step's functions, all names that they use, and the integers and strings that they hold
-        without: the ids of what is not to be looked into
+        without: the ids of what has no state for this step, and is not to be looked into, but for dictionaries
     """
     if issubclass(type(step), nn.Module):
         return [step], {}
     found: dict[int, nn.Module] = {}
     plain: set[Any] = set()
     values: Values = {}
+    called: dict[int, str] = {}  # containers
+    places: dict[int, Hashable] = {}  # of tuples, which may be made anew with the same entries
     walk = Walk(step, largest=LARGEST, everything=False)
     for owner, name, each in _outside_of_modules(walk, without):
         kind = type(each)
+        place = places.get(id(owner), id(owner)), name
         if issubclass(kind, nn.Module):
             found[id(each)] = each
         if kind is int or kind is str:
             plain.add(each)
-        if kind is int or kind is float or issubclass(kind, _CHANGING):
-            values[id(owner), name] = owner, each
+        if kind is tuple:
+            places.setdefault(id(each), place)
+        if issubclass(kind, CONTAINERS):
+            inside_of = called.get(id(owner))
+            called.setdefault(id(each), _last(name) if inside_of is None else f"{inside_of}[{name!r}]")
+        if id(each) not in without and state_of(each) is not None:
+            values[place] = owner, called.get(id(owner)), each
     if used is not None:
         used |= walk.used | plain
     return list(found.values()), values
@@ -230,26 +237,52 @@ def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[t
     for owner, held in walk:
         for name, each in held:
             kind = type(each)
-            if kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE) and id(each) not in without:
-                walk.go(each)
+            if issubclass(kind, type):
+                walk.meet(each)
+            elif kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
+                if id(each) not in without or issubclass(kind, dict):
+                    walk.go(each)
             yield owner, name, each
 
 
-def only_added_to(step: Any) -> set[int]:
-    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there."""
+def never_read(step: Any) -> set[int]:
+    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there. And
+    of dictionaries in which it only looks things up, as in a memo: then nothing depends on how many there are."""
     walk = Walk(step, largest=LARGEST, everything=False)
-    names: dict[int, set[Any]] = {}
+    added: dict[int, set[Any]] = {}
+    looked_up: dict[int, set[Any]] = {}
     for owner, name, each in _outside_of_modules(walk):
-        if type(each) in _ADDED_TO:  # in another container it is known by no name
-            last = name.replace(" ", ".").rpartition(".")[2] if isinstance(name, str) else None
-            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else last)
-    codes, read = [each for each in walk.used if type(each) is CodeType], {None}
+        names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
+        if names is not None:  # in another container it is known by no name
+            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else _last(name))
+    codes, read, counted = [each for each in walk.used if type(each) is CodeType], {None}, set()
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
         for this, following in pairwise(dis.get_instructions(code)):
-            if this.opname.startswith("LOAD_") and this.opname != "LOAD_CONST" and following.argval not in _ADDING:
-                read.add(this.argval)
-    return {number for number, called in names.items() if called.isdisjoint(read)}
+            if this.opname.startswith("LOAD_") and this.opname != "LOAD_CONST":
+                if following.argval not in _ADDING:
+                    read.add(this.argval)
+                if not _looks_up(following):
+                    counted.add(this.argval)
+    return {
+        number
+        for names, reading in ((added, read), (looked_up, counted))
+        for number, each in names.items()
+        if each.isdisjoint(reading)
+    }
+
+
+def _looks_up(following: dis.Instruction) -> bool:
+    """Whether what was loaded just before is a dictionary in which something is looked up: a key comes next, or one of few methods."""
+    if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return following.argval in _LOOKING_UP
+    return following.opname.startswith("LOAD_") or following.opname in ("CONTAINS_OP", "PUSH_NULL", "COPY")
+
+
+def _last(name: Hashable) -> str:
+    """Of the name of a variable, "global settings.seen" say, or of an attribute of a class."""
+    text = name[-1] if isinstance(name, tuple) and name else name
+    return str(text).replace(" ", ".").rpartition(".")[2]
 
 
 def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
