@@ -6,6 +6,7 @@ import random
 import sys
 from array import array
 from collections import deque
+from hashlib import blake2b
 from types import CodeType
 from typing import Any
 
@@ -21,6 +22,8 @@ _ENTRIES = 4096
 #: Known by their value.
 PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
 _VALUES = PLAIN | {float, complex}
+#: As text they are themselves.
+_WRITTEN = frozenset((bool, int, str, bytes, float, type(None)))
 
 
 def state_of(value: Any) -> list[Any] | None:
@@ -54,6 +57,18 @@ def state_of(value: Any) -> list[Any] | None:
         if issubclass(kind, numpy.random.Generator):
             return [repr(value.bit_generator.state)]
     return None
+
+
+def digest_of(container: Any) -> bytes | None:
+    """All entries of a container as few bytes, where they are numbers and texts alone: there may be very many. Else None."""
+    entries = [*container, *container.values()] if isinstance(container, dict) else container
+    kinds = {type(next(iter(entries)))}
+    if not kinds <= _WRITTEN or not (kinds := set(map(type, entries))) <= _WRITTEN:
+        return None
+    if isinstance(container, (set, frozenset)):  # which have no order, and tell elsewhere what they hold
+        return None
+    # Bits tell zeros apart, and take a tenth of the time of writing them down.
+    return blake2b(array("d", entries) if kinds == {float} else repr(entries).encode()).digest()
 
 
 def draws(value: Any) -> bool:

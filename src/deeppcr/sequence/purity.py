@@ -216,6 +216,7 @@ class _Values:
         found = []
         for place, (owner, called, now) in values.items():
             if place not in self._before and isinstance(owner, dict) and not issubclass(type(now), Tensor):
+                self._before[place], self._states[place] = (owner, called, now), state_of(now)
                 continue  # it is looked up by its key, which was not there before
             if state_of(now) != self._states.get(place):
                 self.draw = self.draw or draws(now)

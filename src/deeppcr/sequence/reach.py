@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .changing import LARGEST, PLAIN, state_of
+from .changing import LARGEST, PLAIN, digest_of, state_of
 from .stack import MODULE_INTERNALS
 
+#: Containers with more entries than this are data, where they are attributes that no code names.
+_MANY = 100
 #: Of a model with more modules than this, only those are looked at that the step names.
 _MOST_MODULES = 200
 #: So many functions and objects may stand one behind the other; containers and modules do not count.
@@ -57,7 +59,8 @@ class Walk:
     methods, containers, objects (slots too), modules (hooks too), and what classes have under names that any code has used.
     Functions of libraries are not asked for global variables, nor their classes for anything.
 
-    Iterating gives each thing with what it holds, by name, the function first. ``go`` says what is to come later.
+    Iterating gives each thing with what it holds, by name, the function first. ``go`` says what is to come later. Of a container with
+    many entries that is an attribute which no code names, a data set or a log say, that is nothing.
 
     Args:
         largest: containers with more entries count as empty
@@ -74,9 +77,12 @@ class Walk:
         self._numbers = {id(function): 0}
         self._order = [(function, _DEPTH)]  # which keeps all of them where they are
         self._left = _DEPTH
+        self._known = 0  # how many names were used when classes were last asked
         self._slots: dict[type, list[Any]] = {}
         self._classes: dict[type, set[str]] = {}  # and the names that were looked up there
         self._partly: list[tuple[Any, int]] = []
+        self._large: dict[int, set[Hashable]] = {}  # containers with many entries that are attributes, by these names
+        self._named: set[int] = set()  # those of them that are also reached otherwise
 
     def __iter__(self) -> Iterator[tuple[Any, list[tuple[Hashable, Any]]]]:
         at = 0
@@ -86,12 +92,17 @@ class Walk:
                 at += 1
                 kind = type(value)
                 self._left = left if issubclass(kind, _WITHOUT_DEPTH) else left - 1
-                yield value, self._held_by(value, kind)
+                held = self._held_by(value, kind)
+                if self._large and (kind is FunctionType or issubclass(kind, (partial, *CONTAINERS))):
+                    self._named.update(id(each) for _, each in held if id(each) in self._large)
+                yield value, held
             self._left = _DEPTH
-            named = self._named_in_classes()
-            if not named:
+            named, known = self._named_in_classes(), self._known
+            self._known = len(self.used) + len(self._named)
+            if not named and self._known == known:
                 return
-            yield None, named
+            if named:
+                yield None, named
             self._order += self._partly  # of which more may be named now
             self._partly = []
 
@@ -107,7 +118,7 @@ class Walk:
         if kind is FunctionType:  # as most are, and they have no slots
             return [*value.__dict__.items(), *self._held_by_function(value)]
         if issubclass(kind, nn.Module):
-            own = [(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS]
+            own = self._noted([(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS])
             if value._forward_hooks or value._forward_pre_hooks:
                 own += [("hook after", each) for each in value._forward_hooks.values()]
                 own += [("hook before", each) for each in value._forward_pre_hooks.values()]
@@ -126,6 +137,12 @@ class Walk:
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:
                 return held
+            names = self._large.get(id(value))
+            if names is not None and id(value) not in self._named and names.isdisjoint(self.used):
+                self._partly.append((value, self._left))
+                return held
+            if self._everything and len(value) > _MANY and (digest := digest_of(value)) is not None:
+                return [*held, ("entries", digest)]
             if issubclass(kind, dict):
                 return [*held, *dict.items(value)]
             if issubclass(kind, (set, frozenset)):  # which have no order: what is known by its value is told elsewhere
@@ -157,7 +174,17 @@ class Walk:
             inside = object.__getattribute__(value, "__dict__")
         except AttributeError:  # it has none
             inside = {}
-        return [*inside.items(), *self._in_slots(value, kind)]
+        return self._noted([*inside.items(), *self._in_slots(value, kind)])
+
+    def _noted(self, attributes: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+        for name, each in attributes:
+            if issubclass(type(each), CONTAINERS) and len(each) > _MANY and not self._is_named(each):
+                self._large.setdefault(id(each), set()).add(name)
+        return attributes
+
+    def _is_named(self, container: Any) -> bool:
+        """Whether it was reached before, and not as an attribute."""
+        return id(container) in self._numbers and id(container) not in self._large
 
     def _in_slots(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
         slots = self._slots.get(kind)
@@ -239,9 +266,9 @@ def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[t
             kind = type(each)
             if issubclass(kind, type):
                 walk.meet(each)
-            elif kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
-                if id(each) not in without or issubclass(kind, dict):
-                    walk.go(each)
+            looked_at = id(each) not in without or issubclass(kind, dict)
+            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
+                walk.go(each)
             yield owner, name, each
 
 
