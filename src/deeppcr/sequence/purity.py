@@ -9,7 +9,7 @@ Nothing is ever put back.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from operator import is_
 from typing import Any
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
-from .changing import LARGEST, draws, state_of
+from .changing import LARGEST, PLAIN, draws, state_of
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import Values, inside, never_read, reached_by
+from .reach import Values, inside, never_read, own_classes, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
@@ -144,12 +144,18 @@ def watch(step: Any) -> Callable[[], str | None]:
 
 
 class _Held:
-    """What modules hold. Of PyTorch's own, which keep nothing else: parameters and buffers."""
+    """What modules and their classes hold. Of PyTorch's own, which keep nothing else: parameters and buffers."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        tensors: list[tuple[nn.Module, str, Any]] = []
-        self._stores: list[tuple[nn.Module, dict, int, dict]] = []  # how many entries, and those that are no internals
-        self._containers: list[tuple[nn.Module, str, Any, Any]] = []
+        tensors: list[tuple[Any, str, Any]] = []
+        self._stores: list[tuple[Any, Mapping, int, dict]] = []  # how many entries, and those that are no internals
+        self._containers: list[tuple[Any, str, Any, Any]] = []
+        self._changing: list[tuple[Any, str, Any, Any]] = []  # what changes in place and is none of these
+        modules = list(modules)
+        for owner in {each: None for module in modules for each in own_classes(type(module))}:
+            own = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+            self._stores.append((owner, vars(owner), len(vars(owner)), own))
+            self._note(owner, own, tensors)
         for module in modules:
             if module._parameters:
                 tensors += [(module, name, tensor) for name, tensor in module._parameters.items()]
@@ -162,30 +168,37 @@ class _Held:
             self._stores.append((module, attributes, len(attributes), own))
             for store in (module._parameters, module._buffers, module._modules):
                 self._stores.append((module, store, len(store), store.copy()))
-            for name, value in own.items():
-                kind = type(value)
-                if kind in _CONTAINERS and len(value) <= LARGEST:
-                    self._containers.append((module, name, value, value.copy()))
-                elif issubclass(kind, Tensor):
-                    tensors.append((module, name, value))
+            self._note(module, own, tensors)
         every = [(*each, version_of(each[2])) for each in tensors if each[2] is not None]
         self._counted = [each for each in every if each[3] is not None]
         self._lazy = [each[:3] for each in every if each[3] is None and is_lazy(each[2])]
 
+    def _note(self, owner: Any, attributes: dict[str, Any], tensors: list[tuple[Any, str, Any]]) -> None:
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind in _CONTAINERS and len(value) <= LARGEST:
+                self._containers.append((owner, name, value, value.copy()))
+            elif issubclass(kind, Tensor):
+                tensors.append((owner, name, value))
+            elif kind not in PLAIN and (state := state_of(value)) is not None:
+                self._changing.append((owner, name, value, state))
+
     def lazy(self) -> list[nn.Module]:
         return [module for module, _, _ in self._lazy]
 
-    def written(self) -> list[tuple[nn.Module, str]]:
-        """Of tensors that were written to since, or made: the module, and the name in it."""
+    def written(self) -> list[tuple[Any, str]]:
+        """Of tensors that were written to since, or made: the module or its class, and the name in it."""
         made = [(module, name) for module, name, tensor in self._lazy if not is_lazy(tensor)]
         return made + [(module, name) for module, name, tensor, version in self._counted if tensor._version != version]
 
-    def replaced(self) -> list[tuple[nn.Module, str]]:
+    def replaced(self) -> list[tuple[Any, str]]:
         """The same of what is something else now, or a container with other entries."""
         found = [(module, name) for module, name, now, before in self._containers if not _same_entries(before, now)]
+        found += [(owner, name) for owner, name, now, before in self._changing if state_of(now) != before]
         for module, now, count, before in self._stores:
             if len(now) != count or (before and not all(map(is_, before.values(), map(now.get, before)))):
-                names = sorted((before.keys() | now.keys()) - MODULE_INTERNALS)
+                every = sorted((before.keys() | now.keys()) - MODULE_INTERNALS)
+                names = [name for name in every if not name.startswith("__")]  # which Python itself sets in classes
                 found += [(module, name) for name in names if not surely_equal(before.get(name), now.get(name))]
         return found
 
@@ -250,14 +263,14 @@ def _written_to(group: StepGroup, number: int) -> str:
     return _writes(group.module.get_submodule(path), name)
 
 
-def _writes(module: nn.Module, name: str) -> str:
-    kind = type(module).__name__
-    if name in module._buffers:
+def _writes(owner: Any, name: str) -> str:
+    kind = _what(owner)
+    if name in getattr(owner, "_buffers", ()):
         return (
             f"step: changes the buffer {name!r} of a {kind} at every call (batch statistics or a power iteration in train mode?), and "
             "would leave it otherwise than the loop does. Call .eval(), or use solver=Loop(). What it holds now is not put back"
         )
-    what = "parameter" if name in module._parameters else "tensor"
+    what = "parameter" if name in getattr(owner, "_parameters", ()) else "tensor"
     return (
         f"step: changes the {what} {name!r} of a {kind} in place, and would leave it otherwise than the loop does. Do that before "
         "the solve; where the first call sets it, let the loop do that once: solver=Loop(). What it holds now is not put back"

@@ -203,9 +203,8 @@ class Walk:
 
     def meet(self, kind: type) -> None:
         """Have what a class has under names that are used come last."""
-        for each in kind.__mro__:
-            if each not in self._classes and not _is_of_library(each.__module__):
-                self._classes[each] = set()
+        for each in own_classes(kind):
+            self._classes.setdefault(each, set())
 
     def _named_in_classes(self) -> list[tuple[Hashable, Any]]:
         found = []
@@ -345,6 +344,11 @@ def _named_in(
             seen.add(id(value))
             found += _named_in(vars(value), names, names, seen, f"{prefix}{name}.")
     return found
+
+
+def own_classes(kind: type) -> list[type]:
+    """A class and its bases, but for those of libraries."""
+    return [each for each in kind.__mro__ if not _is_of_library(each.__module__)]
 
 
 def _is_of_library(module: Any) -> bool:
