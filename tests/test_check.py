@@ -54,7 +54,7 @@ def test_side_effects():
 
     (finding,) = check(counts, Z0, length=10)
     assert finding.kind == "side effect"
-    assert "a list keeps" in finding.message
+    assert "a function keeps 'calls'" in finding.message
     (finding,) = check(lambda z: z + next(unseen), Z0, length=10)
     assert finding.kind == "side effect"
     assert "called again" in finding.message

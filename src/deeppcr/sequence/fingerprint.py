@@ -16,7 +16,8 @@ from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 
 from ..runtime import version_of
-from .reach import CONTAINERS, PLAIN, Walk
+from .changing import PLAIN
+from .reach import CONTAINERS, Walk
 
 #: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
 _FEW = 16

@@ -8,9 +8,8 @@ Nothing is ever put back.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from operator import is_
 from typing import Any
@@ -23,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
+from .changing import LARGEST, PLAIN, draws, state_of
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import LARGEST, Values, inside, only_added_to, reached_by
+from .reach import Values, inside, never_read, own_classes, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
@@ -144,12 +144,18 @@ def watch(step: Any) -> Callable[[], str | None]:
 
 
 class _Held:
-    """What modules hold. Of PyTorch's own, which keep nothing else: parameters and buffers."""
+    """What modules and their classes hold. Of PyTorch's own, which keep nothing else: parameters and buffers."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        tensors: list[tuple[nn.Module, str, Any]] = []
-        self._stores: list[tuple[nn.Module, dict, int, dict]] = []  # how many entries, and those that are no internals
-        self._containers: list[tuple[nn.Module, str, Any, Any]] = []
+        tensors: list[tuple[Any, str, Any]] = []
+        self._stores: list[tuple[Any, Mapping, int, dict]] = []  # how many entries, and those that are no internals
+        self._containers: list[tuple[Any, str, Any, Any]] = []
+        self._changing: list[tuple[Any, str, Any, Any]] = []  # what changes in place and is none of these
+        modules = list(modules)
+        for owner in {each: None for module in modules for each in own_classes(type(module))}:
+            own = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+            self._stores.append((owner, vars(owner), len(vars(owner)), own))
+            self._note(owner, own, tensors)
         for module in modules:
             if module._parameters:
                 tensors += [(module, name, tensor) for name, tensor in module._parameters.items()]
@@ -162,36 +168,43 @@ class _Held:
             self._stores.append((module, attributes, len(attributes), own))
             for store in (module._parameters, module._buffers, module._modules):
                 self._stores.append((module, store, len(store), store.copy()))
-            for name, value in own.items():
-                kind = type(value)
-                if kind in _CONTAINERS and len(value) <= LARGEST:
-                    self._containers.append((module, name, value, value.copy()))
-                elif issubclass(kind, Tensor):
-                    tensors.append((module, name, value))
+            self._note(module, own, tensors)
         every = [(*each, version_of(each[2])) for each in tensors if each[2] is not None]
         self._counted = [each for each in every if each[3] is not None]
         self._lazy = [each[:3] for each in every if each[3] is None and is_lazy(each[2])]
 
+    def _note(self, owner: Any, attributes: dict[str, Any], tensors: list[tuple[Any, str, Any]]) -> None:
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind in _CONTAINERS and len(value) <= LARGEST:
+                self._containers.append((owner, name, value, value.copy()))
+            elif issubclass(kind, Tensor):
+                tensors.append((owner, name, value))
+            elif kind not in PLAIN and (state := state_of(value)) is not None:
+                self._changing.append((owner, name, value, state))
+
     def lazy(self) -> list[nn.Module]:
         return [module for module, _, _ in self._lazy]
 
-    def written(self) -> list[tuple[nn.Module, str]]:
-        """Of tensors that were written to since, or made: the module, and the name in it."""
+    def written(self) -> list[tuple[Any, str]]:
+        """Of tensors that were written to since, or made: the module or its class, and the name in it."""
         made = [(module, name) for module, name, tensor in self._lazy if not is_lazy(tensor)]
         return made + [(module, name) for module, name, tensor, version in self._counted if tensor._version != version]
 
-    def replaced(self) -> list[tuple[nn.Module, str]]:
+    def replaced(self) -> list[tuple[Any, str]]:
         """The same of what is something else now, or a container with other entries."""
         found = [(module, name) for module, name, now, before in self._containers if not _same_entries(before, now)]
+        found += [(owner, name) for owner, name, now, before in self._changing if state_of(now) != before]
         for module, now, count, before in self._stores:
             if len(now) != count or (before and not all(map(is_, before.values(), map(now.get, before)))):
-                names = sorted((before.keys() | now.keys()) - MODULE_INTERNALS)
+                every = sorted((before.keys() | now.keys()) - MODULE_INTERNALS)
+                names = [name for name in every if not name.startswith("__")]  # which Python itself sets in classes
                 found += [(module, name) for name in names if not surely_equal(before.get(name), now.get(name))]
         return found
 
 
 class _Values:
-    """The tensors, numbers and random generators that a step reaches outside of modules.
+    """Everything that has a state and that a step reaches outside of modules.
 
     Attributes:
         draw: whether one of the generators had drawn when it was last asked what changed
@@ -202,40 +215,32 @@ class _Values:
     def __init__(self, step: Any, found: Values | None = None):
         """``found``: by a walk through the step just now."""
         self._step, self._before = step, reached_by(step)[1] if found is None else found
-        self._states = {place: [_state_of(each)] for place, (_, each) in self._before.items()}
+        self._states = {place: state_of(each) for place, (_, _, each) in self._before.items()}
 
     def changed(self) -> list[tuple[Any, str]]:
         """Those that are other ones now, or were written to: what holds them, and the name there."""
         self.draw = False
         found = self._others(reached_by(self._step)[1])
         if found:  # what is noted somewhere, and never read, is nobody's business
-            found = self._others(reached_by(self._step, without=only_added_to(self._step))[1])
-        return [(owner, "entries" if type(owner) in _CONTAINERS else str(name)) for owner, name in found]
+            found = self._others(reached_by(self._step, without=never_read(self._step))[1])
+        return found
 
-    def _others(self, values: Values) -> list[tuple[Any, Hashable]]:
+    def _others(self, values: Values) -> list[tuple[Any, str]]:
         found = []
-        for place, (owner, now) in values.items():
-            before = self._before.get(place, (None, None))[1]
-            if before is None and isinstance(owner, dict) and not _is_tensor(now):
+        for place, (owner, called, now) in values.items():
+            if place not in self._before and isinstance(owner, dict) and not issubclass(type(now), Tensor):
+                self._before[place], self._states[place] = (owner, called, now), state_of(now)
                 continue  # it is looked up by its key, which was not there before
-            # In a list, so that what is no number equals itself.
-            if [_state_of(now)] != self._states.get(place) or (now is not before and _is_tensor(now)):
-                self.draw = self.draw or isinstance(now, (torch.Generator, random.Random))
-                found.append((owner, place[1]))
+            if state_of(now) != self._states.get(place):
+                self.draw = self.draw or draws(now)
+                inside = type(owner) in _CONTAINERS
+                what = f"{_what(owner)} ({called!r})" if called is not None else _what(owner)
+                found.append((what, "entries" if inside else _plainly(place[1])))
         return found
 
 
-def _state_of(value: Any) -> Any:
-    """What is another after it was changed."""
-    if _is_tensor(value):
-        return version_of(value)
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    return value.getstate() if isinstance(value, random.Random) else value
-
-
-def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), Tensor)
+def _plainly(name: Hashable) -> str:
+    return ".".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
 def _same_entries(a: Any, b: Any) -> bool:
@@ -258,14 +263,14 @@ def _written_to(group: StepGroup, number: int) -> str:
     return _writes(group.module.get_submodule(path), name)
 
 
-def _writes(module: nn.Module, name: str) -> str:
-    kind = type(module).__name__
-    if name in module._buffers:
+def _writes(owner: Any, name: str) -> str:
+    kind = _what(owner)
+    if name in getattr(owner, "_buffers", ()):
         return (
             f"step: changes the buffer {name!r} of a {kind} at every call (batch statistics or a power iteration in train mode?), and "
             "would leave it otherwise than the loop does. Call .eval(), or use solver=Loop(). What it holds now is not put back"
         )
-    what = "parameter" if name in module._parameters else "tensor"
+    what = "parameter" if name in getattr(owner, "_parameters", ()) else "tensor"
     return (
         f"step: changes the {what} {name!r} of a {kind} in place, and would leave it otherwise than the loop does. Do that before "
         "the solve; where the first call sets it, let the loop do that once: solver=Loop(). What it holds now is not put back"
@@ -273,7 +278,9 @@ def _writes(module: nn.Module, name: str) -> str:
 
 
 def _what(owner: Any) -> str:
-    return "class" if owner is None else type(owner).__name__
+    if isinstance(owner, str):  # it was told before
+        return owner
+    return "class" if owner is None or isinstance(owner, type) else type(owner).__name__
 
 
 def _keeps(owner: Any, name: str) -> str:

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .changing import LARGEST, PLAIN, digest_of, state_of
 from .stack import MODULE_INTERNALS
 
-#: Containers with more entries than this are not looked into for modules.
-LARGEST = 1000
+#: Containers with more entries than this are data, where they are attributes that no code names.
+_MANY = 100
 #: Of a model with more modules than this, only those are looked at that the step names.
 _MOST_MODULES = 200
 #: So many functions and objects may stand one behind the other; containers and modules do not count.
@@ -47,8 +48,8 @@ _NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
 #: Containers that may be added to, by methods that tell nothing of them.
 _ADDED_TO = frozenset((list, deque, set))
 _ADDING = frozenset(("append", "appendleft", "extend", "add"))
-#: Known by their value.
-PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
+#: What tells nothing of a dictionary but what stands under a key.
+_LOOKING_UP = frozenset(("get", "setdefault", "__getitem__", "__setitem__", "__contains__"))
 
 
 class Walk:
@@ -58,7 +59,8 @@ class Walk:
     methods, containers, objects (slots too), modules (hooks too), and what classes have under names that any code has used.
     Functions of libraries are not asked for global variables, nor their classes for anything.
 
-    Iterating gives each thing with what it holds, by name, the function first. ``go`` says what is to come later.
+    Iterating gives each thing with what it holds, by name, the function first. ``go`` says what is to come later. Of a container with
+    many entries that is an attribute which no code names, a data set or a log say, that is nothing.
 
     Args:
         largest: containers with more entries count as empty
@@ -75,9 +77,12 @@ class Walk:
         self._numbers = {id(function): 0}
         self._order = [(function, _DEPTH)]  # which keeps all of them where they are
         self._left = _DEPTH
+        self._known = 0  # how many names were used when classes were last asked
         self._slots: dict[type, list[Any]] = {}
         self._classes: dict[type, set[str]] = {}  # and the names that were looked up there
         self._partly: list[tuple[Any, int]] = []
+        self._large: dict[int, set[Hashable]] = {}  # containers with many entries that are attributes, by these names
+        self._named: set[int] = set()  # those of them that are also reached otherwise
 
     def __iter__(self) -> Iterator[tuple[Any, list[tuple[Hashable, Any]]]]:
         at = 0
@@ -87,12 +92,17 @@ class Walk:
                 at += 1
                 kind = type(value)
                 self._left = left if issubclass(kind, _WITHOUT_DEPTH) else left - 1
-                yield value, self._held_by(value, kind)
+                held = self._held_by(value, kind)
+                if self._large and (kind is FunctionType or issubclass(kind, (partial, *CONTAINERS))):
+                    self._named.update(id(each) for _, each in held if id(each) in self._large)
+                yield value, held
             self._left = _DEPTH
-            named = self._named_in_classes()
-            if not named:
+            named, known = self._named_in_classes(), self._known
+            self._known = len(self.used) + len(self._named)
+            if not named and self._known == known:
                 return
-            yield None, named
+            if named:
+                yield None, named
             self._order += self._partly  # of which more may be named now
             self._partly = []
 
@@ -108,7 +118,7 @@ class Walk:
         if kind is FunctionType:  # as most are, and they have no slots
             return [*value.__dict__.items(), *self._held_by_function(value)]
         if issubclass(kind, nn.Module):
-            own = [(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS]
+            own = self._noted([(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS])
             if value._forward_hooks or value._forward_pre_hooks:
                 own += [("hook after", each) for each in value._forward_hooks.values()]
                 own += [("hook before", each) for each in value._forward_pre_hooks.values()]
@@ -127,6 +137,12 @@ class Walk:
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:
                 return held
+            names = self._large.get(id(value))
+            if names is not None and id(value) not in self._named and names.isdisjoint(self.used):
+                self._partly.append((value, self._left))
+                return held
+            if self._everything and len(value) > _MANY and (digest := digest_of(value)) is not None:
+                return [*held, ("entries", digest)]
             if issubclass(kind, dict):
                 return [*held, *dict.items(value)]
             if issubclass(kind, (set, frozenset)):  # which have no order: what is known by its value is told elsewhere
@@ -158,7 +174,17 @@ class Walk:
             inside = object.__getattribute__(value, "__dict__")
         except AttributeError:  # it has none
             inside = {}
-        return [*inside.items(), *self._in_slots(value, kind)]
+        return self._noted([*inside.items(), *self._in_slots(value, kind)])
+
+    def _noted(self, attributes: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+        for name, each in attributes:
+            if issubclass(type(each), CONTAINERS) and len(each) > _MANY and not self._is_named(each):
+                self._large.setdefault(id(each), set()).add(name)
+        return attributes
+
+    def _is_named(self, container: Any) -> bool:
+        """Whether it was reached before, and not as an attribute."""
+        return id(container) in self._numbers and id(container) not in self._large
 
     def _in_slots(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
         slots = self._slots.get(kind)
@@ -177,9 +203,8 @@ class Walk:
 
     def meet(self, kind: type) -> None:
         """Have what a class has under names that are used come last."""
-        for each in kind.__mro__:
-            if each not in self._classes and not _is_of_library(each.__module__):
-                self._classes[each] = set()
+        for each in own_classes(kind):
+            self._classes.setdefault(each, set())
 
     def _named_in_classes(self) -> list[tuple[Hashable, Any]]:
         found = []
@@ -193,33 +218,41 @@ class Walk:
         return found
 
 
-#: By place, that is by the id of what holds a thing and its name there: with what holds it, and itself.
-Values = dict[tuple[int, Hashable], tuple[Any, Any]]
+#: By place, that is by the id of what holds a thing and its name there: with what holds it, what that is called, and itself.
+Values = dict[tuple[Hashable, Hashable], tuple[Any, str | None, Any]]
 
 
 def reached_by(
     step: Any, used: set[Any] | None = None, without: Collection[int] = ()
 ) -> tuple[list[nn.Module], Values]:
-    """The modules that a step reaches, without those inside of them; and outside of modules its tensors, numbers and random generators.
+    """The modules that a step reaches, without those inside of them; and outside of modules everything that has a state.
 
     Args:
         used: takes the code of the step's functions, all names that they use, and the integers and strings that they hold
-        without: the ids of what is not to be looked into
+        without: the ids of what has no state for this step, and is not to be looked into, but for dictionaries
     """
     if issubclass(type(step), nn.Module):
         return [step], {}
     found: dict[int, nn.Module] = {}
     plain: set[Any] = set()
     values: Values = {}
+    called: dict[int, str] = {}  # containers
+    places: dict[int, Hashable] = {}  # of tuples, which may be made anew with the same entries
     walk = Walk(step, largest=LARGEST, everything=False)
     for owner, name, each in _outside_of_modules(walk, without):
         kind = type(each)
+        place = places.get(id(owner), id(owner)), name
         if issubclass(kind, nn.Module):
             found[id(each)] = each
         if kind is int or kind is str:
             plain.add(each)
-        if kind is int or kind is float or issubclass(kind, _CHANGING):
-            values[id(owner), name] = owner, each
+        if kind is tuple:
+            places.setdefault(id(each), place)
+        if issubclass(kind, CONTAINERS):
+            inside_of = called.get(id(owner))
+            called.setdefault(id(each), _last(name) if inside_of is None else f"{inside_of}[{name!r}]")
+        if id(each) not in without and state_of(each) is not None:
+            values[place] = owner, called.get(id(owner)), each
     if used is not None:
         used |= walk.used | plain
     return list(found.values()), values
@@ -230,20 +263,25 @@ def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[t
     for owner, held in walk:
         for name, each in held:
             kind = type(each)
-            if kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE) and id(each) not in without:
+            if issubclass(kind, type):
+                walk.meet(each)
+            looked_at = id(each) not in without or issubclass(kind, dict)
+            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
                 walk.go(each)
             yield owner, name, each
 
 
-def only_added_to(step: Any) -> set[int]:
-    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there."""
+def never_read(step: Any) -> set[int]:
+    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there. And
+    of dictionaries in which it only looks things up, as in a memo: then nothing depends on how many there are."""
     walk = Walk(step, largest=LARGEST, everything=False)
-    names: dict[int, set[Any]] = {}
+    added: dict[int, set[Any]] = {}
+    looked_up: dict[int, set[Any]] = {}
     for owner, name, each in _outside_of_modules(walk):
-        if type(each) in _ADDED_TO:  # in another container it is known by no name
-            last = name.replace(" ", ".").rpartition(".")[2] if isinstance(name, str) else None
-            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else last)
-    codes, read = [each for each in walk.used if type(each) is CodeType], {None}
+        names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
+        if names is not None:  # in another container it is known by no name
+            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else _last(name))
+    codes, read, counted = [each for each in walk.used if type(each) is CodeType], {None}, set()
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
         for this, following in pairwise(dis.get_instructions(code)):
@@ -251,7 +289,27 @@ def only_added_to(step: Any) -> set[int]:
                 # From Python 3.13 on one instruction may name two variables, of which the last is what the next one is about.
                 *others, last = this.argval if isinstance(this.argval, tuple) else (this.argval,)
                 read.update(others if following.argval in _ADDING else (*others, last))
-    return {number for number, called in names.items() if called.isdisjoint(read)}
+                if not _looks_up(following):
+                    counted.add(last)
+    return {
+        number
+        for names, reading in ((added, read), (looked_up, counted))
+        for number, each in names.items()
+        if each.isdisjoint(reading)
+    }
+
+
+def _looks_up(following: dis.Instruction) -> bool:
+    """Whether what was loaded just before is a dictionary in which something is looked up: a key comes next, or one of few methods."""
+    if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return following.argval in _LOOKING_UP
+    return following.opname.startswith("LOAD_") or following.opname in ("CONTAINS_OP", "PUSH_NULL", "COPY")
+
+
+def _last(name: Hashable) -> str:
+    """Of the name of a variable, "global settings.seen" say, or of an attribute of a class."""
+    text = name[-1] if isinstance(name, tuple) and name else name
+    return str(text).replace(" ", ".").rpartition(".")[2]
 
 
 def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
@@ -287,6 +345,11 @@ def _named_in(
             seen.add(id(value))
             found += _named_in(vars(value), names, names, seen, f"{prefix}{name}.")
     return found
+
+
+def own_classes(kind: type) -> list[type]:
+    """A class and its bases, but for those of libraries."""
+    return [each for each in kind.__mro__ if not _is_of_library(each.__module__)]
 
 
 def _is_of_library(module: Any) -> bool:

@@ -1,0 +1,80 @@
+"""Values that have a state: what is another after it was changed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections import deque
+from hashlib import blake2b
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime import version_of
+
+#: Containers with more entries than this are not looked into: they are known by how many they have, the first and the last.
+LARGEST = 1000
+#: Of arrays so many entries are looked at from either end.
+_ENTRIES = 4096
+#: Known by their value.
+PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
+_VALUES = PLAIN | {float, complex}
+#: As text they are themselves.
+_WRITTEN = frozenset((bool, int, str, bytes, float, type(None)))
+
+
+def state_of(value: Any) -> list[Any] | None:
+    """What is another list after a value was changed; None where it has no state of its own, but only what it holds.
+
+    Of a container this is how many entries it has: what they are is theirs to tell, but for entries of sets. Equal where nothing
+    was changed, as long as the value is kept: tensors are known by which one they are.
+    """
+    kind = type(value)
+    if kind in _VALUES:
+        return [kind, value]  # in a list what is no number equals itself
+    if issubclass(kind, Tensor):
+        return [id(value), version_of(value)]
+    if issubclass(kind, (list, deque)):
+        ends = (value[0], value[-1]) if len(value) > LARGEST else ()
+        return [len(value), *map(_known_by, ends)]
+    if issubclass(kind, dict):
+        return [len(value)]
+    if issubclass(kind, (set, frozenset)):
+        return [len(value), frozenset(map(_known_by, value)) if len(value) <= LARGEST else None]
+    if issubclass(kind, torch.Generator):
+        return value.get_state().tolist()
+    if issubclass(kind, random.Random):
+        return [value.getstate()]
+    if issubclass(kind, (bytearray, array)):
+        return [len(value), bytes(value[:_ENTRIES]), bytes(value[-_ENTRIES:])]
+    if kind.__module__.startswith("numpy") and (numpy := sys.modules.get("numpy")) is not None:
+        if issubclass(kind, (numpy.ndarray, numpy.generic)):
+            ends = (value.flat[:_ENTRIES], value.flat[-_ENTRIES:])
+            return [value.dtype, value.shape, *(each.tobytes() for each in ends)]
+        if issubclass(kind, numpy.random.Generator):
+            return [repr(value.bit_generator.state)]
+    return None
+
+
+def digest_of(container: Any) -> bytes | None:
+    """All entries of a container as few bytes, where they are numbers and texts alone: there may be very many. Else None."""
+    entries = [*container, *container.values()] if isinstance(container, dict) else container
+    kinds = {type(next(iter(entries)))}
+    if not kinds <= _WRITTEN or not (kinds := set(map(type, entries))) <= _WRITTEN:
+        return None
+    if isinstance(container, (set, frozenset)):  # which have no order, and tell elsewhere what they hold
+        return None
+    # Bits tell zeros apart, and take a tenth of the time of writing them down.
+    return blake2b(array("d", entries) if kinds == {float} else repr(entries).encode()).digest()
+
+
+def draws(value: Any) -> bool:
+    """Whether its state changes because random numbers are drawn."""
+    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+
+
+def _known_by(entry: Any) -> Any:
+    return (type(entry), entry) if type(entry) in _VALUES else id(entry)
