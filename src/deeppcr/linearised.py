@@ -151,6 +151,8 @@ class Linearised:
                 eps
             )  # forward mode may lose half of the digits where reverse mode loses none
         where = wrong(by_jacobians, rounding)
+        if by_jacobians is not None and not torch.isfinite(by_jacobians[where]).all():
+            raise _refusal(where & ~torch.isfinite(by_jacobians).all(-1), _NOT_FINITE)
         if where.any() and (jacobians_count or not self._is_right_alone(where, adjoint, rounding)):
             raise _refusal(where, _JACOBIAN)
 
@@ -309,6 +311,11 @@ _AT_ONCE = (
 _JACOBIAN = (
     "the step's own vector-Jacobian product disagrees with its Jacobian. Either part of it runs under torch.no_grad(), or a derivative "
     "of its own is wrong, or a given Jacobian is wrong (in a network of deeppcr.nn: its activation is not elementwise)"
+)
+_NOT_FINITE = (
+    "the Jacobian of the step is not finite there, though its vector-Jacobian product is: forward mode multiplies zero by an infinite "
+    "derivative, as of torch.sqrt(torch.relu(z)) where relu gives 0, and the loop's backward pass does not. Keep that derivative finite "
+    "(torch.sqrt(torch.relu(z) + 1e-12), say), or use solver=deeppcr.Loop()"
 )
 
 
