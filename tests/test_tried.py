@@ -109,6 +109,10 @@ def test_a_jacobian_that_is_not_finite_is_named(device):
     found = deeppcr.solve(step, z0, xs, solver=Newton())
     with pytest.raises(RuntimeError, match="Jacobian of the step is not finite there, though"):
         found.states.sum().backward()
+    (finding,) = deeppcr.check(step, z0, xs)
+    assert finding.kind == "derivative"
+    assert "is not finite (row" in finding.message
+    assert deeppcr.check(*problem("fine", device)[:3]) == []
 
 
 def test_a_checkpoint_is_refused_by_name(device):
