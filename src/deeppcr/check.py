@@ -20,8 +20,9 @@ from .sequence.layout import not_finite_in, refuse_not_finite, starts_the_loop_a
 from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import find_influence, rounding_of, shares
+from .sequence.sequence import find_length
 from .sequence.trace import coarser_products
-from .solve import refuse_given
+from .solve import has_no_rows, refuse_given
 from .tolerance import Tolerance, default_tolerance
 
 #: Steps that are compared with themselves alone.
@@ -80,6 +81,9 @@ def check(
         raise TypeError(f"jacobian: expected an instance such as DiagonalJacobian(), got {jacobian!r}")
     if steps < 1:
         raise ValueError(f"steps: at least one must be looked at, got {steps}")
+    if has_no_rows(z0, batch_dims):
+        find_length(step, xs, length)  # which says what is wrong with it
+        return []
     if lengths is not None:
         if jacobian is not None:
             refuse_given(jacobian)
