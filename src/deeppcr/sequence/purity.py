@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import is_
 from typing import Any, Self
 
@@ -326,7 +326,7 @@ class AsDifferentiated(TorchFunctionMode):
     switches_off = False
 
     def __enter__(self) -> Self:
-        self._saving = disable_saved_tensors_hooks(_SAVES)
+        self._saving: AbstractContextManager[None] = disable_saved_tensors_hooks(_SAVES)
         try:
             self._saving.__enter__()
         except RuntimeError:  # the caller has some around the solve, which are no business of the step
