@@ -323,10 +323,11 @@ class AsDifferentiated(TorchFunctionMode):
         switches_off: whether a part ran without gradients, of which forward mode knows nothing
     """
 
-    switches_off = False
+    switches_off: bool = False
+    _saving: AbstractContextManager[Any]
 
     def __enter__(self) -> Self:
-        self._saving: AbstractContextManager[None] = disable_saved_tensors_hooks(_SAVES)
+        self._saving = disable_saved_tensors_hooks(_SAVES)
         try:
             self._saving.__enter__()
         except RuntimeError:  # the caller has some around the solve, which are no business of the step
