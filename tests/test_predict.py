@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr.predict import _operations
+from deeppcr.sequence.evaluate import RandomStep
+from deeppcr.sequence.trace import count_operations
 from deeppcr.ways import plan
 
 
@@ -224,6 +225,50 @@ def test_iterations_are_a_bound_where_errors_stay(device):
     assert "up to" not in str(deeppcr.predict(lambda z: torch.cos(z) / 2, z0, length=200))
 
 
+def test_what_is_left_to_the_loop_is_predicted_so(device):
+    """What keeps a state of its own, changes with every call, or is hooked: Newton refuses it, and the loop takes it."""
+    calls = [0]
+
+    def counting(z, x):
+        calls[0] += 1
+        return torch.tanh(z) / calls[0] + x
+
+    norm = torch.nn.BatchNorm1d(2).to(device)
+    z0, xs = torch.randn(4, 2, device=device), torch.randn(60, 4, 2, device=device)
+    for step in (counting, lambda z, x: norm(z) + x):
+        for _ in range(2):
+            prediction = deeppcr.predict(step, z0, xs)
+            assert (prediction.way, list(prediction.seconds)) == ("loop", ["loop"])
+            assert prediction.why.startswith("one step after the other: step: ")
+            assert "loop, by Python" in str(prediction)
+            assert deeppcr.solve(step, z0, xs).result is deeppcr.Result.LOOP
+
+
+def test_a_step_that_solve_refuses_has_no_prediction(device):
+    z0, xs = torch.zeros(2, 1, device=device), torch.randn(60, 2, 1, device=device)
+    for ask in (deeppcr.solve, deeppcr.predict):
+        with pytest.raises(RandomStep):
+            ask(lambda z, x: torch.nn.functional.dropout(z) + x, z0, xs)
+
+
+def test_of_no_rows_there_is_nothing_to_do(device):
+    arguments = (lambda z, x: torch.tanh(z) + x), torch.zeros(0, 3, device=device), torch.zeros(5, 0, 3, device=device)
+    assert deeppcr.solve(*arguments).result is deeppcr.Result.LOOP
+    assert deeppcr.check(*arguments) == []
+    prediction = deeppcr.predict(*arguments)
+    assert (prediction.length, prediction.rows, prediction.width, prediction.way) == (5, 0, 3, "loop")
+    assert "there is no row" in str(prediction)
+
+
+def test_of_a_way_that_did_not_work_no_time_is_told(device):
+    arguments = torch.cos, torch.ones(3, device=device)
+    deeppcr.solve(*arguments, length=40)
+    record = plan._records.values()[-1]
+    record.took("newton", 1.0)
+    record.bar("newton", "in vain")
+    assert deeppcr.predict(*arguments, length=40).basis["newton"] == "expected"
+
+
 def test_bad_input_is_named(device):
     with pytest.raises(ValueError, match="length"):
         deeppcr.predict(torch.cos, torch.ones(2, device=device))
@@ -233,7 +278,7 @@ def test_bad_input_is_named(device):
 
 def test_operations_are_counted_without_views():
     z = torch.ones(4, 4)
-    assert _operations(lambda: torch.tanh(z.mT[1:] @ z).unsqueeze(0) + 1) == 3
+    assert count_operations(lambda: torch.tanh(z.mT[1:] @ z).unsqueeze(0) + 1) == 3
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -20,8 +20,9 @@ from .sequence.layout import not_finite_in, refuse_not_finite, starts_the_loop_a
 from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import find_influence, rounding_of, shares
+from .sequence.sequence import find_length
 from .sequence.trace import coarser_products
-from .solve import refuse_given
+from .solve import has_no_rows, refuse_given
 from .tolerance import Tolerance, default_tolerance
 from .warned import catching_warnings
 
@@ -81,6 +82,9 @@ def check(
         raise TypeError(f"jacobian: expected an instance such as DiagonalJacobian(), got {jacobian!r}")
     if steps < 1:
         raise ValueError(f"steps: at least one must be looked at, got {steps}")
+    if has_no_rows(z0, batch_dims):
+        find_length(step, xs, length)  # which says what is wrong with it
+        return []
     if lengths is not None:
         if jacobian is not None:
             refuse_given(jacobian)
@@ -116,7 +120,10 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
         findings += _derivatives(sequence, looked_at, states)
     if jacobian is not None and not findings:
         findings += _structure(sequence, looked_at, states, jacobian)
-    return findings or list(_fading(sequence))
+    if findings:
+        return findings
+    along = _trajectory(sequence)
+    return [*_finite_derivatives(sequence, along), *_fading(sequence, along)]
 
 
 def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
@@ -198,14 +205,36 @@ def _all_at_once(sequence: Sequence) -> Iterator[Finding]:
             return
 
 
-def _fading(sequence: Sequence) -> Iterator[Finding]:
-    """A signal that dies out below a default tolerance, within the first steps that are looked at."""
-    initial, layout = sequence.initial.detach(), sequence.layout
-    states = [initial]
+def _trajectory(sequence: Sequence) -> Tensor:
+    """[N + 1, B, D]: the initial state, and those of the first steps as the loop finds them."""
+    states = [sequence.initial.detach()]
     for index in range(min(sequence.length, _MOST_COMPARED)):
         states.append(sequence.step(index, states[-1]))
+    return torch.stack(states)
+
+
+def _finite_derivatives(sequence: Sequence, states: Tensor) -> Iterator[Finding]:
+    """A state on the way [N + 1, B, D] where the step has a value and forward mode gives no derivative that is a number."""
+    tangent = 1 + 0.1 * shares(states[0])
+    try:
+        values, pushed = sequence.push(states[:-1], tangent[None, None], range(len(states) - 1))
+    except StepError:
+        return  # no derivative, which the solve says where it needs one
+    bad = torch.isfinite(values).all(-1) & ~torch.isfinite(pushed[:, 0]).all(-1)
+    if bad.any():
+        index, row = bad.nonzero()[0].tolist()
+        yield Finding(
+            "derivative",
+            f"the derivative of step {index + 1} by forward mode is not finite (row {row}), though its value is: as of a square root at 0, or "
+            "of torch.sqrt(torch.relu(z)) where relu gives 0. A parallel solve has no gradient there; solver=Loop() has that of autograd",
+        )
+
+
+def _fading(sequence: Sequence, states: Tensor) -> Iterator[Finding]:
+    """A signal that dies out below a default tolerance, in the first states [N + 1, B, D]."""
+    layout = sequence.layout
     tolerance = Tolerance(0.0, default_tolerance(layout.dtype))
-    parts, first = layout.split(torch.stack(states[1:])), layout.split(initial)
+    parts, first = layout.split(states[1:]), layout.split(states[0])
     for leaf, start in zip(parts, first, strict=True):
         if not leaf.numel():
             continue

@@ -7,6 +7,7 @@ inputs and initial state are then one vector-Jacobian product of all steps with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from .jacobian import DenseJacobian, Jacobian
 from .linear import Blocks, LinearSolver, solve_coupled
 from .linearised import Linearised
-from .runtime import check_backward, values_can_be_read
+from .runtime import check_backward, is_out_of_memory, values_can_be_read
 from .sequence import Sequence
+from .sequence.evaluate import first_line
 from .stopping import StoppingTest
 from .warned import warn
 
@@ -93,8 +95,7 @@ class Unrolled(Gradient):
 
     def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
         sequence, states = adjoint.sequence, states.detach()
-        # Derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it.
-        adjoint.refuse(adjoint.probe(), None, DenseJacobian(), jacobians_count=True)
+        adjoint.check()  # derivatives of the iterations are wrong where their Jacobians are not the step's, and nobody would see it
         for _ in range(2):  # more iterations with true Jacobians
             previous = torch.cat([sequence.initial.unsqueeze(0), states[:-1]])
             values, blocks = DenseJacobian().evaluate(sequence, previous, range(sequence.length))
@@ -107,9 +108,11 @@ class Adjoint(Linearised):
 
     Attributes:
         promised: the relative tolerance that the states are said to be within; None where nothing is said
+        failed: is told why where a backward pass raises; None where nobody wants to know
     """
 
     promised: float | None = None
+    failed: Callable[[str], None] | None = None
 
     def __init__(self, sequence: Sequence, states: Tensor, jacobian: Jacobian, linear: LinearSolver):
         super().__init__(sequence, states)
@@ -119,6 +122,15 @@ class Adjoint(Linearised):
     def attach(self, states: Tensor) -> Tensor:
         """``states``, differentiable."""
         return _Attach.apply(self.values, states, self)
+
+    def checked(self, gradients: Tensor) -> Tensor:
+        """``solve``; what it raises is told to who wants to know."""
+        try:
+            return self.solve(gradients)
+        except Exception as error:
+            if self.failed is not None and not is_out_of_memory(error):
+                self.failed(first_line(error))
+            raise
 
     def solve(self, gradients: Tensor) -> Tensor:
         """The adjoint [L, B, D] of the gradients [L, B, D] of the states, checked."""
@@ -300,7 +312,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         (gradients,) = grad_outputs
         check_backward(gradients)
-        adjoint = ctx.adjoint.solve(gradients)
+        adjoint = ctx.adjoint.checked(gradients)
         ctx.adjoint.warn_of_lost_digits(adjoint)
         return adjoint, None, None
 

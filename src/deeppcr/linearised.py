@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from .jacobian import Jacobian
+from .jacobian import DenseJacobian, Jacobian
 from .runtime import values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
+from .sequence.rows import rounding_of
 from .sequence.trace import coarser_products
 from .tolerance import Tolerance
 
@@ -92,6 +93,22 @@ class Linearised:
             value = self.sequence.step(index, start)
         return _pulled(value, start, adjoint)
 
+    @torch.no_grad()
+    def check(self) -> None:
+        """Before any backward pass: raise where the Jacobians of all steps, by forward mode, are not what autograd goes by.
+
+        One product with each tells; only where they differ are there as many as it takes to see why.
+        """
+        adjoint, steps = self.probe(), range(len(self.values))
+        if len(steps) == 1:
+            return
+        tangents = adjoint.flip(0) * self._sizes() ** 2  # in the units of states
+        _, pushed = self.sequence.push(self.previous.detach(), tangents.unsqueeze(1), steps)
+        forward, reverse = adjoint[1:] * pushed[1:, 0], self.pull(adjoint) * tangents[1:]
+        terms = forward.abs().sum(-1) + reverse.abs().sum(-1)
+        if not ((forward.sum(-1) - reverse.sum(-1)).abs() <= 10 * rounding_of(self.sequence.layout) * terms).all():
+            self.refuse(adjoint, None, DenseJacobian(), jacobians_count=True)
+
     def refuse(
         self, adjoint: Tensor, walked: Tensor | None, jacobian: Jacobian | None, *, jacobians_count: bool
     ) -> None:
@@ -151,6 +168,8 @@ class Linearised:
                 eps
             )  # forward mode may lose half of the digits where reverse mode loses none
         where = wrong(by_jacobians, rounding)
+        if by_jacobians is not None and not torch.isfinite(by_jacobians[where]).all():
+            raise _refusal(where & ~torch.isfinite(by_jacobians).all(-1), _NOT_FINITE)
         if where.any() and (jacobians_count or not self._is_right_alone(where, adjoint, rounding)):
             raise _refusal(where, _JACOBIAN)
 
@@ -309,6 +328,11 @@ _AT_ONCE = (
 _JACOBIAN = (
     "the step's own vector-Jacobian product disagrees with its Jacobian. Either part of it runs under torch.no_grad(), or a derivative "
     "of its own is wrong, or a given Jacobian is wrong (in a network of deeppcr.nn: its activation is not elementwise)"
+)
+_NOT_FINITE = (
+    "the Jacobian of the step is not finite there, though its vector-Jacobian product is: forward mode multiplies zero by an infinite "
+    "derivative, as of torch.sqrt(torch.relu(z)) where relu gives 0, and the loop's backward pass does not. Keep that derivative finite "
+    "(torch.sqrt(torch.relu(z) + 1e-12), say), or use solver=deeppcr.Loop()"
 )
 
 

@@ -14,14 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .jacobian import block_bytes
 from .newton import Newton
-from .runtime import Watcher
+from .runtime import random_state
 from .sequence import Sequence
+from .sequence.evaluate import RandomStep, StepError
 from .sequence.layout import not_finite_in, refuse_not_finite
 from .sequence.lengths import up_to
+from .sequence.sequence import find_length
+from .sequence.trace import count_operations
 from .solution import Plan, first_not_finite
+from .solve import has_no_rows
 from .ways.fused import Call
 from .ways.plan import PROBED, Record, now, record_of, written
 from .ways.planned import can_be_planned, is_refused
@@ -133,7 +138,7 @@ def predict(
         step, z0, xs, length, batch_dims, lengths: as for ``deeppcr.solve``
 
     Raises:
-        StepError: the step is not fit for a parallel solve; ``Loop()`` may take it
+        StepError: ``solve`` would raise it, too: the step draws random numbers, say
         RuntimeError: in ``torch.inference_mode``, where nothing can be differentiated
 
     >>> import torch, deeppcr
@@ -153,13 +158,43 @@ def predict(
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("deeppcr.predict differentiates the step: call it outside of torch.inference_mode()")
+    if has_no_rows(z0, batch_dims):
+        leaves, dims = pytree.tree_leaves(z0), 1 if batch_dims is None else batch_dims
+        width = sum(math.prod(leaf.shape[dims:]) for leaf in leaves)
+        return _loop_alone(find_length(step, xs, length), 0, width, 0, 0.0, "there is no row")
     if lengths is not None:
         step, xs = up_to(lengths, step, z0, xs, length, batch_dims)
-    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims)
-    refuse_not_finite(z0, infinities=True)
+    call = Call(step, z0, xs, length, batch_dims)
+    try:
+        return _predicted(call)
+    except StepError as error:
+        if isinstance(error, RandomStep) or not can_be_planned(call):
+            raise
+        why = str(error)
+    begin = time.perf_counter()
+    sequence = Sequence(step, z0, xs, length=length, batch_dims=batch_dims, watched=False)  # which takes one step
+    layout, seconds = sequence.layout, now(sequence.layout.device) - begin
+    return _loop_alone(sequence.length, layout.rows, layout.width, layout.dtype.itemsize, seconds, why)
+
+
+def _loop_alone(length: int, rows: int, width: int, itemsize: int, seconds: float, why: str) -> Prediction:
+    """Of what ``solve`` leaves to the loop, whatever that takes; ``seconds``: of a step."""
+    return Prediction(
+        length=length, rows=rows, width=width, exponent=math.nan, errors="not looked at", probed=0, step_seconds=seconds, iterations=None,
+        chunk=1, seconds={"loop": length * seconds}, basis={**dict.fromkeys(WAYS, "the loop alone is right"), "loop": "expected"},
+        state_bytes=length * rows * width * itemsize, block_bytes=0, way="loop", why=f"one step after the other: {why}",
+    )  # fmt: skip
+
+
+def _predicted(call: Call) -> Prediction:
+    step, xs = call.given
+    sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
+    refuse_not_finite(call.z0, infinities=True)
     layout, steps = sequence.layout, sequence.length
-    call, chunk = Call(step, z0, xs, length, batch_dims), Newton().choose_chunk(sequence, Plan())
+    chunk, drawn = Newton().choose_chunk(sequence, Plan()), random_state(layout.device)
     step_seconds = _time_of_step(sequence)
+    if steps > 1 and not torch.equal(drawn, random_state(layout.device)):
+        raise RandomStep
     known = record_of(call.key, call.sizes, layout.device, call.differentiated)
     loop = known.seconds.get("loop", steps * step_seconds)
     estimated = known.estimated if "loop" in known.seconds else {"loop"}
@@ -175,7 +210,7 @@ def predict(
     sequence.stop_watching()
     seconds: dict[str, float] = {way: each for way, each in expected.items() if not isinstance(each, str)}
     basis = {way: each if isinstance(each, str) else "expected" for way, each in expected.items()}
-    for way in known.tries:
+    for way in known.tries.keys() & known.seconds.keys():  # what did not work has no time
         seconds[way], basis[way] = known.seconds[way], "measured"
     way, why = _choice(call, record, known)
     return Prediction(
@@ -292,23 +327,7 @@ def _newton_seconds(record: Record, loop: float, chunks: int, iterations: int | 
 def _graph_seconds(sequence: Sequence) -> float | str:
     if sequence.layout.device.type != "cuda":
         return "needs a CUDA device"
-    return sequence.length * _operations(lambda: sequence.step(0, sequence.initial)) * _OF_OPERATION
-
-
-@torch.no_grad()
-def _operations(function: Callable[[], Any]) -> int:
-    """How many operations of PyTorch it is made of, but for views."""
-    with _Count() as count:
-        function()
-    return count.operations
-
-
-class _Count(Watcher):
-    operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += all(each.alias_info is None for each in func._schema.returns)
-        return func(*args, **(kwargs or {}))
+    return sequence.length * count_operations(lambda: sequence.step(0, sequence.initial)) * _OF_OPERATION
 
 
 def _by_kernels(call: Call, probe: _Probe, loop: float) -> dict[str, float | str]:

@@ -163,7 +163,7 @@ def _solve(
                 raise ValueError(f"{name}: with a mesh there is {only!r} alone, got {given!r}")
         return solve_over(Ranks.of(mesh), loop, USUAL if solver is None else solver, guess, gradient, on_failure)
     step, z0, xs, length, batch_dims = loop
-    if _has_no_rows(z0, batch_dims):
+    if has_no_rows(z0, batch_dims):
         return of_no_rows(z0, batch_dims, find_length(step, xs, length)).keeping(_every(keep, step, xs, length))
     if lengths is not None:
         if isinstance(solver, Newton):
@@ -234,7 +234,7 @@ def refuse_transforms(name: str) -> None:
         )
 
 
-def _has_no_rows(z0: Any, batch_dims: int | None) -> bool:
+def has_no_rows(z0: Any, batch_dims: int | None) -> bool:
     """Whether states are empty because their batch is: there is nothing to do then."""
     first = z0[0] if type(z0) is tuple and z0 else z0
     if isinstance(first, Tensor) and first.numel():  # as a rule, and a nest takes long to look at

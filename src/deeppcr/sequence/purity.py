@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -314,14 +315,37 @@ _NOT_CALLED = (
 )
 
 
+#: Raised by PyTorch inside of ``AsDifferentiated``.
+_SAVES = (
+    "step: changes how tensors are saved for the backward pass (torch.utils.checkpoint with use_reentrant=False, save_on_cpu), which "
+    "cannot be undone for all steps at once. Take it away (a parallel solve keeps no graph of its iterations), use solver=Loop(), or "
+    "torch.no_grad() where no gradient is needed"
+)
+
+
 class AsDifferentiated(TorchFunctionMode):
-    """Inside, a hook on the gradient of a tensor is refused.
+    """Inside, a hook on the gradient of a tensor is refused, and one on what is saved for it.
 
     Attributes:
         switches_off: whether a part ran without gradients, of which forward mode knows nothing
     """
 
-    switches_off = False
+    switches_off: bool = False
+    _saving: AbstractContextManager[Any]
+
+    def __enter__(self) -> Self:
+        self._saving = disable_saved_tensors_hooks(_SAVES)
+        try:
+            self._saving.__enter__()
+        except RuntimeError:  # the caller has some around the solve, which are no business of the step
+            self._saving = nullcontext()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        self._saving.__exit__(None, None, None)
+        if isinstance(error, RuntimeError) and str(error) == _SAVES:
+            raise StepError(_SAVES) from None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # PyTorch's own (of counters of operations, say) look on and change nothing.

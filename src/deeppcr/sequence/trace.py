@@ -226,3 +226,19 @@ def coarser_products(function: Callable[[], Any], dtype: torch.dtype) -> torch.d
         function()
     coarsest = max([*products.dtypes, dtype], key=lambda each: torch.finfo(each).eps)
     return coarsest if torch.finfo(coarsest).eps > torch.finfo(dtype).eps else None
+
+
+@torch.no_grad()
+def count_operations(function: Callable[[], Any]) -> int:
+    """How many operations of PyTorch it is made of, but for views."""
+    with _Count() as count:
+        function()
+    return count.operations
+
+
+class _Count(Watcher):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += all(each.alias_info is None for each in func._schema.returns)
+        return func(*args, **(kwargs or {}))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..gradient import Implicit
+from ..gradient import Adjoint, Implicit
 from ..newton import USUAL, Loop, Newton
 from ..newton.guess import RepeatInitial
-from ..runtime import has_tangent, is_capturing, random_state, version_of
+from ..runtime import has_tangent, is_capturing, is_out_of_memory, random_state, version_of
 from ..sequence import Sequence
 from ..sequence.bare import BareLoop
 from ..sequence.evaluate import RandomStep, StepError, first_line
@@ -29,9 +30,9 @@ from .fused import Call, solve_fused
 from .given import solve_by
 from .judged import CoarseStep
 from .looped import Given, of_loop
-from .plan import Probe, Record, record_of
+from .plan import Probe, Record, Way, record_of
 
-_FROM_INITIAL, _IMPLICIT = RepeatInitial(), Implicit()
+_FROM_INITIAL = RepeatInitial()
 
 
 def can_be_planned(call: Call) -> bool:
@@ -64,7 +65,11 @@ def is_refused(call: Call, record: Record) -> bool:
     if "newton" in record.tries or "graph" in record.tries or "newton" in record.barred:
         return False
     (step, xs), of_rows = call.given, call.differentiated and record.sizes[1] > 1
-    sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
+    try:
+        sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
+    except StepError as error:  # the loop takes hooks on gradients, and raises what is wrong with a step there, too
+        record.only_loop = str(error)
+        return True
     with torch.no_grad():
         initial = sequence.initial.detach()
         if of_rows and find_influence(partial(sequence.step, 0), initial, sequence.layout) is not None:
@@ -80,6 +85,31 @@ def is_refused(call: Call, record: Record) -> bool:
             record.bar("newton", "steps can only be called one by one", for_good=True)
             return True
     return False
+
+
+class NoGradient(RuntimeError):
+    """The gradients of a parallel solve would not be the loop's, or there would be none."""
+
+
+@dataclass(frozen=True)
+class Tried(Implicit):
+    """Gradients of a solve that nobody asked to be parallel: tried before it is returned, so that the loop can still be taken.
+
+    Attributes:
+        failed: is told why, where a backward pass raises all the same
+    """
+
+    failed: Callable[[str], None]
+
+    def attach(self, adjoint: Adjoint, states: Tensor) -> Tensor:
+        try:
+            adjoint.check()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise NoGradient(str(error)) from error
+        adjoint.failed = self.failed
+        return super().attach(adjoint, states)
 
 
 class Planned:
@@ -136,18 +166,19 @@ class Planned:
             warn(found.description)
         return found
 
-    def _by(self, solver: Newton | Loop) -> Solution:
+    def _by(self, solver: Newton | Loop, way: Way = "loop") -> Solution:
         call, (step, xs) = self.call, self.call.given
         loop = Given(step, call.z0, xs, call.given_length, call.batch_dims)
-        return solve_by(loop, solver, _FROM_INITIAL, _IMPLICIT, "loop", call.every)
+        gradient = Tried(partial(self.record.bar, way, for_good=True))
+        return solve_by(loop, solver, _FROM_INITIAL, gradient, "loop", call.every)
 
     def _by_newton(self) -> Solution:
         with muted():  # who did not ask for a parallel solve is not to hear that there was none: the result says it
             try:
                 most = self.record.most_iterations(USUAL.max_iterations)
                 newton = USUAL if most == USUAL.max_iterations else replace(USUAL, max_iterations=most)
-                found = self.record.timed("newton", lambda: self._by(newton))
-            except CoarseStep as error:
+                found = self.record.timed("newton", lambda: self._by(newton, "newton"))
+            except (CoarseStep, NoGradient) as error:
                 self.record.bar("newton", str(error))
                 return self._by_python()
         if found.result is Result.NON_FINITE:  # as the loop would have told
@@ -160,7 +191,7 @@ class Planned:
 
     def _by_graph(self) -> Solution:
         try:
-            return self.record.timed("graph", lambda: self._by(Loop(by="graph")))
+            return self.record.timed("graph", lambda: self._by(Loop(by="graph"), "graph"))
         except (RuntimeError, ValueError) as error:
             self.record.bar("graph", str(error))
             return self._by_python()
