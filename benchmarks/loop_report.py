@@ -2,7 +2,8 @@
 
     python benchmarks/loop_report.py results/loops-nvidia-*.json [--page docs/kernels.md]
 
-Of several files the newest counts. With --page the table is written into the page, between its two marks; otherwise it is printed.
+Of several files the newest counts. Below its table stand the calls of a newer run that compared less, where one is stored
+(``results/loops-calls-nvidia-*.json``). With --page the table is written into the page, between its two marks; otherwise it is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from kernel_report import goals, measured_by, number
-from report_page import report
+from report_page import newest, report, stored
 
 BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
 END = "<!-- the table of loops ends -->"
@@ -68,7 +69,39 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
         name, size = NAMES.get(loop, loop), f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
         lines.append(f"| {name} | {size} | {' | '.join(cells)} | {_how(found)} |")
     lines += ["", f"{goals([each['met'] for each in record['targets']])}; the file lists them."]
+    later = stored("loops-calls-nvidia")
+    if later:
+        path, calls = newest(later)
+        lines += ["", *_calls(calls, path.name)] if calls["date"] > record["date"] else []
     return "\n".join(lines)
+
+
+def _calls(record: Mapping[str, Any], file_name: str) -> list[str]:
+    """Of a run by which what a user has without this library was left out: the calls, and those inside a CUDA graph of the caller."""
+    taken: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for case in record["cases"]:
+        if (
+            case["suite"] in ("table", "captured")
+            and case["passed"]
+            and case["method"] in (SOLVE, f"{SOLVE}, captured")
+        ):
+            sizes = case["parameters"]
+            taken.setdefault(sizes["loop"], {})[case["suite"], sizes["direction"]] = case
+    lines = [
+        f"Since then, {measured_by(record, file_name)} The same calls, and as many iterations in a CUDA graph of the caller:",
+        "",
+        "| loop | L, B, D | solve | captured | solve, with gradients | captured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for loop, cases in taken.items():
+        if loop in _NOT_SHOWN or ("table", DIRECTIONS[0]) not in cases:
+            continue
+        sizes = cases["table", DIRECTIONS[0]]["parameters"]
+        found = [cases.get((suite, way)) for way in DIRECTIONS for suite in ("table", "captured")]
+        cells = ["" if case is None else _ms(median(case["seconds"])) for case in found]
+        size = f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
+        lines.append(f"| {NAMES.get(loop, loop)} | {size} | {' | '.join(cells)} |")
+    return [*lines, "", f"{goals([each['met'] for each in record['targets']])}; the file lists them."]
 
 
 def _times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
