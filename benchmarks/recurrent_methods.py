@@ -22,8 +22,8 @@ WIDEST = 128
 PIECE = 32_768
 #: Errors may be so many times PyTorch's own; those below this are luck.
 ALLOWED, LEAST = 3.0, 2 * torch.finfo(torch.float32).eps
-#: Calls before a method is checked and timed: what comes again is compiled first, then recorded.
-WARM_UP = 12
+#: Calls before a method is checked and timed, on a GPU and elsewhere: what comes again is compiled first, then recorded.
+WARM_UP, FEWER = 12, 2
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def make_kernels(module: Any, x: Tensor, direction: str) -> None:
 
 def warmed(run: Callable[[], Any], module: Any) -> Callable[[], Any]:
     """The same, once what comes again is compiled. PyTorch's kernel that is taken twice in a row is so for good."""
-    for call in range(WARM_UP):
+    for call in range(WARM_UP if next(module.parameters()).is_cuda else FEWER):
         run()
         if call and module.solutions[0].result is deeppcr.Result.LOOP:
             break
@@ -183,12 +183,23 @@ def diagonal_methods(size: Size, device: torch.device) -> Iterator[tuple[str, Me
         return max(distances(found, right)) / allowed
 
     run = run_of(module, x, outer, size.direction)
-    yield "DiagonalGRU", Method(run, error, solution=lambda: module.solutions[0], warm_up=WARM_UP)
+    yield (
+        "DiagonalGRU",
+        Method(run, error, solution=lambda: module.solutions[0], warm_up=WARM_UP if device.type == "cuda" else FEWER),
+    )
     if find_spec("pararnn") is not None:
         theirs = run_of(
             pararnn(module), x.transpose(0, 1).contiguous(), outer.transpose(0, 1).contiguous(), size.direction
         )
-        yield "pararnn-torch", Method(theirs, lambda found: error(as_ours(found, H)), optional=True, warm_up=WARM_UP)
+        yield (
+            "pararnn-torch",
+            Method(
+                theirs,
+                lambda found: error(as_ours(found, H)),
+                optional=True,
+                warm_up=WARM_UP if device.type == "cuda" else FEWER,
+            ),
+        )
 
 
 def pararnn(module: Any) -> nn.Module:
