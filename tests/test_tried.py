@@ -11,6 +11,8 @@ from deeppcr.ways import fused, plan
 from problems import plain_loop
 
 LENGTH = 60
+# Before PyTorch 2.13 a checkpoint calls a function without vmap even where nothing is differentiated.
+ALWAYS_SAVES = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,8 @@ def test_what_a_parallel_solve_cannot_differentiate_is_left_to_the_loop(name, de
         check_gradient(found, step, z0, xs, w)
         (record,) = plan._records.values()
         assert record.tries == {"loop": turn + 1}  # it was found out once
+    if name == "checkpoint" and ALWAYS_SAVES:
+        return
     with torch.no_grad():  # where it has no derivative to be had
         assert deeppcr.solve(step, z0, xs, solver=Newton()).result is Result.CONVERGED
 
@@ -122,7 +126,7 @@ def test_a_checkpoint_is_refused_by_name(device):
     (finding,) = deeppcr.check(step, z0, xs)
     assert "torch.utils.checkpoint" in finding.message
     with torch.no_grad():
-        assert deeppcr.check(step, z0, xs) == []
+        assert [finding.kind for finding in deeppcr.check(step, z0, xs)] == ["slow"] * ALWAYS_SAVES
 
 
 def test_how_the_caller_saves_tensors_is_not_blamed_on_the_step(device):

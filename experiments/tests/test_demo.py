@@ -81,7 +81,7 @@ def test_prints_one_table_with_every_case_and_the_path_of_a_page(device, capsys,
     assert f"weights × {demo.EXPANDING}" in table
     if device.type == "cpu":
         assert "FINISHED_BY_LOOP" in table
-        assert "2,048 × 16 with weights × 2.6 forward on cpu (0.0" in " ".join(output.split())
+        assert "2,048 × 16 with weights × 2.6 forward on cpu (0." in " ".join(output.split())
     for part in ("a table of 5 cases", "experiment 1 of 2: mlp-timing", "drawing the figures", "done after"):
         assert part in said  # nobody waits without knowing for what
 

@@ -30,7 +30,7 @@ from .fused import Call, solve_fused
 from .given import solve_by
 from .judged import CoarseStep
 from .looped import Given, of_loop
-from .plan import Probe, Record, Way, record_of
+from .plan import Probe, Record, record_of
 
 _FROM_INITIAL = RepeatInitial()
 
@@ -166,18 +166,20 @@ class Planned:
             warn(found.description)
         return found
 
-    def _by(self, solver: Newton | Loop, way: Way = "loop") -> Solution:
+    def _by(self, solver: Newton | Loop) -> Solution:
         call, (step, xs) = self.call, self.call.given
         loop = Given(step, call.z0, xs, call.given_length, call.batch_dims)
-        gradient = Tried(partial(self.record.bar, way, for_good=True))
-        return solve_by(loop, solver, _FROM_INITIAL, gradient, "loop", call.every)
+        return solve_by(loop, solver, _FROM_INITIAL, Tried(self._has_no_gradient), "loop", call.every)
+
+    def _has_no_gradient(self, why: str) -> None:
+        self.record.only_loop = why  # a graph has the same backward pass as a parallel solve
 
     def _by_newton(self) -> Solution:
         with muted():  # who did not ask for a parallel solve is not to hear that there was none: the result says it
             try:
                 most = self.record.most_iterations(USUAL.max_iterations)
                 newton = USUAL if most == USUAL.max_iterations else replace(USUAL, max_iterations=most)
-                found = self.record.timed("newton", lambda: self._by(newton, "newton"))
+                found = self.record.timed("newton", lambda: self._by(newton))
             except (CoarseStep, NoGradient) as error:
                 self.record.bar("newton", str(error))
                 return self._by_python()
@@ -191,7 +193,7 @@ class Planned:
 
     def _by_graph(self) -> Solution:
         try:
-            return self.record.timed("graph", lambda: self._by(Loop(by="graph"), "graph"))
+            return self.record.timed("graph", lambda: self._by(Loop(by="graph")))
         except (RuntimeError, ValueError) as error:
             self.record.bar("graph", str(error))
             return self._by_python()
