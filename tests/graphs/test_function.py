@@ -48,13 +48,15 @@ def assert_alike(found, right):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_call_gives_values_notes_counts_and_gradients(recorded, device):
+@pytest.mark.parametrize("large", [function._LARGE, 80, 1])
+def test_a_call_gives_values_notes_counts_and_gradients(recorded, device, large, monkeypatch):
+    monkeypatch.setattr(function, "_LARGE", large)  # none of them, some, all
     for _ in range(3):
         tensors = given(device)
         replayed = recorded.call(tensors)
         found, right = replayed.attached(tensors), plain(tensors)
         assert_alike([*found, replayed.notes[0]], [*right, right[0].amax(0)])
-        assert replayed.counts == [0, 1, 2]
+        assert replayed.counts() == [0, 1, 2]
         seeds = [torch.randn_like(each) for each in right]
         assert_alike(torch.autograd.grad(found, tensors, seeds), torch.autograd.grad(right, tensors, seeds))
         del replayed, found
@@ -93,6 +95,19 @@ def test_two_calls_before_a_backward_pass(recorded, device):
     again = called(recorded, second)  # though ``found`` lives on
     assert_alike(again, plain(second))
     assert_alike(found, plain(first))
+
+
+def test_a_call_whose_counts_nobody_has_waited_for(device):
+    """Another one would write over them."""
+    recorded = FunctionRecording(noting, given(device, grad=False), function.SCRATCH[device.type](device))
+    tensors = given(device, grad=False)
+    replayed = recorded.call(tensors)
+    assert recorded.call(given(device, grad=False)) is None
+    found = replayed.attached(tensors)
+    assert replayed.counts() == [0, 1, 2]
+    del replayed
+    assert called(recorded, given(device, grad=False)) is not None
+    assert_alike(found, plain(tensors))
 
 
 def test_a_backward_pass_comes_twice(recorded, device):

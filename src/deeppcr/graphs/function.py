@@ -19,8 +19,8 @@ from .record import RECORDING, Scratch
 
 #: By type of device, what graphs are recorded by. Elsewhere there is nothing to gain.
 SCRATCH: dict[str, Callable[[torch.device], Any]] = {"cuda": Scratch}
-#: Tensors to where others lie, by one launch if they have one dtype.
-_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+#: Bytes from which on a tensor is copied by itself: a launch for all leaves most of a GPU idle that has one large tensor to copy.
+_LARGE = 2**20
 
 
 class Made(NamedTuple):
@@ -92,7 +92,7 @@ class FunctionRecording:
         self.bytes: int = scratch.bytes + sum(each.nbytes for each in (*self._places, *self._cotangents))
 
     def call(self, tensors: Sequence[Tensor]) -> Replayed | None:
-        """None where somebody else has the graphs: another thread, or a backward pass that is yet to come."""
+        """None where somebody else has the graphs: another thread, or a backward pass that is yet to come. Nobody has waited for the device."""
         if not self._turn.acquire(blocking=False):
             return None
         try:
@@ -104,16 +104,19 @@ class FunctionRecording:
                 if self._written is not None:
                     self._written.record()
                 made = self._made
-                copies = _copied([*made.outputs, *made.notes])  # while the device is at work
-            if self._written is not None:
-                self._written.synchronize()
-            assert self._counts is not None
-            found = Replayed(self, copies[: len(made.outputs)], copies[len(made.outputs) :], self._counts.tolist())
-            if self.differentiated:
-                self._waiting = TensorWeakRef(found.hold)
+                copies = _copied([*made.outputs, *made.notes])
+            found = Replayed(self, copies[: len(made.outputs)], copies[len(made.outputs) :])
+            self._waiting = TensorWeakRef(found.hold)
             return found
         finally:
             self._turn.release()
+
+    def counts(self) -> list[int]:
+        """Of the last call, waited for."""
+        if self._written is not None:
+            self._written.synchronize()
+        assert self._counts is not None
+        return self._counts.tolist()
 
     def pull_back(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of all tensors, from those of the outputs: None where they are nothing."""
@@ -136,21 +139,24 @@ class FunctionRecording:
 
 
 class Replayed:
-    """What a call came to.
+    """What a call comes to; the device is still at work.
 
     Attributes:
         outputs, notes: the caller's own
         hold: as long as it lives, the graphs are taken
     """
 
-    __slots__ = ("_recording", "counts", "hold", "notes", "outputs")
+    __slots__ = ("_recording", "hold", "notes", "outputs")
 
-    def __init__(self, recording: FunctionRecording, outputs: list[Tensor], notes: list[Tensor], counts: list[int]):
+    def __init__(self, recording: FunctionRecording, outputs: list[Tensor], notes: list[Tensor]):
         self._recording = recording
         self.outputs: list[Tensor] = outputs
         self.notes: list[Tensor] = notes
-        self.counts: list[int] = counts
         self.hold: Tensor = torch.empty(0, device="cpu")
+
+    def counts(self) -> list[int]:
+        """Waited for."""
+        return self._recording.counts()
 
     def attached(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs as functions of the tensors that they were made of."""
@@ -184,6 +190,19 @@ def _place_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(place, tensor.requires_grad)
     return place.requires_grad_(tensor.requires_grad)
+
+
+def _copy_all(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Tensors to where others lie: small ones by one launch, if they have one dtype."""
+    to, small = [], []
+    for place, each in zip(places, tensors, strict=True):
+        if place.nbytes >= _LARGE:
+            place.copy_(each)
+        else:
+            to.append(place)
+            small.append(each)
+    if small:
+        torch._foreach_copy_(to, small)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:

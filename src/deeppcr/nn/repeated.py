@@ -162,6 +162,7 @@ class Repeating:
         replayed = layer.recording.call(tensors)
         if replayed is None:
             return None
+        returned = layer.nested(replayed.attached(tensors))  # while the device is at work
         found = layer.judged(replayed)
         if found is None:
             self._let_go(history)
@@ -172,7 +173,7 @@ class Repeating:
         if history.spare >= _SPARE:
             self._let_go(history)
         self._module.__dict__["_passed"] = partial(_told, layer.about, found)
-        return layer.nested(replayed.attached(tensors))
+        return returned
 
     def learn(self) -> None:
         """After a call that went its ordinary way: whether such calls are recorded from now on."""
@@ -285,7 +286,7 @@ class Layer:
 
     def judged(self, replayed: Replayed) -> list[Found] | None:
         """What the solves came to; None where one of them is not settled."""
-        found, counts = [], replayed.counts
+        found, counts = [], replayed.counts()
         for solve, memory in zip(self._solves, replayed.notes, strict=True):
             size = len(counts) if len(self._solves) == 1 else solve.passes.notes.unsettled.numel()
             of_solve = solve.judged(counts[:size], memory)
