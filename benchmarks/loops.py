@@ -69,6 +69,7 @@ class Run:
         self.comparing = 200.0  # seconds after which the table goes on without what it compares with
         self.choosing = math.inf  # seconds after which the choice is judged by the loops that were timed
         self.cold_problems = COLD_PROBLEMS
+        self.late: set[str] = set()  # loops that were not ready in time, and might never be
         self.results = results
 
     def loops(self, listed: Sequence[Loop]) -> list[Loop]:
@@ -103,6 +104,8 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
     """One after the other, each gone from memory before the next; one that cannot be made is a failed case."""
     for loop in run.loops(listed):
         try:
+            if loop.name in run.late:
+                raise TimeoutError(f"its kernels were not made in {PREPARING:.0f} s")
             yield Prepared(loop, run.device)
         except Exception as error:
             run.add([Case(suite, loop.parameters, SOLVE, 1.0, failure=first_line(error))])
@@ -113,7 +116,7 @@ def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Pre
 
 
 def make_all_ready(run: Run, listed: Sequence[Loop], workers: int, folder: Path) -> None:
-    """References and kernels, in so many processes: nothing is timed meanwhile. What takes too long is left for later."""
+    """References and kernels, in so many processes: nothing is timed meanwhile. What takes longer than all others together is a failure."""
     begun = time.perf_counter()
     loops = sorted(run.loops(listed), key=lambda loop: (loop.limits is None, -loop.L))
     with get_context("spawn").Pool(
@@ -124,6 +127,7 @@ def make_all_ready(run: Run, listed: Sequence[Loop], workers: int, folder: Path)
             each.wait(max(0.0, PREPARING - (time.perf_counter() - begun)))
             if not each.ready():
                 print(f"{loop.name}: not ready after {PREPARING:.0f} s")
+                run.late.add(loop.name)
     loop_problems.REFERENCES = folder
     print(f"ready after {time.perf_counter() - begun:.0f} s\n", flush=True)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_loop_that_fails_is_told_and_the_others_go_on(bench, dry_run, capsys, 
     assert all(case["passed"] for case in rest)
     assert {case["parameters"]["loop"] for case in rest} == {"langevin"}
     assert "FAILED: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_a_loop_whose_kernels_are_not_made_in_time_is_not_waited_for(bench, dry_run, monkeypatch):
+    chosen = [replace(each, make=None) for each in bench.TABLE if each.name == "kalman"]
+    monkeypatch.setattr(bench, "TABLE", chosen)
+    monkeypatch.setattr(bench, "make_ready", time.sleep)
+    monkeypatch.setattr(bench, "PREPARING", 0.0)
+    monkeypatch.setattr(bench.loop_problems, "REFERENCES", None)  # and as it was, afterwards
+    code, record = dry_run("--part", "table", "--workers", "2")
+    assert code == 1
+    (case,) = record["cases"]
+    assert case["failure"] == "TimeoutError: its kernels were not made in 0 s"
 
 
 @pytest.mark.parametrize("name", ["langevin", "lorenz"])  # by a loop in float64, by residuals

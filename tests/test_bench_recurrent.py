@@ -132,3 +132,20 @@ def test_gates_of_the_peer_are_ours(bench):
     assert torch.equal(found[2], torch.arange(12.0).view(6, 2))
     assert found[3][:, 0].tolist() == [0, 1, 2]
     assert found[4].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(("later", "slower"), [(1.0, False), (1.3, True)])
+def test_rounds_go_on_where_auto_seems_slower(bench, monkeypatch, later, slower):
+    """A third more in the first rounds may be noise; what stays slower is told."""
+    runs = {bench.TORCH: lambda: 0.0, bench.AUTO: lambda: 0.0}
+    rounds = iter(range(10**6))
+
+    def seconds_of(run, calls, device):
+        return 1.0 if run is runs[bench.TORCH] else 1.3 if next(rounds) < 3 else later
+
+    monkeypatch.setattr(bench, "seconds_of", seconds_of)
+    run = bench.Run(torch.device("cpu"), False, ["GRU"], 1.0, bench.Results("recurrent", bench.options_of([])))
+    methods = ((name, bench.Method(each, abs)) for name, each in runs.items())
+    found = run.examine("torch", bench.Size("GRU", 5, 1, 2, bench.FORWARD), methods, (3, 0.0), bench.is_slower)
+    assert bench.is_slower(found) is slower
+    assert [len(case.seconds) for case in found] == [bench.DOUBTED[0]] * 2

@@ -7,10 +7,13 @@ from torch.utils import _pytree as pytree
 
 import deeppcr
 from deeppcr import Newton, Result
-from deeppcr.fuse import tile_rules
+from deeppcr.fuse import compiled, tile_rules
+from deeppcr.fuse.compiled import kernels_of
 from deeppcr.fuse.expressions import NotCovered
 from deeppcr.fuse.tile_program import TileProgram
 from deeppcr.fuse.tiled import groups_of
+from deeppcr.fuse.trace import one_row
+from deeppcr.sequence.layout import Layout
 from fuse.loops import Fused, by_loop, check_any_chunk
 from fuse.tile_steps import STEPS, Draw, gru, mlp
 from kernel_support import error, misaligned, offset, strided, thorough
@@ -313,3 +316,19 @@ def test_narrow_steps_of_many_operations(width, tiled, device, kernels):
             solution = deeppcr.solve(step, z0, xs, solver=Newton(chunk=2))
     assert solution.plan.evaluation == f"fused kernels ({'tiles' if tiled else 'narrow'})"
     assert error(solution.states, by_loop(step, z0, xs)) < 1e-5
+
+
+def test_narrow_steps_that_a_compiler_would_not_end(device, monkeypatch):
+    """Neither on tiles, nor short enough for a lane."""
+    examples = torch.randn(200, 8, device=device)
+    step, z0 = lambda z: z - 1e-3 * torch.sigmoid(z @ examples.mT) @ examples, torch.randn(2, 8, device=device)
+    layout = Layout.of(z0, None)
+    with pytest.raises(NotCovered, match=r"a step of .* lines in one lane is not covered \(up to 4,000\)"):
+        kernels_of(one_row(step, layout, None), layout)
+    few = lambda z: z - 1e-3 * torch.sigmoid(z @ examples[:1].mT) @ examples[:1]  # noqa: E731
+    row = one_row(few, layout, None)
+    monkeypatch.setattr(compiled, "_LONG_FORWARD", 10**6)  # where tiles are no way out
+    monkeypatch.setattr(compiled, "_LONG_BACKWARD", 10**6)
+    assert kernels_of(row, layout).no_gradients is None
+    monkeypatch.setattr(compiled, "_ENDLESS_BACKWARD", 100)
+    assert "a backward pass of" in kernels_of(row, layout).no_gradients

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,8 @@ _MOST_MODULES = 256
 #: Lines of the source of a narrow step, forwards and backwards, from which on it is tried on tiles: the compiler would take minutes. (A GRU of
 #: 4 numbers has 868 and 2,652, for which it takes five times as long as for one of 8 on tiles.)
 _LONG_FORWARD, _LONG_BACKWARD = 1_500, 2_400
+#: And those from which on there are none: what the compiler takes grows with their square, and is more than a minute here.
+_ENDLESS_FORWARD, _ENDLESS_BACKWARD = 4_000, 12_000
 
 
 class Kernels:
@@ -74,6 +77,18 @@ class Kernels:
         backward = 0 if self.no_gradients else self.backward_source.count("\n")
         return self.forward_source.count("\n") > _LONG_FORWARD or backward > _LONG_BACKWARD
 
+    def refuse_endless(self) -> str | None:
+        """Why they would take too long to compile; None where they do not. Those of gradients alone are left out."""
+        if self.program.parts.tiled:
+            return None
+        if not self.no_gradients and (lines := self.backward_source.count("\n")) > _ENDLESS_BACKWARD:
+            self.no_gradients = (
+                f"a backward pass of {lines:,} lines in one lane is not covered (up to {_ENDLESS_BACKWARD:,})"
+            )
+        lines = self.forward_source.count("\n")
+        too_long = f"a step of {lines:,} lines in one lane is not covered (up to {_ENDLESS_FORWARD:,})"
+        return too_long if lines > _ENDLESS_FORWARD else None
+
     @cached_property
     def roll(self) -> Any:
         return module_of(self.forward_source).roll
@@ -106,13 +121,15 @@ def kernels_of(row: OneRow, layout: Layout) -> Kernels:
         NotCovered: there are none, and why
     """
     kernels = _with_source(program_of(row, layout))
-    if not kernels.is_long:
-        return kernels
-    try:
-        shorter = _with_source(program_of(row, layout, narrow=0))
-    except NotCovered:
-        return kernels
-    return kernels if shorter.no_gradients and not kernels.no_gradients else shorter
+    if kernels.is_long:
+        with suppress(NotCovered):
+            shorter = _with_source(program_of(row, layout, narrow=0))
+            if kernels.refuse_endless() or kernels.no_gradients or not shorter.no_gradients:
+                return shorter
+    refused = kernels.refuse_endless()
+    if refused is not None:
+        raise NotCovered(refused)
+    return kernels
 
 
 def _with_source(program: Program | TileProgram) -> Kernels:
