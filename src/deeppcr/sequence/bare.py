@@ -11,11 +11,13 @@ from torch.utils import _pytree as pytree
 
 from .evaluate import StepError, returned
 from .history import Emitting
-from .kept import KeptStates
+from .kept import KeptStates, writes_of
 from .layout import Layout, note_call
 
 #: So many entries of xs are taken apart at a time: each is an object, and Python looks through all that there are from time to time.
 _ENTRIES = 256
+#: So many steps are taken before somebody looks whether they give states.
+_UNSEEN = 256
 
 
 class BareLoop:
@@ -35,14 +37,17 @@ class BareLoop:
     """
 
     def __init__(self, layout: Layout, step: Any, xs: Any, length: int, kept: KeptStates, first: int = 0):
-        self._layout, self._kept = layout, kept
-        self._emitting = isinstance(step, Emitting)
+        self._layout, self._kept, self._length = layout, kept, length
+        self._emitting, self._call = isinstance(step, Emitting), step
+        if self._emitting:
+            self._call = step.both
+        elif isinstance(step, (list, tuple, nn.ModuleList)):
+            steps = iter(step[first:])
+            self._call = lambda *given: next(steps)(*given)
+        self._has_inputs = xs is not None
+        self._inputs: Iterator[Any] = iter(_inputs_of_steps(xs, first))
         self.outputs: list[Any] = []
         self.raised: Exception | None = None
-        steps: Iterable[Any] = step[first:] if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step)
-        self._steps: Iterator[tuple[int, Any, tuple[Any, ...]]] = zip(
-            range(first, length), steps, _inputs_of_steps(xs, first), strict=False
-        )
 
     def advance(self, z: Any, count: int | None = None, gives_up: Callable[[int], bool] | None = None) -> Any:
         """The state after so many more steps, or all that are left, from the state ``z``; None where it was given up.
@@ -50,42 +55,72 @@ class BareLoop:
         Args:
             gives_up: asked after every step, by its index
         """
-        fitting, add = self._layout.fitting, self._kept.add
-        for index, step, x in islice(self._steps, count):
-            try:
-                after = step.both(z, *x) if self._emitting else step(z, *x)
-            except Exception as error:
-                if index > 0 and not isinstance(error, StepError):  # which says what it is about
-                    self.raised = error
-                    note_call(error, index, z, *x)
-                raise
-            if self._emitting:
-                after, output = after
-                self.outputs.append(output)
-            z = after
-            leaves = fitting(z)
-            add(returned(self._layout, z, *(x or (None,))) if leaves is None else leaves)
-            if gives_up is not None and gives_up(index):
-                return None
+        kept = self._kept
+        last = self._length if count is None else kept.count + count
+        while kept.count < last and z is not None:
+            z = self._advance(z, min(last - kept.count, kept.room, _UNSEEN), gives_up)
+            kept.check(latest=True)
+            kept.close_if_full()
         return z
 
+    def _advance(self, z: Any, count: int, gives_up: Callable[[int], bool] | None) -> Any:
+        """So many steps, which ``kept`` has room for. What is done beside them here takes time of every loop."""
+        kept, call, has_inputs, inputs, x = self._kept, self._call, self._has_inputs, islice(self._inputs, count), None
+        hold, note = (None, None) if self._emitting or gives_up is not None else kept.holders()
+        several = len(self._layout.shapes) if self._layout.is_tuple else 0
+        try:
+            if hold is None or note is None:
+                for x in inputs:
+                    z = self._next(z, x)
+                    if gives_up is not None and gives_up(kept.count - 1):
+                        return None
+            elif several:
+                for x in inputs:
+                    after = call(z, x) if has_inputs else call(z)
+                    if type(after) is tuple and len(after) == several:
+                        hold(after)
+                        note(map(writes_of, after))
+                    else:
+                        kept.add(returned(self._layout, after, x))
+                    z = after
+            else:
+                for x in inputs:
+                    after = call(z, x) if has_inputs else call(z)
+                    hold(after)
+                    note(after._version)
+                    z = after
+        except Exception as error:
+            kept.check()  # a state that is none may be why
+            if kept.count > 0 and not isinstance(error, StepError):  # which says what it is about
+                self.raised = error
+                note_call(error, kept.count, z, *((x,) if has_inputs else ()))
+            raise
+        return z
 
-def _inputs_of_steps(xs: Any, first: int) -> Iterable[tuple[Any, ...]]:
+    def _next(self, z: Any, x: Any) -> Any:
+        """The next state, looked at."""
+        after = self._call(z, x) if self._has_inputs else self._call(z)
+        if self._emitting:
+            after, output = after
+            self.outputs.append(output)
+        self._kept.add(returned(self._layout, after, x))
+        return after
+
+
+def _inputs_of_steps(xs: Any, first: int) -> Iterable[Any]:
     """Of each step from ``first`` on what it takes beside its state."""
-    if xs is None:
-        return repeat(())
-    leaves, spec = pytree.tree_flatten(xs)
-    if not leaves:
-        return repeat((xs,))
-    inputs = zip(*[_entries(leaf, first) for leaf in leaves], strict=True)
     if isinstance(xs, Tensor):
-        return inputs
+        return _entries(xs, first)
+    leaves, spec = pytree.tree_flatten(xs)
+    if xs is None or not leaves:
+        return repeat(xs)
+    inputs = zip(*[_entries(leaf, first) for leaf in leaves], strict=True)
     # Of one level, to put together a nest of PyTorch's takes as long as a step.
     if type(xs) is tuple and all(isinstance(each, Tensor) for each in xs):
-        return zip(inputs, strict=True)
+        return inputs
     if type(xs) is dict and all(isinstance(each, Tensor) for each in xs.values()):
-        return ((dict(zip(spec.context, entries, strict=True)),) for entries in inputs)
-    return ((pytree.tree_unflatten(entries, spec),) for entries in inputs)
+        return (dict(zip(spec.context, entries, strict=True)) for entries in inputs)
+    return (pytree.tree_unflatten(entries, spec) for entries in inputs)
 
 
 def _entries(leaf: Tensor, first: int) -> Iterable[Tensor]:

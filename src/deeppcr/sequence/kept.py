@@ -5,18 +5,22 @@ Shapes: L steps, B rows, D the packed state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..solution import Dropped, first_not_finite
-from .evaluate import StepError
+from .evaluate import StepError, returned
 from .layout import Layout
 from .purity import changes_in_place
 
 #: Where not all states are kept, so many steps are held at a time, to be looked at together: one by one takes longer than a step.
 _BLOCK = 256
+#: Of a tensor how often it was written to, and its dtype: of each state of a loop, and quicker than by a function of Python.
+writes_of, dtype_of = attrgetter("_version"), attrgetter("dtype")
 
 
 class KeptStates:
@@ -30,6 +34,7 @@ class KeptStates:
 
     Attributes:
         length: L
+        counted: whether it is counted how often a tensor is written to
     """
 
     def __init__(self, layout: Layout, length: int, every: int, *, infinities: bool = False):
@@ -37,30 +42,64 @@ class KeptStates:
         self._layout, self._every = layout, every
         self._leaves = len(layout.shapes)
         self._full = (length if every == 1 else _BLOCK) * self._leaves
-        self._counted = not torch.is_inference_mode_enabled()  # how often a tensor was written to
+        self.counted: bool = not torch.is_inference_mode_enabled()
         self._versions: list[int] = []
         self._held: list[Tensor] = []  # the leaves of one state after the other
         self._parts: list[list[Tensor]] = []
-        self._seen, self._infinities = 0, infinities
+        self._seen, self._infinities, self._unchecked = 0, infinities, False
         self._at: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many states there were."""
+        return self._seen + len(self._held) // self._leaves
+
+    @property
+    def room(self) -> int:
+        """How many states can be added before ``close_if_full``."""
+        return (self._full - len(self._held)) // self._leaves
+
+    def holders(self) -> tuple[Callable[[Any], None], Callable[[Any], None]] | tuple[None, None]:
+        """What take a tensor that a step returned, or a tuple of them, and its version: in less time than ``add``, which looks whether it is a state.
+        That is done later. None where states are held in another way."""
+        several = self._layout.is_tuple
+        if not self.counted or not (several or self._layout.spec.is_leaf()):
+            return None, None
+        self._unchecked = True
+        return (self._held.extend, self._versions.extend) if several else (self._held.append, self._versions.append)
 
     def add(self, leaves: Sequence[Tensor]) -> None:
         """The next state, by its leaves."""
-        if self._counted:
+        if self.counted:
             self._held += leaves
-            for leaf in leaves:
-                self._versions.append(leaf._version)
+            self._versions += map(writes_of, leaves)
         else:  # a step may return the same tensor again with other numbers, and nobody could tell
             self._held += [leaf.clone() for leaf in leaves]
+
+    def check(self, *, latest: bool = False) -> None:
+        """Raise where something that is held is no state; or only the latest."""
+        begin = len(self._held) - self._leaves if latest else 0
+        for first in range(max(0, begin), len(self._held), self._leaves) if self._unchecked else ():
+            leaves = self._held[first : first + self._leaves]
+            returned(self._layout, tuple(leaves) if self._layout.is_tuple else leaves[0], None)
+
+    def close_if_full(self) -> None:
         if len(self._held) == self._full:
             self._close()
 
     def _close(self) -> None:
         """Keep what is to be kept of the states that are held."""
         # All at once: a state that a later step changed has been kept, or is the caller's.
-        if self._counted and self._versions != [leaf._version for leaf in self._held]:
+        if self.counted and self._versions != list(map(writes_of, self._held)):
             raise StepError(changes_in_place("its state"))
-        stacked = [torch.stack(self._held[number :: self._leaves]) for number in range(self._leaves)]
+        each = [self._held[number :: self._leaves] for number in range(self._leaves)]
+        try:
+            stacked = [torch.stack(leaves) for leaves in each]
+        except RuntimeError:  # they may be of several shapes
+            self.check()
+            raise
+        if any(set(map(dtype_of, leaves)) != {dtype} for leaves, dtype in zip(each, self._layout.dtypes, strict=True)):
+            self.check()
         seen = [leaf.detach() for leaf in stacked]
         # What is not finite makes a sum so. A large sum may be so by itself; to look at each number takes several times the memory.
         if not all(torch.isfinite(leaf.sum()) for leaf in seen):
