@@ -5,6 +5,7 @@ Shapes: L steps, B rows, D the packed state.
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -102,7 +103,7 @@ class KeptStates:
             self.check()
         seen = [leaf.detach() for leaf in stacked]
         # What is not finite makes a sum so. A large sum may be so by itself; to look at each number takes several times the memory.
-        if not all(torch.isfinite(leaf.sum()) for leaf in seen):
+        if not all(isfinite(leaf.sum().item()) for leaf in seen):
             rows = self._layout.rows
             states = torch.cat([leaf.reshape(len(leaf), rows, -1) for leaf in seen], -1)
             at = first_not_finite(states, infinities=self._infinities)
