@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deeppcr.bounded import Hashed
 from deeppcr.ways import plan
 from deeppcr.ways.plan import PROBED, Probe, Record
 
@@ -170,3 +171,11 @@ def test_a_probe_looks_once_and_not_at_short_loops(length, asked, monkeypatch):
     assert seen == asked
     assert gave_up.count(True) == len(asked)
     assert record.seconds == ({"loop": 25.0} if asked else {})
+
+
+def test_kinds_whose_keys_have_one_hash_are_two():
+    """As those of softmax over the last dimension and over the one before it, which mixes rows: the hash of -1 is that of -2."""
+    one, other = ((Hashed(dim), (50, 4, 4), torch.device("cpu"), False) for dim in (-1, -2))
+    assert hash(one[0]) == hash(other[0])
+    assert plan.record_of(*one) is plan.record_of(*one)
+    assert plan.record_of(*one) is not plan.record_of(*other)

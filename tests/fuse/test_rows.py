@@ -17,6 +17,7 @@ from fuse.test_trace import CASES
 from kernel_support import error, thorough
 
 OF_ROWS = torch.randn(3, 2, dtype=torch.float64)
+GATE, ALMOST_SHUT = torch.zeros((), dtype=torch.float64), torch.full((2,), 1e-18, dtype=torch.float64)
 
 
 def fused(step, z0, x=None, batch_dims=None):
@@ -37,6 +38,8 @@ COUPLED = {
     "how many rows there are": lambda z, x: torch.sin(z + 1) / len(z) + x,
     "the number of a row": lambda z, x: torch.cos(z) * torch.arange(len(z)).unsqueeze(-1) + x,
     "states": lambda z, x: z - z.mean(0) + x,
+    "states, behind a gate that is shut": lambda z, x: torch.tanh(0.5 * z + GATE * z.mean(0) + x),
+    "states, behind one that is almost shut": lambda z, x: torch.tanh(0.5 * z + ALMOST_SHUT * z.mean(0)),
 }
 
 

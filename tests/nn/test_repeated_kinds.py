@@ -287,3 +287,27 @@ def test_a_callers_own_capture_is_left_alone():
     x.copy_(new_input(device))
     graph.replay()
     assert error(found[0], plain(x)[0]) < 1e-9
+
+
+def test_calls_of_another_kind_between(device):
+    """One by PyTorch's own kernel, as of a short batch or in a validation, is not of this kind."""
+    module, plain = made("GRU", device)
+    replays = 0
+    for _ in range(2 * BEFORE):
+        x = new_input(device, grad=True)
+        found, replayed = called(module, x)
+        replays += replayed
+        assert_right(found, plain(x), module, x)
+    assert replays
+
+
+def test_recordings_that_failed_do_not_count(device, monkeypatch):
+    """And where there was no memory, there may be later."""
+    module, _ = made("GRU", device)
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated, "Layer", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        for more in range(repeated._MOST_UNPAID + 1):
+            warmed(module, new_input(device, STEPS + more, ROWS, FEATURES))
+    x = new_input(device)
+    warmed(module, x)
+    assert called(module, x)[1]

@@ -1,8 +1,12 @@
 """A fingerprint sees what a function closes over, however it is held: made of another number, changed in place, equal but not the same."""
 
 import functools
+import threading
+import weakref
+from array import array
 from collections import OrderedDict, deque
-from types import SimpleNamespace
+from contextvars import ContextVar
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +141,26 @@ def counting():
     return next_number
 
 
+def with_gain(tensor):
+    tensor.gain = 0.3
+    return tensor
+
+
+def of_this_thread():
+    held = threading.local()
+    held.scale = 1
+    return held
+
+
+SETTINGS = ModuleType("settings_of_somebody")
+SETTINGS.scale = 1
+SCALES, SCALING, VARIABLE = {"scale": 1}, Calling(1), ContextVar("scale")
+
+
+def by_settings(z, settings=SETTINGS):
+    return z * settings.scale
+
+
 #: What is changed in place: what is held, and by what its result becomes another.
 IN_PLACE = {
     "behind a cache": (functools.lru_cache(counting()), lambda held: held.__wrapped__()),
@@ -149,6 +173,22 @@ IN_PLACE = {
         closing_over(1),
         lambda held: setattr(held, "__code__", (lambda: lambda z: held).__code__.co_consts[1]),
     ),
+    "an attribute of a tensor": (with_gain(torch.zeros(2)), lambda held: setattr(held, "gain", 0.6)),
+    "an attribute of a parameter": (
+        Calling(torch.nn.Parameter(with_gain(torch.zeros(2)))),
+        lambda held: setattr(held.function, "gain", 0.6),
+    ),
+    "a module of Python's, as a default": (by_settings, lambda held: setattr(SETTINGS, "scale", 2)),
+    "a module of Python's, in a partial": (
+        functools.partial(by_settings, settings=SETTINGS),
+        lambda held: setattr(SETTINGS, "scale", 3),
+    ),
+    "an array": (array("d", [1.0]), lambda held: held.append(2.0)),
+    "bytes": (bytearray(b"1"), lambda held: held.append(2)),
+    "behind a proxy": (MappingProxyType(SCALES), lambda held: SCALES.update(scale=2)),
+    "behind a weak reference": (weakref.ref(SCALING), lambda held: setattr(SCALING, "function", 2)),
+    "a variable of a context": (VARIABLE, lambda held: held.set(2)),
+    "a variable of a thread": (of_this_thread(), lambda held: setattr(held, "scale", 2)),
     "far inside": ([{"a": SimpleNamespace(b=SimpleNamespace(c=[1]))}], lambda held: held[0]["a"].b.c.append(2)),
 }
 

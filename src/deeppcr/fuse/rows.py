@@ -23,6 +23,8 @@ from .trace import OneRow, StandIns, on_leaves
 
 #: By so much numbers are varied around those of the call.
 _VARIED = 0.1
+#: What a step closes over that is smaller may be a gate that is still closed.
+_FAINT = 1e-3
 #: A change of so many units of rounding shows what rounding does to a step; two ways to compute it may differ by so many times that.
 _NUDGED, _AMPLIFIED = 4, 100
 
@@ -57,9 +59,7 @@ def rows_agree(
         return tensor.flatten(0, batch - 1)[place].reshape((1,) * batch + tensor.shape[batch:])
 
     with torch.enable_grad(), full_precision(layout.device):
-        for numbers in _numbers(leaves, have_rows, layout):
-            # What a step does to what it closes over is done to copies.
-            tensors = [*numbers, *(tensor.detach().clone() for tensor in closures)]
+        for tensors in _numbers(leaves, have_rows, closures, layout):
             wanted = [i for i, each in enumerate(tensors) if gradients and have_rows[i] and each.is_floating_point()]
             ones = [[one_of(*each, place) for each in zip(tensors, have_rows, strict=True)] for place in places]
             ours = torch.cat([_evaluated(by_graph, one, wanted, 1) for one in ones])
@@ -75,22 +75,34 @@ def rows_agree(
     return True
 
 
-def _numbers(leaves: list[Tensor], have_rows: list[bool], layout: Layout) -> Iterator[list[Tensor]]:
-    """Near those of the call, for a step that is defined nowhere else; positive ones; and ones of both signs."""
+def _numbers(
+    leaves: list[Tensor], have_rows: list[bool], closures: list[Tensor], layout: Layout
+) -> Iterator[list[Tensor]]:
+    """Near those of the call, for a step that is defined nowhere else; positive ones; and ones of both signs.
+
+    What a step closes over stays as it is, in copies, since the step may change it. But for what is next to nothing, at the last two: a gate that is
+    zero before it is trained hides what it will let through.
+    """
     generator = torch.Generator(layout.device).manual_seed(0)  # the caller's is left alone
 
     def drawn(leaf: Tensor, rows: bool, vary: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         if not leaf.is_floating_point():  # of which others may be no indices, but those of other rows are
             return leaf.roll(1, 0) if rows and layout.batch_shape else leaf
-        random = torch.rand(leaf.shape, device=leaf.device, generator=generator)
-        return vary(leaf.detach(), random.to(leaf.dtype))
+        random = torch.rand(leaf.shape, device=layout.device, generator=generator)
+        return vary(leaf.detach(), random.to(leaf))
+
+    def filled(tensor: Tensor, vary: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach().clone()
+        return torch.where(tensor.detach().abs() < _FAINT, drawn(tensor, False, vary), tensor.detach())
 
     for vary in (
         lambda leaf, random: leaf * (1 + _VARIED * random),
         lambda _, random: 0.5 + random,
         lambda _, random: 4 * random - 2,
     ):
-        yield [drawn(leaf, rows, vary) for leaf, rows in zip(leaves, have_rows, strict=False)]
+        numbers = [drawn(leaf, rows, vary) for leaf, rows in zip(leaves, have_rows, strict=False)]
+        yield [*numbers, *(filled(each, vary) for each in closures)]
 
 
 def _evaluated(function: Callable[..., list[Tensor]], tensors: list[Tensor], wanted: list[int], rows: int) -> Tensor:

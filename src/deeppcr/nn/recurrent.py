@@ -22,7 +22,6 @@ from ..newton import USUAL, Loop, Newton
 from ..runtime import is_capturing, is_transformed, outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
-from ..ways.fused_solution import FusedSolution
 from .arguments import Mode, check_mode, check_newton
 from .cells import Restarting, Weights
 from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
@@ -108,14 +107,14 @@ class Recurrent(OperatedRecurrent):
 
     def _run_or_replay(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         """``_run``; a call that repeats one by kernels, by CUDA graphs."""
-        passed: Any = self._passed
-        by_kernels = callable(passed) or (passed and isinstance(passed[0], FusedSolution))
-        call = Repeating.of(self, input, hx, reset, mode) if by_kernels else None
+        call = Repeating.of(self, input, hx, reset, mode) if Repeating.owner_of(self) is not None else None
         found = None if call is None else call.replayed()
         if found is None:
             found = self._run(input, hx, reset, mode)
             if call is not None:
                 call.learn()
+            else:
+                Repeating.owner_of(self)  # which is noted once a call went by kernels
         return found
 
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:

@@ -21,7 +21,7 @@ from ..bounded import Hashed
 from ..graphs.cache import layer_histories, recorded_layers
 from ..graphs.function import SCRATCH, FunctionRecording, Made, Replayed
 from ..newton import Newton
-from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_elsewhere, is_transformed
+from ..runtime import has_hooks_of_saved_tensors, is_capturing, is_elsewhere, is_out_of_memory, is_transformed
 from ..solution import Result, Solution
 from ..tolerance import Tolerance
 from ..ways.begun import Ready
@@ -114,6 +114,14 @@ class Repeating:
         self._module, self._given, self._key = module, given, key
 
     @staticmethod
+    def owner_of(module: Any) -> _Owner | None:
+        """None where no call of the module went by kernels: then there is nothing to look up."""
+        owner, passed = layer_histories.get(id(module)), module._passed
+        if owner is None and (callable(passed) or (passed and isinstance(passed[0], FusedSolution))):
+            layer_histories.put(id(module), owner := _Owner(), module)
+        return owner
+
+    @staticmethod
     def of(module: Any, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Repeating | None:
         """None where a call may not be replayed, as far as can be said before anything is looked up."""
         if type(input) is not Tensor or input.device.type not in SCRATCH or mode == "sequential":
@@ -178,16 +186,14 @@ class Repeating:
     def learn(self) -> None:
         """After a call that went its ordinary way: whether such calls are recorded from now on."""
         history: _History | None = layer_histories.get(self._key)
-        if history is None:
-            owner = layer_histories.get(id(self._module))
-            if owner is None:
-                layer_histories.put(id(self._module), owner := _Owner(), self._module)
-            history = _History(self._module.newton, owner)
-            layer_histories.put(self._key, history, self._module)
         passes = _passes_of(self._module._passed)
         if passes is None:  # kernels may have been refused
-            self._let_go(history)
+            if history is not None:
+                self._let_go(history)
             return
+        if history is None:
+            history = _History(self._module.newton, self.owner_of(self._module) or _Owner())
+            layer_histories.put(self._key, history, self._module)
         history.passes = tuple(map(max, history.passes, passes)) if history.well else passes
         history.well += 1
         if history.well < _OFTEN or history.refused or history.owner.unpaid >= _MOST_UNPAID:
@@ -206,10 +212,10 @@ class Repeating:
         try:
             if self._given.bytes(self._module) > _LARGEST:
                 raise RuntimeError("to copy all that a call brings takes as long as Python")
-            history.owner.unpaid += 1
             recorded_layers.put(self._key, Layer(self._module, self._given, history), self._module)
-        except Exception:  # whatever is wrong, calls go their ordinary way
-            history.refused = True
+            history.owner.unpaid += 1
+        except Exception as error:  # whatever is wrong, calls go their ordinary way
+            history.well, history.refused = 0, not is_out_of_memory(error)
 
     def _let_go(self, history: _History) -> None:
         recorded_layers.take(self._key)

@@ -36,7 +36,8 @@ def state_of(value: Any) -> list[Any] | None:
     if kind in _VALUES:
         return [kind, value]  # in a list what is no number equals itself
     if issubclass(kind, Tensor):
-        return [id(value), version_of(value)]
+        noted = [each for each in value.__dict__.items() if type(each[1]) in _VALUES]  # as attributes
+        return [id(value), version_of(value), *noted]
     if issubclass(kind, (list, deque)):
         ends = (value[0], value[-1]) if len(value) > LARGEST else ()
         return [len(value), *map(_known_by, ends)]

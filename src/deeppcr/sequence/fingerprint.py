@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -16,7 +17,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 
 from ..runtime import version_of
-from .changing import PLAIN
+from .changing import PLAIN, state_of
 from .reach import CONTAINERS, Walk
 
 #: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
@@ -25,6 +26,8 @@ _FEW = 16
 _SMALL = 1024
 #: Objects that are known by their identity: how PyTorch works inside, and what knows all of a program.
 _MACHINERY = ("torch._", "logging")
+#: Attributes of tensors that PyTorch sets while it compiles.
+_OF_COMPILERS = ("_dynamo", "_torch")
 #: Known by what they hold.
 _OPEN = (*CONTAINERS, partial, MethodType, BuiltinMethodType, SimpleNamespace, type(None), object)
 #: What does not change from call to call by itself.
@@ -128,18 +131,30 @@ def _mark(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashab
     if kind is tuple or kind is torch.Size:
         return kind, *[(type(each), each) if type(each) in PLAIN else _mark(each, walk, place) for each in value]
     if issubclass(kind, Tensor):
-        return place(value)
+        own = value.__dict__  # what somebody noted there, as a rule nobody but a compiler
+        notes = own and [(name, _note(each, place)) for name, each in own.items() if not name.startswith(_OF_COMPILERS)]
+        return (place(value), *notes) if notes else place(value)
     if not issubclass(kind, nn.Module):
         if issubclass(kind, (float, complex)):
             return kind, repr(value)  # which tells zeros apart, and NaN is NaN
         if kind.__module__ == "numpy" and getattr(value, "nbytes", math.inf) <= _SMALL:
             return str(value.dtype), value.shape, value.tobytes()
-        if issubclass(kind, type):
+        if issubclass(kind, (bytearray, array)):
+            return kind, *(state_of(value) or ())
+        if issubclass(kind, (type, ModuleType)):
             walk.meet(value)
         if _is_whole(value):
             return Same(value)
     number = walk.go(value)
     return Same(value) if number is None else number
+
+
+def _note(value: Any, place: Callable[[Tensor], Hashable]) -> Hashable:
+    """A thing by its value or by which one it is: nobody goes there."""
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, (float, complex)):
+        return kind, repr(value)
+    return place(value) if issubclass(kind, Tensor) else Same(value)
 
 
 def _is_whole(value: Any) -> bool:

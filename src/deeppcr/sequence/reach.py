@@ -9,8 +9,11 @@ import dis
 import math
 import random
 import sys
+import threading
+import weakref
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from types import (
@@ -18,6 +21,7 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -52,6 +56,15 @@ _ADDING = frozenset(("append", "appendleft", "extend", "add"))
 _LOOKING_UP = frozenset(("get", "setdefault", "__getitem__", "__setitem__", "__contains__"))
 
 
+#: What stands for something else.
+_SEEN_THROUGH: dict[type, Callable[[Any], Any]] = {
+    MappingProxyType: dict,
+    weakref.ref: lambda reference: reference(),
+    ContextVar: lambda variable: variable.get(None),
+    threading.local: vars,
+}
+
+
 class Walk:
     """Everything that a function reaches, as far as it is asked for, and on its shortest way.
 
@@ -79,7 +92,7 @@ class Walk:
         self._left = _DEPTH
         self._known = 0  # how many names were used when classes were last asked
         self._slots: dict[type, list[Any]] = {}
-        self._classes: dict[type, set[str]] = {}  # and the names that were looked up there
+        self._classes: dict[type | ModuleType, set[str]] = {}  # and the names that were looked up there
         self._partly: list[tuple[Any, int]] = []
         self._large: dict[int, set[Hashable]] = {}  # containers with many entries that are attributes, by these names
         self._named: set[int] = set()  # those of them that are also reached otherwise
@@ -133,6 +146,8 @@ class Walk:
             return [("__func__", value.__func__), ("__self__", value.__self__)]
         if kind is BuiltinMethodType:
             return [("__name__", value.__name__), ("__self__", value.__self__)]
+        if kind in _SEEN_THROUGH:
+            return [("inside", _SEEN_THROUGH[kind](value))]
         held = self._attributes_of(value, kind)
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:
@@ -201,9 +216,13 @@ class Walk:
                 continue
         return found
 
-    def meet(self, kind: type) -> None:
-        """Have what a class has under names that are used come last."""
-        for each in own_classes(kind):
+    def meet(self, owner: type | ModuleType) -> None:
+        """Have what a class, or a module of Python's, has under names that are used come last."""
+        if isinstance(owner, ModuleType):
+            owners = [] if _is_of_library(owner.__name__) else [owner]
+        else:
+            owners = own_classes(owner)
+        for each in owners:
             self._classes.setdefault(each, set())
 
     def _named_in_classes(self) -> list[tuple[Hashable, Any]]:
@@ -214,7 +233,7 @@ class Walk:
                 if name not in done and (special or name == "forward" or name in self.used):
                     done.add(name)
                     if type(value) not in (MemberDescriptorType, GetSetDescriptorType):
-                        found.append(((owner.__qualname__, name), _unwrapped(value)))
+                        found.append(((owner.__name__, name), _unwrapped(value)))
         return found
 
 
@@ -263,7 +282,7 @@ def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[t
     for owner, held in walk:
         for name, each in held:
             kind = type(each)
-            if issubclass(kind, type):
+            if issubclass(kind, (type, ModuleType)):
                 walk.meet(each)
             looked_at = id(each) not in without or issubclass(kind, dict)
             if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):

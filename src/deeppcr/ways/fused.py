@@ -35,8 +35,8 @@ _MOST_STEPS = 256
 _steps = Bounded(_MOST_STEPS)
 #: No solve by kernels takes more passes: who allows for fewer iterations goes another way.
 _MOST_PASSES = 16
-#: Kinds of solves that have come, by hash: kernels are made for those that come again.
-_MOST_SEEN = 4096
+#: Kinds of solves that have come: kernels are made for those that come again.
+_MOST_SEEN = 1024
 _seen = Bounded(_MOST_SEEN)
 
 
@@ -187,9 +187,9 @@ class Call:
 
     def comes_again(self) -> bool:
         """Whether a solve of this kind was seen before; from now on it was."""
-        number = hash((self.key, self.length))
-        again = _seen.get(number, False)
-        _seen.put(number, True)
+        kind = (self.key, self.length)
+        again = _seen.get(kind, False)
+        _seen.put(kind, True)
         return again
 
     def make(self) -> FusedStep | str:

@@ -249,11 +249,11 @@ def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device, 
     Args:
         sizes: L, B and D
     """
-    number = hash((key, sizes[0], differentiated))
-    found = _records.get(number)
+    kind = (key, sizes[0], differentiated)
+    found = _records.get(kind)
     if found is None:
         found = Record(device.type, sizes, differentiated)
-        _records.put(number, found)
+        _records.put(kind, found)
     return found
 
 

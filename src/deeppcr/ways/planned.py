@@ -182,6 +182,8 @@ class Planned:
                 found = self.record.timed("newton", lambda: self._by(newton))
             except (CoarseStep, NoGradient) as error:
                 self.record.bar("newton", str(error))
+                if isinstance(error, NoGradient):
+                    self.record.bar("graph", str(error))  # which has the same
                 return self._by_python()
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warn(found.description)
