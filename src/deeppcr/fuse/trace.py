@@ -34,6 +34,9 @@ TRACING = threading.RLock()
 _MOST_TRIED = 8
 _DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 
+#: Of more, to write down the derivatives alone takes ten seconds, and to compile them minutes. (An ODE by four stages has 60 to 90.)
+_MOST_OPERATIONS = 800
+
 
 @dataclass(frozen=True)
 class OneRow:
@@ -126,6 +129,9 @@ def one_row(step: Callable[..., Any], layout: Layout, inputs: Any) -> OneRow:
         raise
     except Exception as error:  # whatever a step may do that stand-ins cannot: look at values, call other libraries
         raise NotCovered(f"the step cannot be traced ({type(error).__name__}: {first_line(error)})") from error
+    operations = sum(node.op == "call_function" for node in row.nodes)
+    if operations > _MOST_OPERATIONS:
+        raise NotCovered(f"a step of {operations:,} operations is not covered (up to {_MOST_OPERATIONS})")
     with torch.inference_mode(False):  # where nobody could differentiate what was made in it
         for name, constant in list(row.graph.named_buffers()):
             setattr(row.graph, name, constant.clone())

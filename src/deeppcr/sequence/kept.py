@@ -21,7 +21,8 @@ from .purity import changes_in_place
 #: Where not all states are kept, so many steps are held at a time, to be looked at together: one by one takes longer than a step.
 _BLOCK = 256
 #: Of a tensor how often it was written to, and its dtype: of each state of a loop, and quicker than by a function of Python.
-writes_of, dtype_of = attrgetter("_version"), attrgetter("dtype")
+writes_of: Callable[[Tensor], int] = attrgetter("_version")
+dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class KeptStates:
