@@ -67,7 +67,7 @@ class Linearised:
 
     def pull(self, adjoint: Tensor) -> Tensor:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
-        return _pulled(self.values, self.inner, adjoint, retain_graph=True)
+        return pulled_to(self.values, (self.inner,), adjoint, retain_graph=True)[0]
 
     def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
         """``pull(adjoint)`` by Jacobians, of as many steps at a time as fit in memory."""
@@ -91,7 +91,7 @@ class Linearised:
         with torch.enable_grad():
             start = self.previous[index].detach().requires_grad_()
             value = self.sequence.step(index, start)
-        return _pulled(value, start, adjoint)
+        return pulled_to(value, (start,), adjoint)[0]
 
     @torch.no_grad()
     def check(self) -> None:
@@ -345,9 +345,12 @@ def _refusal(where: Tensor, cause: str) -> RuntimeError:
     )
 
 
-def _pulled(values: Tensor, at: Tensor, adjoint: Tensor, *, retain_graph: bool = False) -> Tensor:
+def pulled_to(
+    values: Tensor, at: tuple[Tensor, ...], adjoint: Tensor, *, retain_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """The products of an adjoint with the derivatives of ``values`` in other tensors."""
     try:
-        (pulled,) = torch.autograd.grad(
+        return torch.autograd.grad(
             values, at, adjoint, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
     except RuntimeError as error:
@@ -357,4 +360,3 @@ def _pulled(values: Tensor, at: Tensor, adjoint: Tensor, *, retain_graph: bool =
             f"step: one of its operations has no derivative ({error}). PyTorch's attention takes such a shortcut in eval mode: "
             "torch.backends.mha.set_fastpath_enabled(False) turns it off"
         ) from error
-    return pulled

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -358,7 +359,7 @@ class Recurrent(OperatedRecurrent):
         given = tuple(weights.values())
         known, as_they_are = kept.get((at, restarting)), all(each.dtype == dtype for each in given)
         # A module that changes its precision keeps its parameters, which hold other data then.
-        if known is not None and as_they_are and len(known[0]) == len(given) and all(map(_is_same, known[0], given)):
+        if known is not None and as_they_are and len(known[0]) == len(given) and all(map(is_, known[0], given)):
             return known[1]
         cell = self._cell({name: each.to(dtype) for name, each in weights.items()})
         if restarting:
@@ -396,7 +397,3 @@ class Recurrent(OperatedRecurrent):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other

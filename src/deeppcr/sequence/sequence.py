@@ -58,7 +58,7 @@ class Sequence:
         inner = step.step if isinstance(step, Rowwise) else step
         self.history: int = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
-        self._verified: set[str] = set()
+        self._verified = False
         self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
         if several:
             for index, each in enumerate(step):
@@ -168,7 +168,7 @@ class Sequence:
         Only for sequences of one step function.
         """
         moved, group = copy(self), self._groups[0][1]
-        moved.initial, moved.xs, moved.notes, moved._verified, moved._purity = initial, xs, [], set(), None
+        moved.initial, moved.xs, moved.notes, moved._verified, moved._purity = initial, xs, [], False, None
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
 
@@ -289,10 +289,9 @@ class Sequence:
         ranges = [range(first * chunk + k, self.length, chunk) for k in range(chunk)]
         return [steps for steps in ranges if len(steps)]
 
-    def verify_once(self, name: str) -> bool:
-        """True the first time it is asked about ``name``."""
-        new = name not in self._verified
-        self._verified.add(name)
+    def verify_once(self) -> bool:
+        """True the first time: whether the step is elementwise, where that is claimed, is seen once."""
+        new, self._verified = not self._verified, True
         return new
 
     @property

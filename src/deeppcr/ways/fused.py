@@ -80,7 +80,8 @@ class Call:
         self.inputs, self.inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         if self.inputs:
-            self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+            leaf = self.inputs[0]
+            self.length = leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim > 0 else None
         else:
             self.length = steps if length is None else length
         self._key: Hashed | None = None
@@ -223,10 +224,6 @@ def _flattened(nest: Any) -> tuple[list[Any], Any]:
     if type(nest) is tuple and all(isinstance(each, Tensor) for each in nest):
         return list(nest), len(nest)
     return pytree.tree_flatten(nest)
-
-
-def _has_length(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 #: What kernels know no other way of.
