@@ -202,8 +202,9 @@ class Adjoint(Linearised):
         Returns:
             the adjoint [L, B, D], and where it is off by more than rounding can explain, [L, B]
         """
-        parts = self._parts(len(gradients))
-        kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
+        jacobian = self._true_jacobian()
+        parts = self._parts(len(gradients), jacobian)
+        kept = [self._transposed(part, jacobian) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
         defect = self.defect(adjoint, gradients)
         if self.arithmetic not in (torch.float32, torch.float64):
@@ -216,17 +217,8 @@ class Adjoint(Linearised):
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
 
-    def _parts(self, length: int, jacobian: Jacobian | None = None) -> list[slice]:
-        """Slices of steps whose blocks fit the memory budget together; of the true Jacobians, where no others are given."""
-        at_once = (jacobian or self._true_jacobian()).steps_at_once(self.sequence)
-        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
-
     def _true_jacobian(self) -> Jacobian:
         return self.jacobian if self.jacobian.exact else DenseJacobian()
-
-    def _transposed(self, part: slice, jacobian: Jacobian | None = None) -> Blocks:
-        jacobian, steps = jacobian or self._true_jacobian(), range(part.start, part.stop)
-        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
 
     def _substitute(
         self,
@@ -239,7 +231,9 @@ class Adjoint(Linearised):
         """Solve the transposed system part by part, from the last back; ``carried``: what steps behind all of these hand back, [1, B, D]."""
         found = []
         for number in reversed(range(len(parts))):
-            blocks = kept[number] if kept is not None else self._transposed(parts[number], jacobian)
+            blocks = (
+                kept[number] if kept is not None else self._transposed(parts[number], jacobian or self._true_jacobian())
+            )
             terms = rhs[parts[number]]
             if carried is not None:
                 terms = torch.cat([terms[:-1], terms[-1:] + carried])
@@ -282,7 +276,7 @@ class Adjoint(Linearised):
         """
         products = []
         for number, part in enumerate(parts):
-            blocks = kept[number] if kept is not None else self._transposed(part)
+            blocks = kept[number] if kept is not None else self._transposed(part, self._true_jacobian())
             products.append(type(blocks)(blocks.data.abs()).apply(adjoint[part].abs()))
         rounded = torch.cat([torch.cat(products)[1:], torch.zeros_like(adjoint[:1])])
         generator, room = torch.Generator().manual_seed(0), torch.zeros_like(adjoint)

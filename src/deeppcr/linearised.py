@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian
+from .linear import Blocks
 from .runtime import values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
@@ -69,15 +70,19 @@ class Linearised:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
         return pulled_to(self.values, (self.inner,), adjoint, retain_graph=True)[0]
 
+    def _parts(self, length: int, jacobian: Jacobian) -> list[slice]:
+        """Slices of steps whose blocks fit the memory budget together."""
+        at_once = jacobian.steps_at_once(self.sequence)
+        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
+
+    def _transposed(self, part: slice, jacobian: Jacobian) -> Blocks:
+        steps = range(part.start, part.stop)
+        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
+
     def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
         """``pull(adjoint)`` by Jacobians, of as many steps at a time as fit in memory."""
-        products, at_once = [], jacobian.steps_at_once(self.sequence)
-        for start in range(0, len(adjoint), at_once):
-            part = slice(start, min(start + at_once, len(adjoint)))
-            steps = range(part.start, part.stop)
-            _, blocks = jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)
-            products.append(type(blocks)(blocks.data.detach()).transpose().apply(adjoint[part]))
-        return torch.cat(products)[1:]
+        parts = self._parts(len(adjoint), jacobian)
+        return torch.cat([self._transposed(part, jacobian).apply(adjoint[part]).detach() for part in parts])[1:]
 
     def walk(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""

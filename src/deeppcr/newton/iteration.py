@@ -49,6 +49,12 @@ class Outcome:
     local: Tensor | None = None
 
     @staticmethod
+    def of_loop(states: Tensor, result: Result, rows: int, exact: int) -> Outcome:
+        """Of states that no iteration has found: how all rows end, how many they are, and how many of their steps are exact."""
+        nothing = torch.zeros(rows, dtype=torch.long, device=states.device)
+        return Outcome(states, [result] * rows, nothing, nothing + exact, torch.zeros(0, rows, device=states.device))
+
+    @staticmethod
     def of(states: Tensor, run: Safeguarded[Any]) -> Outcome:
         progress = run.progress
         none = torch.zeros(0, progress.layout.rows, device=states.device)

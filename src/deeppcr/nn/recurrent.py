@@ -25,7 +25,7 @@ from ..sequence.words import read_backwards
 from ..solution import Solution
 from ..ways.fused_solution import FusedSolution
 from .arguments import Mode, check_mode, check_newton
-from .cells import Restarting, Weights
+from .cells import Cell, Restarting, Weights
 from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .repeated import Repeating
@@ -52,6 +52,7 @@ class Recurrent(OperatedRecurrent):
     dropout: float
     bidirectional: bool
 
+    _cell_type: type[Cell]
     run_mode: Mode = "auto"
     newton: Newton = USUAL
     #: How the last pass went: a solution for each layer and direction, or what makes them; or of one by PyTorch its steps, rows, device and why.
@@ -336,7 +337,7 @@ class Recurrent(OperatedRecurrent):
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
         mixed = dtype_of_autocast(x.device)
         with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, mixed):
-            xs: Any = self._cell_type().project(x, weights)
+            xs: Any = self._cell_type.project(x, weights)
         xs = xs if xs.dtype is dtype else xs.to(dtype)
         step = self._step(at, weights, dtype, restarting=reset is not None)
         if reset is not None:
@@ -368,11 +369,8 @@ class Recurrent(OperatedRecurrent):
             kept[at, restarting] = given, cell
         return cell
 
-    def _cell_type(self) -> Any:
-        raise NotImplementedError
-
     def _cell(self, weights: Weights) -> Any:
-        return self._cell_type()(weights)
+        return self._cell_type(weights)
 
     # How it went.
 

@@ -19,13 +19,14 @@ from ..graphs.cache import recorded_layers
 from ..newton import USUAL, Newton
 from ..runtime import has_kernels, is_elsewhere, is_transformed
 from ..sequence import Rowwise
+from ..sequence.evaluate import entry_of
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout
 from ..sequence.stack import LISTS, as_one_step
-from .begun import Ready, begin, forget_expected, taken
+from .begun import Ready, begin, forget_expected, fuse, taken
 from .fused_solution import FusedSolution
-from .passes import by_fixed_corrections, by_passes, fuse
+from .passes import by_fixed_corrections, by_passes
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from ..fuse.step import FusedStep
@@ -156,14 +157,9 @@ class Call:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
-    def inputs_of(self, index: int) -> Any:
-        """What a step sees of xs; None where there are none."""
-        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
-
     def given_inputs(self, index: int) -> Any:
         """What was given for a step: of a list of modules that are one step here without their parameters."""
-        _, xs = self.given
-        return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
+        return entry_of(self.given[1], index)
 
     @property
     def fused(self) -> FusedStep | str | None:
@@ -202,7 +198,7 @@ class Call:
 
             layout = Layout.of(self.z0, self.batch_dims)
             try:
-                found = FusedStep.of(self.step, layout, self.z0, self.inputs_of(0), self.reached)
+                found = FusedStep.of(self.step, layout, self.z0, entry_of(self.xs, 0), self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
