@@ -30,6 +30,10 @@ NOISE = 100
 class Certified(Safeguarded[_Progress]):
     """A run that asks the step itself whether what it found is the solution."""
 
+    first: int
+    ends: Tensor
+    reasons: tuple[str, ...]
+
     def push(self, tangents: Tensor) -> Tensor:
         """[n, B, D], products of the true Jacobians of the chunks from ``first`` on with vectors."""
         raise NotImplementedError
